@@ -1,0 +1,183 @@
+"""Compares the accuracy that methods reach when they fine-tune a pre-trained encoder, seed by seed.
+
+Run ``python -m benchmarks.accuracy --methods plain,daf-4bit --seeds 5 --json mrpc.json --markdown mrpc.md``.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import Progress
+from transformers.utils import logging
+
+from benchmarks.finetune import (
+    TRAINING_SPLIT,
+    MissingEncoderError,
+    Recipe,
+    Split,
+    finetune,
+    load_splits,
+    step_count,
+)
+from benchmarks.machine import core_count, describe_machine
+from benchmarks.memory import loaded_allocator
+from benchmarks.methods import DAF_PRECISIONS
+from benchmarks.options import method_names, whole_number
+
+METHODS = ("plain", *DAF_PRECISIONS)
+DEFAULT_DATA = Path("../shared/data/glue/mrpc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The accuracy that one method reached with one seed, on each split that it was evaluated on."""
+
+    method: str
+    seed: int
+    accuracy: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSummary:
+    """Accuracies of one method on one split over the seeds, and their differences from ``plain``.
+
+    Deviations are those of a sample; with one seed they are zero.
+    """
+
+    method: str
+    split: str
+    accuracies: list[float]
+    mean: float
+    deviation: float
+    mean_difference: float
+    difference_deviation: float
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of a run; a wrong one ends the process with a message that says what is allowed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy", description="Compares accuracies seed by seed."
+    )
+    cores = core_count()
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with train.jsonl.gz and dev.jsonl.gz")
+    parser.add_argument("--methods", type=method_names(METHODS), default="plain,daf-4bit", help="separated by commas")
+    parser.add_argument("--seeds", type=whole_number(1), default=5, help="how many; they count from 0")
+    parser.add_argument("--epochs", type=whole_number(1), default=Recipe.epochs)
+    parser.add_argument("--train-rows", type=whole_number(1), help="train on the first rows only")
+    parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
+    options = parser.parse_args(arguments)
+    if not options.data.is_dir():
+        parser.error(f"argument --data: got {str(options.data)!r}, which is no folder; pass the one with the data")
+    return options
+
+
+def run_all(options: argparse.Namespace, splits: dict[str, Split]) -> list[Run]:
+    """Trains with every method and seed and returns what each run reached."""
+    recipe = Recipe(epochs=options.epochs)
+    steps = step_count(len(splits[TRAINING_SPLIT]), recipe)
+    runs: list[Run] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        for seed in range(options.seeds):
+            for method in options.methods:
+                bar = progress.add_task(f"seed {seed}, {method}", total=steps)
+                start = time.perf_counter()
+                accuracy = finetune(method, seed, splits, recipe, lambda bar=bar: progress.advance(bar))
+                seconds = time.perf_counter() - start
+                runs.append(Run(method=method, seed=seed, accuracy=accuracy, seconds=seconds))
+    return runs
+
+
+def summarize(runs: Sequence[Run]) -> list[SplitSummary]:
+    """Returns the figures of every split and method, ``plain`` included."""
+    methods = dict.fromkeys(run.method for run in runs)
+    return [_summarize_split(runs, method, split) for split in runs[0].accuracy for method in methods]
+
+
+def markdown_report(summaries: Sequence[SplitSummary]) -> str:
+    """Returns one Markdown table for each split, with the accuracy of every seed in percent."""
+    tables: list[str] = []
+    for split in dict.fromkeys(summary.split for summary in summaries):
+        rows = [summary for summary in summaries if summary.split == split]
+        seeds = [f"seed {seed}" for seed in range(len(rows[0].accuracies))]
+        headings = [split, *seeds, "mean", "s.d.", "minus plain", "s.d."]
+        lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *map(_markdown_row, rows)]
+        tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(tables) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark, prints its tables and writes the files asked for."""
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    logging.set_verbosity_error()  # every load says that the encoder comes without a classifier
+    logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    try:
+        splits = load_splits(options.data, options.train_rows)
+    except (FileNotFoundError, MissingEncoderError) as error:
+        sys.exit(f"error: {error}")
+    runs = run_all(options, splits)
+    summaries = summarize(runs)
+    report = markdown_report(summaries)
+    Console().print(Markdown(report))
+    if options.markdown:
+        options.markdown.write_text(report)
+    if options.json:
+        options.json.write_text(_json_report(options, runs, summaries))
+
+
+def _summarize_split(runs: Sequence[Run], method: str, split: str) -> SplitSummary:
+    accuracies, plain = ([run.accuracy[split] for run in runs if run.method == name] for name in (method, "plain"))
+    differences = [found - expected for found, expected in zip(accuracies, plain, strict=True)]
+    return SplitSummary(
+        method=method,
+        split=split,
+        accuracies=accuracies,
+        mean=statistics.fmean(accuracies),
+        deviation=_deviation(accuracies),
+        mean_difference=statistics.fmean(differences),
+        difference_deviation=_deviation(differences),
+    )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _markdown_row(summary: SplitSummary) -> list[str]:
+    percent = [f"{100 * value:.2f}" for value in (*summary.accuracies, summary.mean, summary.deviation)]
+    if summary.method == "plain":
+        return [summary.method, *percent, "", ""]
+    difference = [f"{100 * summary.mean_difference:+.2f}", f"{100 * summary.difference_deviation:.2f}"]
+    return [summary.method, *percent, *difference]
+
+
+def _json_report(options: argparse.Namespace, runs: Sequence[Run], summaries: Sequence[SplitSummary]) -> str:
+    machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
+    report = {
+        "summaries": [asdict(summary) for summary in summaries],
+        "runs": [asdict(run) for run in runs],
+        "machine": asdict(machine),
+        "settings": {
+            "data": options.data.name,
+            "train_rows": options.train_rows,
+            "seeds": options.seeds,
+            "threads": options.threads,
+            "recipe": asdict(Recipe(epochs=options.epochs)),
+        },
+    }
+    return json.dumps(report, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    main()

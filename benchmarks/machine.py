@@ -1,0 +1,59 @@
+"""What a benchmark ran on."""
+
+import os
+import platform
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_TCMALLOC = ("tcmalloc_minimal", "tcmalloc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine and the software that figures belong to; ``threads`` are those of torch."""
+
+    cpu: str
+    cores: int
+    threads: int
+    torch: str
+    python: str
+    allocator: str
+    dtype: str
+
+
+def describe_machine(*, threads: int, allocator: str, dtype: str) -> Machine:
+    """Returns this machine, with what the benchmark chose of it."""
+    return Machine(
+        cpu=_cpu_name(),
+        cores=core_count(),
+        threads=threads,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        allocator=allocator,
+        dtype=dtype,
+    )
+
+
+def core_count() -> int:
+    """Returns how many cores this process may use."""
+    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+
+
+def tcmalloc_library() -> str | None:
+    """Returns the name of tcmalloc's shared library for ``LD_PRELOAD``, or None where there is none.
+
+    With glibc's allocator the resident size of a training process is up to twice what is live, with every
+    method, so that it says little about activations.
+    """
+    return next(filter(None, map(find_library, _TCMALLOC)), None)
+
+
+def _cpu_name() -> str:
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

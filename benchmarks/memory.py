@@ -1,0 +1,120 @@
+"""Resident memory of this process, and the bytes that autograd saves."""
+
+import ctypes
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): sets VmHWM back to the current resident size
+
+
+def resident_bytes() -> int:
+    """Returns the bytes of this process that are in memory now."""
+    return psutil.Process().memory_info().rss
+
+
+def reset_peak() -> None:
+    """Starts a new peak where the system can (Linux); elsewhere the peak stays that of the whole process."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError:
+        return
+
+
+def peak_bytes() -> int:
+    """Returns the largest resident size since ``reset_peak``."""
+    if _STATUS.exists():
+        lines = _STATUS.read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest << 10
+
+
+def release_free_memory() -> None:
+    """Has the allocator give back what it keeps of freed memory, so that the level shows what is live."""
+    process = ctypes.CDLL(None)
+    if hasattr(process, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc
+        process.MallocExtension_ReleaseFreeMemory()
+    elif hasattr(process, "malloc_trim"):  # glibc
+        process.malloc_trim(0)
+
+
+def loaded_allocator() -> str:
+    """Returns the name of the allocator that serves this process."""
+    return "tcmalloc" if hasattr(ctypes.CDLL(None), "MallocExtension_ReleaseFreeMemory") else "system"
+
+
+class SavedTensorCounter:
+    """Counts the unique storages that autograd saves inside a ``with`` block, without changing them.
+
+    Storages of parameters and buffers do not count, nor do the low-precision casts of parameters that
+    autocast makes. Every storage counts once, in full, however many saved tensors view it. Tensors saved
+    inside a non-reentrant checkpoint do not reach the counter, but the inputs of the checkpoint do.
+
+    Example:
+        >>> with SavedTensorCounter(model) as counter:
+        ...     loss = model(**batch).loss
+        >>> counter.bytes
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._casts = _WeightCasts(model)
+        self._hooks = saved_tensors_hooks(self._count, lambda saved: saved)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all counted storages."""
+        return sum(storage.nbytes() for key, storage in self._storages.items() if key not in self._casts.storages)
+
+    def __enter__(self) -> Self:
+        self._casts.__enter__()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        self._casts.__exit__(kind, error, trace)
+
+    def _count(self, saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        self._storages[storage.data_ptr()] = storage  # held, so that its address is not used again
+        return saved.detach()
+
+
+class _WeightCasts(TorchDispatchMode):
+    """Knows the storages of a model's parameters and buffers, and of the casts made of them meanwhile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        weights = [*model.parameters(), *model.buffers()]
+        self.storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, weights)}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
+            storage = result.untyped_storage()
+            self.storages[storage.data_ptr()] = storage
+        return result
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.storages

@@ -1,0 +1,54 @@
+"""Argument types that the benchmarks share; a wrong value is answered with what is allowed and what to do."""
+
+import argparse
+from collections.abc import Callable
+
+from benchmarks.methods import METHODS
+
+
+def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], int]:
+    """Returns an argument type for whole numbers from ``smallest`` to ``largest``."""
+    allowed = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if value < smallest or (largest is not None and value > largest):
+            raise argparse.ArgumentTypeError(f"got {text!r}; allowed is a whole number, {allowed}")
+        return value
+
+    return parse
+
+
+def probability(text: str) -> float:
+    """Parses a number from 0 up to, but not including, 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is a number from 0 to below 1, such as 0.1")
+    return value
+
+
+def method_names(allowed: tuple[str, ...] = METHODS) -> Callable[[str], tuple[str, ...]]:
+    """Returns an argument type for a comma-separated list of methods that ``plain`` is one of."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(name.strip() for name in text.split(","))
+        unknown = [name for name in names if name not in allowed]
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}, separated by commas"
+            )
+        if len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"got {text!r}, which repeats a method; name each one once")
+        if "plain" not in names:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r} without 'plain', which the others are compared with; add it"
+            )
+        return names
+
+    return parse

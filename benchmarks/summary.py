@@ -1,0 +1,129 @@
+"""From measurements of single processes to the figures of a method."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.worker import Measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientComparison:
+    """How far one gradient is from another: relative L2 error, cosine, and whether every bit is equal."""
+
+    error: float
+    cosine: float
+    identical: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodResult:
+    """The figures of one method, as they stand in the JSON file.
+
+    ``raw_bytes`` is what autograd saves without DAF, ``held_bytes`` what the method holds of it,
+    ``step_ratio`` the median over rounds of the step time over that of ``plain`` in the same round.
+    ``rounds`` has the measurements that the medians are of.
+    """
+
+    method: str
+    raw_bytes: int
+    held_bytes: int
+    peak_rss_bytes: int
+    step_seconds: float
+    step_ratio: float
+    gradient_error: float
+    gradient_cosine: float
+    gradients_identical: bool
+    pack_seconds: float
+    unpack_seconds: float
+    rounds: list[dict[str, float]]
+
+
+def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
+    """Returns the median of the ratios of values to their baseline in the same round.
+
+    Pairing cancels what changes from round to round, such as the clock of a shared machine.
+
+    Raises:
+        ValueError: If the two do not have one entry for each round.
+    """
+    if not values or len(values) != len(baseline):
+        raise ValueError(
+            f"got {len(values)} values and {len(baseline)} of the baseline; "
+            "pass one of each for every round, at least one"
+        )
+    return statistics.median(value / base for value, base in zip(values, baseline, strict=True))
+
+
+def compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> GradientComparison:
+    """Compares the gradients of all parameters, taken as one vector, in double precision.
+
+    Args:
+        found: Gradients by parameter name.
+        expected: The gradients to compare with, by the same names.
+
+    Raises:
+        ValueError: If the names differ, or every expected gradient is zero.
+    """
+    if found.keys() != expected.keys():
+        raise ValueError(
+            f"got gradients of different parameters: {sorted(found.keys() ^ expected.keys())} are in one only; "
+            "compare two runs of the same model"
+        )
+    found_vector = _concatenate(found[name] for name in expected)
+    expected_vector = _concatenate(expected.values())
+    length = expected_vector.norm()
+    if length == 0:
+        raise ValueError("every expected gradient is zero, so no error relative to them exists; check the loss")
+    return GradientComparison(
+        error=float((found_vector - expected_vector).norm() / length),
+        cosine=float(torch.nn.functional.cosine_similarity(found_vector, expected_vector, dim=0)),
+        identical=all(torch.equal(found[name], expected[name]) for name in expected),
+    )
+
+
+def load_gradients(path: Path) -> dict[str, Tensor]:
+    """Returns the gradients that a worker saved."""
+    return torch.load(path, weights_only=True)
+
+
+def summarize(
+    method: str,
+    rounds: Sequence[Measurement],
+    plain_rounds: Sequence[Measurement],
+    gradients: GradientComparison,
+) -> MethodResult:
+    """Returns the figures of a method: medians over its rounds.
+
+    Checkpointing hides most of what autograd would save, so its raw bytes are those counted for ``plain``.
+    """
+    seconds = [measured.step_seconds for measured in rounds]
+    raw = plain_rounds if method == "checkpoint" else rounds
+    return MethodResult(
+        method=method,
+        raw_bytes=int(_median(raw, "raw_bytes")),
+        held_bytes=int(_median(rounds, "held_bytes")),
+        peak_rss_bytes=int(_median(rounds, "peak_rss_bytes")),
+        step_seconds=statistics.median(seconds),
+        step_ratio=paired_ratio(seconds, [measured.step_seconds for measured in plain_rounds]),
+        gradient_error=gradients.error,
+        gradient_cosine=gradients.cosine,
+        gradients_identical=gradients.identical,
+        pack_seconds=_median(rounds, "pack_seconds"),
+        unpack_seconds=_median(rounds, "unpack_seconds"),
+        rounds=[
+            {"step_seconds": measured.step_seconds, "peak_rss_bytes": measured.peak_rss_bytes} for measured in rounds
+        ],
+    )
+
+
+def _median(rounds: Sequence[Measurement], field: str) -> float:
+    return statistics.median(getattr(measured, field) for measured in rounds)
+
+
+def _concatenate(gradients: Iterable[Tensor]) -> Tensor:
+    return torch.cat([gradient.double().flatten() for gradient in gradients])

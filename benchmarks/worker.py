@@ -1,0 +1,155 @@
+"""One method of the training benchmark in a process of its own.
+
+``benchmarks.training`` runs ``python -m benchmarks.worker TASK RESULT``; TASK is the JSON of a ``Task``,
+RESULT the file that the JSON of the ``Measurement`` is written to.
+"""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.memory import (
+    loaded_allocator,
+    peak_bytes,
+    release_free_memory,
+    reset_peak,
+    resident_bytes,
+)
+from benchmarks.methods import Method, open_method
+from benchmarks.models import SEED, build_batch, build_model
+
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one process runs; the fields are the options of ``benchmarks.training``.
+
+    ``gradients`` names the file that gradients are saved to; empty: they are not saved.
+    """
+
+    method: str
+    model: str
+    batch: int
+    seq: int
+    image: int
+    dtype: Literal["fp32", "bf16"]
+    steps: int
+    threads: int
+    lora_dropout: float
+    gradients: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one process measured: bytes of one step, peak above the loaded model, median time of a step."""
+
+    raw_bytes: int
+    held_bytes: int
+    pack_seconds: float
+    unpack_seconds: float
+    peak_rss_bytes: int
+    step_seconds: float
+    allocator: str
+
+
+class TrainingStep:
+    """A training step on one batch; its random numbers depend on the seed alone, not on the method."""
+
+    def __init__(
+        self, model: nn.Module, batch: dict[str, Tensor], optimizer: Optimizer, method: Method, dtype: str
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._optimizer = optimizer
+        self._method = method
+        self._autocast = dtype == "bf16"
+
+    def forward(self) -> Tensor:
+        """Returns the loss."""
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
+            return self._model(**self._batch).loss
+
+    def compute_gradients(self, seed: int) -> None:
+        """Sets the gradients and leaves the weights as they are."""
+        torch.manual_seed(seed)
+        self._optimizer.zero_grad()
+        with self._method.compress():
+            loss = self.forward()
+        loss.backward()
+        self._method.finish_step()
+
+    def timed_run(self, seed: int) -> float:
+        """Sets the gradients, updates the weights and returns the seconds that this took."""
+        start = time.perf_counter()
+        self.compute_gradients(seed)
+        self._optimizer.step()
+        return time.perf_counter() - start
+
+
+def measure(task: Task) -> Measurement:
+    """Runs a task in this process.
+
+    Memory is measured from the level of the loaded model and its optimizer; the peak is that of the timed
+    steps. Before them come two warm-up steps with equal seeds that leave the weights as they are. The
+    gradients of the second one are saved, so that a method has had one step to settle.
+    """
+    torch.set_num_threads(task.threads)
+    model = build_model(task.model, lora_dropout=task.lora_dropout)
+    batch = build_batch(task.model, batch=task.batch, seq=task.seq, image=task.image)
+    optimizer = _build_optimizer(model)
+    release_free_memory()
+    level = resident_bytes()
+    method = open_method(task.method, model)
+    step = TrainingStep(model, batch, optimizer, method, task.dtype)
+    for _ in range(2):
+        step.compute_gradients(SEED)
+    if task.gradients:
+        torch.save(_gradients(model), task.gradients)
+    reset_peak()
+    seconds = [step.timed_run(SEED + number) for number in range(task.steps)]
+    peak = peak_bytes() - level
+    stored = method.measure(step.forward)
+    method.close()
+    return Measurement(
+        **asdict(stored),
+        peak_rss_bytes=peak,
+        step_seconds=statistics.median(seconds),
+        allocator=loaded_allocator(),
+    )
+
+
+def _build_optimizer(model: nn.Module) -> Optimizer:
+    """Returns an optimizer whose state exists already, made by a step that changes no weight."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = AdamW(trained, lr=0.0)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
+    return optimizer
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the task given as JSON and writes what was measured to the file named after it."""
+    task, result = arguments
+    measurement = measure(Task(**json.loads(task)))
+    Path(result).write_text(json.dumps(asdict(measurement)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,212 @@
+"""What DAF finds on this machine, what is missing, and what to type.
+
+The facts (`examine`) are kept apart from how they are shown (`daf_integrations.cli`). No framework is imported to find
+its version, so that one that is missing or broken is a finding and never an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from ctypes.util import find_library
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import humanfriendly
+from packaging.version import Version
+
+Status = Literal["ok", "missing", "too old"]
+
+_MEMORY_MAPS = Path("/proc/self/maps")
+_TCMALLOC = "libtcmalloc_minimal.so.4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package that DAF needs or plugs into.
+
+    Attributes:
+        name: name to install it by.
+        floor: oldest version that DAF works with.
+        purpose: what DAF has it for.
+        required: whether DAF does nothing without it.
+        gpu_only: whether only a machine with a GPU has a use for it.
+    """
+
+    name: str
+    floor: str
+    purpose: str
+    required: bool = False
+    gpu_only: bool = False
+
+
+PACKAGES = (
+    Package(name="torch", floor="2.7", purpose="everything", required=True),
+    Package(name="numba", floor="0.61", purpose="CPU kernels", required=True),
+    Package(name="triton", floor="3.3", purpose="GPU kernels", gpu_only=True),
+    Package(name="transformers", floor="5.12", purpose="the HF Trainer plugin"),
+    Package(name="peft", floor="0.19", purpose="LoRA with the HF Trainer"),
+    Package(name="accelerate", floor="1.12", purpose="the Trainer and Accelerate plugins"),
+    Package(name="lightning", floor="2.6", purpose="the Lightning plugin"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageState:
+    """A package as it is installed here.
+
+    Attributes:
+        package: what DAF wants.
+        version: installed version, None where there is none.
+    """
+
+    package: Package
+    version: str | None
+
+    @property
+    def status(self) -> Status:
+        """Whether the installed version will do."""
+        if self.version is None:
+            return "missing"
+        return "ok" if Version(self.version) >= Version(self.package.floor) else "too old"
+
+    @property
+    def remedy(self) -> str:
+        """What is wrong, and the command that puts it right."""
+        package = self.package
+        return f"{package.name} is {self.status} (for {package.purpose}): pip install '{package.name}>={package.floor}'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchState:
+    """What torch says of this machine.
+
+    Attributes:
+        devices: one line a device, the CPU first.
+        threads: threads that torch computes with; 0 where torch does not load.
+        error: why torch does not load, None if it does.
+    """
+
+    devices: tuple[str, ...] = ()
+    threads: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """All that `daf doctor` reports.
+
+    Attributes:
+        python: version of the interpreter.
+        packages: the state of each of `PACKAGES`, in that order.
+        torch: what torch says of this machine.
+        cores: cores that this process may use.
+        allocator: memory allocator of this process, see `loaded_allocator`.
+    """
+
+    python: str
+    packages: tuple[PackageState, ...]
+    torch: TorchState
+    cores: int
+    allocator: str
+
+    @property
+    def problems(self) -> list[str]:
+        """What keeps DAF from working, and what to type."""
+        broken = [f"torch does not load: {self.torch.error}"] if self.torch.error else []
+        return broken + [state.remedy for state in self._unmet() if state.package.required]
+
+    @property
+    def advice(self) -> list[str]:
+        """What DAF works without, but works better or with more trainers if it is done."""
+        hints = [state.remedy for state in self._unmet() if not state.package.required]
+        if self.torch.threads > self.cores:
+            hints.append(
+                f"torch computes with {self.torch.threads} threads on {self.cores} cores: "
+                f"export OMP_NUM_THREADS={self.cores}"
+            )
+        if self.allocator == "glibc":
+            hints.append(allocator_advice())
+        return hints
+
+    def _unmet(self) -> list[PackageState]:
+        """The packages to install or to upgrade on a machine with these devices."""
+        has_gpu = any(device.startswith("cuda") for device in self.torch.devices)
+        return [state for state in self.packages if state.status != "ok" and (has_gpu or not state.package.gpu_only)]
+
+
+def examine() -> Diagnosis:
+    """Looks at this process and the machine it runs on."""
+    return Diagnosis(
+        python=platform.python_version(),
+        packages=tuple(PackageState(package=package, version=_installed_version(package.name)) for package in PACKAGES),
+        torch=_examine_torch(),
+        cores=_usable_cores(),
+        allocator=loaded_allocator(),
+    )
+
+
+def loaded_allocator(maps: Path = _MEMORY_MAPS) -> str:
+    """Names the memory allocator that a process has loaded.
+
+    Args:
+        maps: memory map of the process, in the format of Linux.
+
+    Returns:
+        "tcmalloc", "jemalloc", "glibc", or "unknown" for any other and on a system without such a file.
+    """
+    try:
+        mapped = maps.read_text()
+    except OSError:
+        return "unknown"
+    markers = {"tcmalloc": "/libtcmalloc", "jemalloc": "/libjemalloc", "glibc": "/libc.so.6"}
+    return next((name for name, marker in markers.items() if marker in mapped), "unknown")
+
+
+def allocator_advice() -> str:
+    """Says why glibc's allocator costs memory, and how this machine gets another one."""
+    why = "with glibc's allocator peak memory (RSS) is about twice what is live, and tcmalloc avoids that"
+    if "CONDA_PREFIX" in os.environ:
+        install = "conda install -c conda-forge gperftools"
+        return f"{why}: {install}, then python -m torch.backends.xeon.run_cpu --enable-tcmalloc train.py"
+    start = f"LD_PRELOAD={_TCMALLOC} python train.py"
+    if find_library("tcmalloc_minimal"):
+        return f"{why}: {start}"
+    return f"{why}: sudo apt-get install libtcmalloc-minimal4, then {start}"
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _examine_torch() -> TorchState:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a build for another CUDA or libc raises OSError
+        return TorchState(error=str(error))
+    cpu = f"cpu: {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    return TorchState(devices=(cpu, *_accelerators()), threads=torch.get_num_threads())
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [
+            f"cuda:{index}: {device.name}, {humanfriendly.format_size(device.total_memory, binary=True)}"
+            for index, device in enumerate(found)
+        ]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return [] if accelerator is None else [str(accelerator)]

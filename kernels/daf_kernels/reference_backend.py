@@ -1,0 +1,68 @@
+"""The reference as a backend: any device that torch runs on, slowly and with temporaries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from daf_kernels import reference
+from daf_kernels.backend import PageMemory, Pages, TwoValues
+from daf_kernels.layout import PlaneLayout
+from daf_kernels.reference import Seed
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReferenceBackend:
+    """Torch operations instead of kernels; see `daf_kernels.backend.Backend` for the contract."""
+
+    def encode(
+        self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
+    ) -> bool:
+        """See `Backend.encode`."""
+        content = reference.encode(values.reshape(-1), layout, planes, seed)
+        memory.write(pages, content)
+        means, _ = reference.read_header(content[: layout.header_pages], layout)
+        return not bool(means.isnan().any())
+
+    def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode`."""
+        out.copy_(reference.decode(memory.read(pages), layout, planes, out.dtype).view(out.shape))
+
+    def two_values(self, values: Tensor) -> TwoValues | None:
+        """See `Backend.two_values`."""
+        found = _integers(values).unique()
+        if found.numel() > 2:
+            return None
+        zero, one = (int(value) & _mask(values) for value in (found[0], found[-1]))
+        return zero, one
+
+    def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
+        """See `Backend.encode_mask`."""
+        bits = _integers(values)
+        zero, one = (_signed(bit, bits) for bit in two)
+        if not bool(((bits == zero) | (bits == one)).all()):
+            return False
+        memory.write(pages, reference.encode_mask(bits, one, memory.page_bytes))
+        return True
+
+    def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode_mask`."""
+        flags = reference.decode_mask(memory.read(pages), out.numel())
+        zero, one = (_signed(bit, _integers(out)) for bit in two)
+        out.copy_(torch.where(flags, one, zero).view(out.dtype).view(out.shape))
+
+
+def _integers(values: Tensor) -> Tensor:
+    """Returns the bits of all elements as integers of shape (elements,)."""
+    return values.reshape(-1).view(_INTEGERS[values.element_size()])
+
+
+def _mask(values: Tensor) -> int:
+    return (1 << 8 * values.element_size()) - 1
+
+
+def _signed(bits: int, like: Tensor) -> Tensor:
+    """Returns unsigned `bits` as a number of the integer type of `like`."""
+    size = like.element_size()
+    return torch.frombuffer(bytearray(bits.to_bytes(size, "little")), dtype=like.dtype)[0].to(like.device)

@@ -1,0 +1,80 @@
+"""What every test is held to, and the data sets that some need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
+
+import pytest
+import torch
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What third parties write into the environment when they are first imported, or by design while a test runs.
+FOREIGN_VARIABLES = {
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn
+    "KMP_INIT_AT_FORK",  # scikit-learn
+    "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning
+    "TORCHINDUCTOR_CACHE_DIR",  # transformers, through torch._inductor
+}
+
+torch.set_num_threads(2)
+# A first call compiles a kernel, and a loaded machine is slow: neither is a failure.
+settings.register_profile("daf", deadline=None)
+settings.load_profile("daf")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_trace() -> Iterator[None]:
+    """Fails a test that leaves a saved-tensor hook, an environment variable or another default dtype behind.
+
+    What was left is undone first, so that the next test starts clean.
+    """
+    environment, dtype = dict(os.environ), torch.get_default_dtype()
+    assert _hooks() is None, "a saved-tensor hook was installed before this test began"
+    yield
+    leaks = [*_undo_hooks(), *_undo_environment(environment), *_undo_dtype(dtype)]
+    assert not leaks, f"this test left behind: {', '.join(leaks)}"
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of the data sets: $DAF_DATA_DIR, or shared/data beside the repository."""
+    folder = Path(os.environ.get("DAF_DATA_DIR", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no data sets in {folder}: point DAF_DATA_DIR at them")
+    return folder
+
+
+def _hooks() -> object:
+    """The innermost pair of saved-tensor hooks of this thread, None if there is none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _undo_hooks() -> list[str]:
+    count = 0
+    while _hooks() is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        count += 1
+    return [f"{count} saved-tensor hook(s)"] if count else []
+
+
+def _undo_environment(before: dict[str, str]) -> list[str]:
+    names = (before.keys() | os.environ.keys()) - FOREIGN_VARIABLES
+    changed = sorted(name for name in names if before.get(name) != os.environ.get(name))
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    return [f"${name}" for name in changed]
+
+
+def _undo_dtype(before: torch.dtype) -> list[str]:
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    return [] if after is before else [f"default dtype {after}"]

@@ -1,0 +1,159 @@
+"""The shape of the house: who may import whom, what an installed DAF consists of, and what importing it costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "daf_kernels": ROOT / "kernels" / "daf_kernels",
+    "daf_core": ROOT / "daf_core",
+    "daf_integrations": ROOT / "daf_integrations",
+}
+# What a package may import beside itself and the standard library. daf_integrations may import any trainer.
+ALLOWED = {
+    "daf_kernels": {"torch", "numpy", "numba", "llvmlite", "triton"},
+    "daf_core": {"daf_kernels", "torch", "numpy", "sortedcontainers", "humanfriendly", "yaml", "typing_extensions"},
+}
+KERNEL_COMPILERS = {"numba", "llvmlite", "triton"}
+HEAVY = KERNEL_COMPILERS | {"transformers", "lightning", "pytorch_lightning", "peft", "accelerate", "yaml"}
+MAX_LINES = 400
+MAX_EXTRA_MODULES = 60
+UNLIMITED = {"tests", "build", "dist", "shared"}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted(PACKAGES[package].rglob("*.py"))
+
+
+def each_source(*packages: str) -> list[object]:
+    return [
+        pytest.param(package, path, id=f"{package}/{path.relative_to(PACKAGES[package]).as_posix()}")
+        for package in packages
+        for path in sources(package)
+    ]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every module that a file imports by its full name, at whatever depth and however late."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"importlib.import_module", "import_module"}:
+            yield from (str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def foreign_imports(package: str, path: Path) -> set[str]:
+    """The top-level modules that a file imports from outside its package and the standard library."""
+    names = {name.partition(".")[0] for name in imported(ast.parse(path.read_text()))}
+    return names - sys.stdlib_module_names - {package}
+
+
+def in_fresh_python(code: str) -> str:
+    """Runs code at the root of the repository, as a user would, and returns what it prints."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_has_sources_and_types(package: str) -> None:
+    assert PACKAGES[package] / "__init__.py" in sources(package)
+    assert (PACKAGES[package] / "py.typed").is_file()
+
+
+@pytest.mark.parametrize(("package", "path"), each_source("daf_kernels", "daf_core"))
+def test_imports_follow_the_arrows(package: str, path: Path) -> None:
+    assert foreign_imports(package, path) <= ALLOWED[package]
+
+
+@pytest.mark.parametrize(("package", "path"), each_source("daf_integrations"))
+def test_only_kernels_know_the_kernel_compilers(package: str, path: Path) -> None:
+    assert not foreign_imports(package, path) & KERNEL_COMPILERS
+
+
+def test_late_and_dynamic_imports_are_seen() -> None:
+    code = "def f():\n    import a.b\n    from c.d import e\n    importlib.import_module('g.h')\n    from . import i\n"
+    assert set(imported(ast.parse(code))) == {"a.b", "c.d", "g.h"}
+
+
+def test_kernels_folder_is_no_package() -> None:
+    # As a package it would hide the one that transformers looks for under this name.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
+    in_fresh_python("import transformers.integrations.hub_kernels")
+
+
+def test_importing_the_core_adds_little_to_torch() -> None:
+    names = in_fresh_python(
+        "import sys, torch, json; before = set(sys.modules); import daf_core;"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    extra = json.loads(names)
+    assert "daf_core" in extra
+    assert not {name.partition(".")[0] for name in extra} & HEAVY
+    assert len(extra) < MAX_EXTRA_MODULES
+
+
+def test_files_are_small() -> None:
+    folders = [path for path in ROOT.iterdir() if path.name not in UNLIMITED and not path.name.startswith(".")]
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
+    assert lengths
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+@pytest.fixture(scope="module")
+def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The files in a wheel, built from a copy of the repository: setuptools leaves working files beside the sources."""
+    copy, output = tmp_path_factory.mktemp("source") / "daf", tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "shared", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", output]
+    command = [sys.executable, "-m", "pip", "wheel", *options, copy]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    (wheel,) = output.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_wheel_has_the_three_packages_and_nothing_else(wheel_files: set[str]) -> None:
+    top = {name.partition("/")[0] for name in wheel_files}
+    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
+
+
+def test_wheel_has_every_source_and_type_marker(wheel_files: set[str]) -> None:
+    wanted = {
+        f"{package}/{path.relative_to(PACKAGES[package]).as_posix()}"
+        for package in PACKAGES
+        for path in [*sources(package), PACKAGES[package] / "py.typed"]
+    }
+    assert wanted <= wheel_files

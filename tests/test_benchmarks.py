@@ -1,0 +1,220 @@
+"""Tests of the benchmarks: their options, their arithmetic and one tiny run of each."""
+
+import gzip
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import accuracy, training
+from benchmarks.accuracy import Run
+from benchmarks.finetune import ENCODER_PACKAGE, load_splits
+from benchmarks.memory import SavedTensorCounter
+from benchmarks.models import build_batch, build_model
+from benchmarks.summary import GradientComparison, compare_gradients, load_gradients, paired_ratio, summarize
+from benchmarks.worker import Measurement, Task, measure
+
+METHOD_KEYS = {
+    "method",
+    "raw_bytes",
+    "held_bytes",
+    "peak_rss_bytes",
+    "step_seconds",
+    "step_ratio",
+    "gradient_error",
+}
+MACHINE_KEYS = {"cpu", "cores", "threads", "torch", "python", "allocator", "dtype"}
+FLOAT_BYTES = 4
+
+
+def measurement(*, seconds: float = 1.0, raw: int = 100, held: int = 100) -> Measurement:
+    return Measurement(
+        raw_bytes=raw,
+        held_bytes=held,
+        pack_seconds=0.0,
+        unpack_seconds=0.0,
+        peak_rss_bytes=1000,
+        step_seconds=seconds,
+        allocator="system",
+    )
+
+
+def tiny_task(method: str, gradients: Path) -> Task:
+    return Task(
+        method=method,
+        model="tiny",
+        batch=2,
+        seq=16,
+        image=32,
+        dtype="fp32",
+        steps=1,
+        threads=torch.get_num_threads(),
+        lora_dropout=0.1,
+        gradients=str(gradients),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "bert"], "invalid choice: 'bert'"),
+        (["--batch", "0"], "got '0'; allowed is a whole number, 1 or more"),
+        (["--rounds", "two"], "got 'two'; allowed is a whole number, 1 or more"),
+        (["--threads", "100000"], "got '100000'; allowed is a whole number, 1 to"),
+        (["--model", "tiny", "--seq", "65"], "got 65; tiny takes 2 to 64; pass a smaller one"),
+        (["--image", "8"], "allowed is a whole number, 32 or more"),
+        (["--lora-dropout", "1"], "got '1'; allowed is a number from 0 to below 1"),
+        (["--methods", "plain,daf-3bit"], "got 'daf-3bit'; allowed are plain, checkpoint, daf-exact"),
+        (["--methods", "daf-4bit"], "got 'daf-4bit' without 'plain'"),
+        (["--methods", "plain,plain"], "repeats a method; name each one once"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_training_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        training.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no-such-folder"], "got 'no-such-folder', which is no folder"),
+        (["--methods", "plain,checkpoint"], "got 'checkpoint'; allowed are plain, daf-exact"),
+        (["--seeds", "0"], "got '0'; allowed is a whole number, 1 or more"),
+    ],
+)
+def test_accuracy_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        accuracy.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_accuracy_needs_splits(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"train\.jsonl\.gz and dev\.jsonl\.gz"):
+        load_splits(tmp_path)
+
+
+def test_rounds_rotate() -> None:
+    assert [training.rotated("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_ratio_is_the_median_of_pairs() -> None:
+    assert paired_ratio([2.0, 3.0, 40.0], [1.0, 2.0, 10.0]) == 2.0
+
+
+@pytest.mark.parametrize(("values", "baseline"), [([], []), ([1.0], [1.0, 2.0])])
+def test_ratio_needs_pairs(values: list[float], baseline: list[float]) -> None:
+    with pytest.raises(ValueError, match="pass one of each for every round"):
+        paired_ratio(values, baseline)
+
+
+def test_gradient_error_is_relative_over_all_parameters() -> None:
+    expected = {"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}
+    found = {"b": torch.tensor([[4.0]]), "a": torch.tensor([0.0])}
+    compared = compare_gradients(found, expected)
+    assert (compared.error, compared.cosine) == pytest.approx((3 / 5, 4 / 5))
+    assert not compared.identical
+    assert compare_gradients(expected, expected) == GradientComparison(error=0.0, cosine=1.0, identical=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"), [({"b": torch.ones(1)}, r"\['a', 'b'\]"), ({"a": torch.ones(1)}, "gradient is zero")]
+)
+def test_gradients_must_be_comparable(found: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare_gradients(found, {"a": torch.zeros(1)})
+
+
+def test_checkpoint_has_the_raw_bytes_of_plain() -> None:
+    plain = [measurement(seconds=1.0), measurement(seconds=2.0)]
+    rounds = [measurement(seconds=2.0, raw=7, held=7), measurement(seconds=3.0, raw=7, held=7)]
+    result = summarize("checkpoint", rounds, plain, GradientComparison(error=0.0, cosine=1.0, identical=True))
+    assert (result.raw_bytes, result.held_bytes, result.step_seconds, result.step_ratio) == (100, 7, 2.5, 1.75)
+
+
+def test_accuracy_summary() -> None:
+    reached = {"plain": [0.8, 0.7], "daf-4bit": [0.7, 0.76]}
+    runs = [
+        Run(method=method, seed=seed, accuracy={"dev": value}, seconds=1.0)
+        for method, values in reached.items()
+        for seed, value in enumerate(values)
+    ]
+    plain, coded = accuracy.summarize(runs)
+    assert (plain.mean, plain.mean_difference, plain.difference_deviation) == pytest.approx((0.75, 0, 0))
+    assert (coded.mean, coded.mean_difference) == pytest.approx((0.73, -0.02))
+    assert (coded.deviation, coded.difference_deviation) == pytest.approx((0.0424, 0.1131), abs=1e-4)
+    assert "| daf-4bit | 70.00 | 76.00 | 73.00 | 4.24 | -2.00 | 11.31 |" in accuracy.markdown_report([plain, coded])
+
+
+def test_counter_takes_each_storage_once_and_no_weights() -> None:
+    layer = nn.Linear(6, 4)
+    inputs = torch.randn(8, 6, requires_grad=True)  # else the weight would not be saved
+    with SavedTensorCounter(layer) as counter:
+        outputs = layer(inputs)  # saves the inputs and the weight
+        (outputs.exp() + layer(inputs.view(8, 6))).sum()  # saves its own outputs, and the inputs again
+    assert counter.bytes == (8 * 6 + 8 * 4) * FLOAT_BYTES
+
+
+def test_counter_leaves_casts_of_weights_out() -> None:
+    layer = nn.Linear(6, 4)
+    inputs = torch.randn(8, 6, requires_grad=True)  # else the weight would not be saved
+    with SavedTensorCounter(layer) as counter, torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(inputs)  # saves the inputs and the weight, both in two bytes
+    assert counter.bytes == 8 * 6 * FLOAT_BYTES // 2
+
+
+def test_every_adapter_has_a_gradient() -> None:
+    model = build_model("tiny", lora_dropout=0.1)
+    model(**build_batch("tiny", batch=2, seq=16, image=32)).loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert trained
+    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in trained)
+
+
+def test_methods_that_lose_nothing_give_identical_gradients(tmp_path: Path) -> None:
+    files = {method: tmp_path / f"{method}.pt" for method in ("plain", "checkpoint", "daf-exact")}
+    measured = {method: measure(tiny_task(method, file)) for method, file in files.items()}
+    plain, *others = (load_gradients(file) for file in files.values())
+    assert all(compare_gradients(gradients, plain).identical for gradients in others)
+    assert measured["checkpoint"].held_bytes < measured["plain"].held_bytes
+
+
+def test_training_writes_its_figures(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.json"
+    shape = ["--model", "tiny", "--batch", "2", "--seq", "16"]
+    training.main([*shape, "--methods", "plain,daf-4bit", "--rounds", "1", "--steps", "1", "--json", str(file)])
+    report = json.loads(file.read_text())
+    plain, coded = report["methods"]
+    assert plain.keys() >= METHOD_KEYS
+    assert plain.keys() == coded.keys()
+    assert (plain["method"], plain["step_ratio"], plain["gradient_error"]) == ("plain", 1.0, 0.0)
+    assert coded["held_bytes"] < coded["raw_bytes"]
+    assert 0 < coded["gradient_error"] < 1
+    assert report["machine"].keys() == MACHINE_KEYS
+    assert report["settings"]["methods"] == ["plain", "daf-4bit"]
+
+
+def write_split(file: Path, rows: int) -> None:
+    sentences = [{"sentence": f"a {'good' if row % 2 else 'bad'} film", "label": row % 2} for row in range(rows)]
+    with gzip.open(file, "wt", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(sentence) + "\n" for sentence in sentences)
+
+
+@pytest.mark.skipif(find_spec(ENCODER_PACKAGE) is None, reason=f"{ENCODER_PACKAGE} is not installed")
+def test_accuracy_writes_its_figures(tmp_path: Path) -> None:
+    for split in ("train", "dev", "test"):
+        write_split(tmp_path / f"{split}.jsonl.gz", rows=40)
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "markdown")}
+    outputs = [text for kind, file in files.items() for text in (f"--{kind}", str(file))]
+    short = ["--data", str(tmp_path), "--seeds", "1", "--epochs", "1"]
+    accuracy.main([*short, "--methods", "plain,daf-exact", *outputs])
+    report = json.loads(files["json"].read_text())
+    plain, exact = (run["accuracy"] for run in report["runs"])
+    assert plain == exact
+    assert list(plain) == ["dev", "test", "dev+test"]
+    assert report["machine"].keys() == MACHINE_KEYS
+    assert files["markdown"].read_text().count("| daf-exact |") == len(plain)

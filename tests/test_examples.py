@@ -1,0 +1,185 @@
+"""Tests of the examples: their text, the options they refuse, and one tiny run of each."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+Load = Callable[[str], ModuleType]
+
+TWO_LABELS = [
+    *({"text": f"a warm and funny film, number {number}", "label": "good"} for number in range(8)),
+    *({"text": f"two dull hours, number {number}", "label": "bad"} for number in range(8)),
+]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Imports a module of examples/, which a script there finds in its own folder."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return written(tmp_path / "data.jsonl", *map(json.dumps, TWO_LABELS))
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def stdlib_task() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return importlib.import_module("stdlib_text").stdlib_task(families=8, seed=3)
+
+
+class TestStdlibText:
+    def test_the_same_seed_builds_the_same_task(self, load: Load, stdlib_task: Any) -> None:
+        assert load("stdlib_text").stdlib_task(families=8, seed=3) == stdlib_task
+
+    def test_another_seed_holds_other_texts_out(self, load: Load) -> None:
+        texts = {"a": list("abcdefgh"), "b": list("ijklmnop")}
+        one, other = (load("text_task").hold_out(texts, test_share=0.5, seed=seed) for seed in (0, 1))
+        assert set(one.test.texts) != set(other.test.texts)
+        assert one.train.texts != sorted(one.train.texts)
+
+    def test_every_label_has_equally_many_texts(self, stdlib_task: Any) -> None:
+        assert len(stdlib_task.label_names) == 8
+        for part in (stdlib_task.train, stdlib_task.test):
+            assert len(part.texts) == len(part.labels)
+            assert len({part.labels.count(label) for label in range(8)}) == 1
+        assert len(stdlib_task.train.texts) > 2 * len(stdlib_task.test.texts) > 400
+
+    def test_training_and_test_texts_do_not_overlap(self, stdlib_task: Any) -> None:
+        distinct = {*stdlib_task.train.texts, *stdlib_task.test.texts}
+        assert len(distinct) == len(stdlib_task.train.texts) + len(stdlib_task.test.texts)
+        assert all(5 <= len(text.split()) <= 60 for text in distinct)
+
+    def test_a_docstring_of_two_families_is_left_out(self, load: Load, tmp_path: Path) -> None:
+        for family in ("alpha", "beta"):
+            written(tmp_path / f"{family}.py", f'"""This one text is only in {family}."""', "def f():")
+            with (tmp_path / f"{family}.py").open("a") as source:
+                source.write('    """This text is in both of the families."""\n')
+        assert load("stdlib_text").docstrings_by_family(stdlib=tmp_path) == {
+            "alpha": ["This one text is only in alpha."],
+            "beta": ["This one text is only in beta."],
+        }
+
+    def test_a_python_without_sources_is_refused(self, load: Load, tmp_path: Path) -> None:
+        with pytest.raises(load("command_line").InputError, match="no docstrings found"):
+            load("stdlib_text").docstrings_by_family(stdlib=tmp_path)
+
+
+class TestOwnFile:
+    def test_every_label_is_in_both_sets_and_no_text_is(self, load: Load, data: Path) -> None:
+        task = load("classifier_data").load_task(None, data, seed=0)
+        assert task.label_names == ["bad", "good"]
+        assert set(task.train.labels) == set(task.test.labels) == {0, 1}
+        assert not set(task.train.texts) & set(task.test.texts)
+        assert len(task.train.texts) + len(task.test.texts) == len(TWO_LABELS)
+
+    @pytest.mark.parametrize(
+        ("lines", "message"),
+        [
+            ([], r"0 label\(s\) found; classifying needs at least 2"),
+            (["{"], "line 1: not JSON"),
+            (["[1]"], 'line 1: found list; a row needs the keys "text" and "label"'),
+            (['{"text": "a", "label": 1}', "", '{"sentence": "b"}'], "line 3: found sentence; a row needs the keys"),
+            (['{"text": 1, "label": 1}'], 'line 1: "text" must be a string'),
+            (['{"text": "a", "label": null}'], 'line 1: "text" must be a string and "label"'),
+            (['{"text": "a", "label": 0}', '{"text": "b", "label": 1}'], "only one text for 0, 1"),
+        ],
+    )
+    def test_a_malformed_file_is_refused(self, load: Load, tmp_path: Path, lines: list[str], message: str) -> None:
+        file = written(tmp_path / "data.jsonl", *lines)
+        with pytest.raises(load("command_line").InputError, match=message):
+            load("classifier_data").load_task(None, file, seed=0)
+
+
+COMMON_ERRORS = [
+    (["--precision", "3"], "3 is not supported; choose one of exact, 8, 4, 2, 1"),
+    (["--steps", "0"], "0 is not allowed; give a whole number above 0"),
+    (["--batch", "1.5"], "1.5 is not allowed; give a whole number above 0"),
+    (["--learning-rate", "nan"], "nan is not allowed; give a number above 0"),
+    (["--model", "no/such/folder"], "--model no/such/folder: cannot be loaded"),
+    (["--seq", "100000"], "--seq 100000: the model"),
+    (["--seq", "1"], "--seq 1: the model"),
+]
+CLASSIFIER_ERRORS = [
+    (["--steps", "1", "--epochs", "1"], "not allowed with argument --steps"),
+    (["--dataset", "glue/mnli"], "choose from"),
+    (["--data", "missing.jsonl"], "--data missing.jsonl: no such file"),
+    (["--output", "picture.txt"], "--output picture.txt: the name must end in one of .png, .pdf, .svg"),
+    (["--output", "missing/picture.png"], "--output missing/picture.png: its folder does not exist"),
+    (["--role", "daf"], "--role daf needs --result FILE"),
+]
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        ("script", "arguments", "message"),
+        [
+            *(("finetune_text_classifier", *case) for case in COMMON_ERRORS + CLASSIFIER_ERRORS),
+            *(("finetune_gpt2", ["--layers", "1", *arguments], message) for arguments, message in COMMON_ERRORS),
+        ],
+    )
+    def test_what_cannot_work_is_refused_with_its_reason(
+        self, load: Load, capsys: pytest.CaptureFixture[str], script: str, arguments: list[str], message: str
+    ) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            load(script).main(arguments)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+    def test_a_missing_datasets_package_is_named(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        with pytest.raises(load("command_line").InputError, match="pip install datasets"):
+            load("classifier_data").load_task("glue/sst2", None, seed=0)
+
+
+class TestRuns:
+    def test_one_role_measures_what_daf_holds(self, load: Load, data: Path, tmp_path: Path) -> None:
+        result = tmp_path / "daf.json"
+        small = ["--data", str(data), "--steps", "3", "--batch", "4", "--seq", "16"]
+        load("finetune_text_classifier").main([*small, "--role", "daf", "--result", str(result)])
+        measured = load("comparison").RunResult.load(result)
+        assert 0 < measured.held_mb < 0.4 * measured.raw_mb
+        assert 0 <= measured.accuracy <= 1
+        assert measured.step_seconds > 0
+        assert len(measured.curve) > 1
+
+    def test_the_comparison_shows_a_table_and_a_picture(
+        self,
+        load: Load,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+        data: Path,
+        tmp_path: Path,
+    ) -> None:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
+        picture = tmp_path / "step.png"
+        small = ["--data", str(data), "--steps", "2", "--batch", "4", "--seq", "16", "--output", str(picture)]
+        load("finetune_text_classifier").main([*small, "--precision", "exact"])
+        shown = capfd.readouterr().out
+        assert "saved activations, held" in shown
+        assert "+0.0 points" in shown  # exact: the same weights, so the same accuracy
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_gpt2_logs_its_loss_and_what_daf_holds(self, load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+        load("finetune_gpt2").main(["--layers", "1", "--steps", "2", "--batch", "1", "--seq", "16"])
+        shown = capsys.readouterr().out
+        assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
