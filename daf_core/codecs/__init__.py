@@ -1,0 +1,9 @@
+"""How an activation is stored: raw, bitmask and narrow_int are exact, planes is lossy."""
+
+from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.narrow_int import NarrowIntActivation
+from daf_core.codecs.planes import PlanesActivation
+from daf_core.codecs.raw import RawActivation
+
+__all__ = ["BitmaskActivation", "NarrowIntActivation", "PlanesActivation", "RawActivation", "StoredActivation"]

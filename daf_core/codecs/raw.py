@@ -1,0 +1,56 @@
+"""Exact: the tensor itself stays in memory."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from daf_core.errors import ModifiedInPlaceError
+from daf_core.memory.pool import PagePool
+
+
+class KeptStorage:
+    """The bytes of a storage that raw activations keep alive, counted once however many of them view it."""
+
+    def __init__(self, pool: PagePool, size: int) -> None:
+        pool.hold(size)
+        self._pool, self._size = pool, size
+
+    def __del__(self) -> None:
+        # hold() raises before the fields are set where the budget is exceeded.
+        if hasattr(self, "_size"):
+            self._pool.let_go(self._size)
+
+
+class RawActivation:
+    """A reference to the saved tensor, with the check for changes that torch gives up when hooks are active.
+
+    Only ``detach()`` is kept: keeping the tensor itself would tie an operator's output to the graph that saves it, and
+    a graph that never runs backward would leak.
+
+    Args:
+        tensor: The saved tensor.
+        kept: Accounts for its storage; None for parameters, which are no activations.
+    """
+
+    codec: ClassVar[str] = "raw"
+
+    def __init__(self, tensor: Tensor, kept: KeptStorage | None) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+        self._kept = kept
+
+    def tensor(self) -> Tensor:
+        """Returns the saved tensor.
+
+        Raises:
+            ModifiedInPlaceError: It was changed since it was saved.
+        """
+        if self._tensor._version != self._version:
+            raise ModifiedInPlaceError(
+                f"a tensor of shape {tuple(self._tensor.shape)} needed for backward was modified by an in-place "
+                f"operation: it was saved at version {self._version} and is at version {self._tensor._version}. "
+                "Replace the in-place operation (for example x += y by x = x + y), as without DAF"
+            )
+        return self._tensor

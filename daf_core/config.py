@@ -1,0 +1,130 @@
+"""The configuration of DAF: one frozen object for all integrations."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from daf_core.errors import ConfigError
+
+Precision = Literal["exact", 8, 4, 2, 1]
+Rounding = Literal["nearest", "stochastic"]
+BackendName = Literal["auto", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAFConfig:
+    """How activations are stored. All fields are keywords; `to_dict` and `from_dict` are inverse.
+
+    Attributes:
+        precision: Code bits of an activation element: 8, 4, 2 or 1; "exact" stores nothing lossy, so that gradients
+            are bit-identical to training without DAF, and only masks and integers shrink.
+        rounding: "nearest", or "stochastic" for codes whose expectation is the value. Nearest gives the smaller
+            gradient error below 5 bits, stochastic a slightly smaller one above.
+        memory_budget: Bytes that saved activations may hold at once, as a number or a size such as "400MB"; None sets
+            no limit. Exceeding it raises `ActivationBudgetError`.
+        seed: Selects the random numbers of stochastic rounding. Torch's generators are never touched.
+        backend: "auto" for the kernels of the model's device; "reference" for plain torch operations, slow, on any
+            device.
+
+    Raises:
+        ConfigError: An option is unknown or a value is not allowed.
+    """
+
+    precision: Precision = 4
+    rounding: Rounding = "nearest"
+    memory_budget: int | str | None = None
+    seed: int = 0
+    backend: BackendName = "auto"
+
+    def __new__(cls, *_args: object, **options: object) -> DAFConfig:
+        """Refuses unknown options by name before the generated constructor would with a bare TypeError."""
+        _check_names(options, [field.name for field in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_choice("precision", self.precision, get_args(Precision))
+        _check_choice("rounding", self.rounding, get_args(Rounding))
+        _check_choice("backend", self.backend, get_args(BackendName))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed={self.seed!r} is not allowed; give an integer from 0 to 2**64 - 1")
+        if self.memory_budget is not None:
+            object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget))
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The memory budget in bytes, or None for no limit."""
+        return None if self.memory_budget is None else int(self.memory_budget)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> DAFConfig:
+        """Makes a configuration from a mapping with the fields as keys; missing ones take their defaults."""
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"a configuration is a mapping of options, got {type(options).__name__}")
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the options as JSON-able values."""
+        return asdict(self)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> DAFConfig:
+        """Reads a YAML file whose top level is the mapping of options.
+
+        Raises:
+            ConfigError: The file is missing, is not YAML, or holds something else.
+        """
+        import yaml  # 20 ms that a program without a YAML file does not pay
+
+        try:
+            options = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
+        return cls.from_dict(options or {})
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Writes the options to a YAML file that `from_yaml` reads back."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def parse_size(name: str, value: object) -> int:
+    """Returns a size in bytes.
+
+    Args:
+        name: The option, for the error message.
+        value: A positive integer, or a string such as "400MB", "1.5 GiB" or "800000".
+
+    Raises:
+        ConfigError: `value` is no size, or not positive.
+    """
+    import humanfriendly
+
+    expected = f'{name}={value!r} is not a size; give a positive number of bytes or a size such as "400MB" or "1.5GiB"'
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(expected)
+    try:
+        size = value if isinstance(value, int) else humanfriendly.parse_size(value)
+    except humanfriendly.InvalidSize as error:
+        raise ConfigError(expected) from error
+    if size <= 0:
+        raise ConfigError(expected)
+    return size
+
+
+def _check_names(options: Mapping[str, object], known: list[str]) -> None:
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown option {name!r}{hint} Allowed: {', '.join(known)}".replace("?;", "?"))
+
+
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    # The type is compared too: True == 1 would pass for a precision of one bit.
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):
+        raise ConfigError(f"{name}={value!r} is not allowed; allowed: {', '.join(map(repr, allowed))}")

@@ -1,0 +1,90 @@
+"""Is a saved tensor an activation, and which form may it take?"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import Tensor, nn
+
+from daf_core.codecs.planes import DTYPES
+
+LEAST_ELEMENTS = 4096
+"""Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""
+
+STATISTIC_SHARE = 16
+"""A float tensor without gradient that is this many times smaller than the largest one saved in the same module call is
+a statistic of it, such as attention's logsumexp (1/64 of the queries), and stays exact."""
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+_VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
+
+
+class Form(enum.Enum):
+    """The form a saved tensor may take."""
+
+    PARAMETER = "no activation: passed through and not counted"
+    RAW = "exact, as it is"
+    INTEGER = "exact, narrowed"
+    MASK = "exact, as one bit where two-valued"
+    LOSSY = "exact where two-valued, otherwise compressible"
+
+
+class Eligibility:
+    """Tells activations from parameters, their casts and small exact things."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._storages: set[int] = set()
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def refresh(self) -> None:
+        """Looks up the storages of all parameters and buffers, which may have moved since the last step."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        plain = [tensor for tensor in tensors if is_plain(tensor)]
+        self._storages = {tensor.untyped_storage()._cdata for tensor in plain}
+        self._shapes = {tuple(sorted(tensor.shape)) for tensor in plain}
+
+    def form(self, tensor: Tensor, largest: int) -> Form:
+        """Returns the form that a saved tensor may take.
+
+        Args:
+            tensor: The tensor as autograd saves it.
+            largest: Elements of the largest activation saved so far in the same module call.
+        """
+        if not is_plain(tensor) or tensor.untyped_storage()._cdata in self._storages or self._is_cast(tensor):
+            return Form.PARAMETER
+        if tensor.numel() < LEAST_ELEMENTS:
+            return Form.RAW
+        if tensor.dtype in _INTEGERS:
+            return Form.INTEGER
+        if tensor.dtype not in DTYPES or _is_statistic(tensor, largest):
+            return Form.RAW if tensor.is_complex() else Form.MASK
+        return Form.LOSSY
+
+    def _is_cast(self, tensor: Tensor) -> bool:
+        """Recognizes the low-precision copy of a parameter that autocast makes, and that linear layers save.
+
+        It frees nothing to compress it, as autocast may cache it, and its error would reach every layer below. A wrong
+        guess costs memory, never correctness: the tensor is kept as it is.
+        """
+        if not torch.is_autocast_enabled(tensor.device.type) or tuple(sorted(tensor.shape)) not in self._shapes:
+            return False
+        node = tensor.grad_fn
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        if node is None:
+            return not tensor.requires_grad
+        source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
+        return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Says whether a tensor has a storage of its own to look at: no subclass with a layout of its own, not sparse."""
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def _is_statistic(tensor: Tensor, largest: int) -> bool:
+    if tensor.shape[-1] == 1:
+        return True
+    return not tensor.requires_grad and tensor.numel() * STATISTIC_SHARE <= largest

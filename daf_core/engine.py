@@ -1,0 +1,192 @@
+"""The engine: the only user of saved-tensor hooks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from daf_core import hook_stack
+from daf_core.codecs import (
+    BitmaskActivation,
+    NarrowIntActivation,
+    PlanesActivation,
+    RawActivation,
+    StoredActivation,
+)
+from daf_core.config import DAFConfig
+from daf_core.eligibility import Eligibility, Form
+from daf_core.errors import NothingToTrainError, UnsupportedDeviceError
+from daf_core.geometry import geometry_of
+from daf_core.handle import Handle
+from daf_core.memory.pool import PagePool
+from daf_core.sharing import SharingTable
+from daf_core.sites import ModuleScopes, Site, follow_modules
+from daf_core.telemetry import StepRecorder, StepStatistics
+from daf_kernels import Backend, NoKernelError, Seed, load_backend
+
+
+class ActivationEngine:
+    """Stores the activations of a model's forward passes in a few bits until backward needs them.
+
+    Example:
+        >>> engine = ActivationEngine(model, DAFConfig(precision=4))
+        >>> with engine.compress():
+        ...     loss = model(**batch).loss
+        >>> loss.backward()
+        >>> engine.finish_step().ratio
+
+    Args:
+        model: The model that is trained; its parameters and buffers are never compressed.
+        config: How activations are stored.
+
+    Raises:
+        NothingToTrainError: No parameter requires a gradient.
+        UnsupportedDeviceError: There are no kernels for a device that the model is on.
+    """
+
+    def __init__(self, model: nn.Module, config: DAFConfig | None = None) -> None:
+        self.config = config or DAFConfig()
+        _check_trainable(model)
+        devices = {parameter.device for parameter in model.parameters()}
+        self._backends = {device: _load_backend(device, self.config.backend) for device in devices}
+        self._pools = {device: PagePool(device, self.config.budget_bytes) for device in devices}
+        self._eligibility = Eligibility(model)
+        self._sharing = SharingTable()
+        self._scopes = ModuleScopes()
+        self._hooks = follow_modules(model, self._scopes)
+        self._recorder = StepRecorder()
+        self._inside = threading.local()
+        self._passes = 0
+
+    @contextmanager
+    def compress(self) -> Iterator[None]:
+        """Compresses what autograd saves inside: wrap it around the forward pass and the loss, not around backward.
+
+        Entering it again inside itself changes nothing.
+
+        Raises:
+            HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
+        """
+        if getattr(self._inside, "scope", False):
+            yield
+            return
+        hook_stack.refuse_foreign_hooks()
+        self._begin_pass()
+        try:
+            with hook_stack.installed(self._pack, self._unpack):
+                yield
+        finally:
+            self._end_pass()
+
+    def finish_step(self) -> StepStatistics:
+        """Returns the statistics since the last call, and starts counting anew."""
+        return self._recorder.finish(sum(pool.take_peak() for pool in self._pools.values()))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that saved activations hold now; 0 after a step."""
+        return sum(pool.settle() for pool in self._pools.values())
+
+    @property
+    def leased_pages(self) -> int:
+        """Pages that saved activations occupy now; 0 after a step."""
+        return sum(pool.leased_pages for pool in self._pools.values())
+
+    def close(self) -> None:
+        """Removes the hooks from the model's modules; activations that are still held stay valid."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _begin_pass(self) -> None:
+        self._inside.scope = True
+        self._passes += 1
+        self._eligibility.refresh()
+        self._recorder.enter_scope()
+        self._scopes.start()
+
+    def _end_pass(self) -> None:
+        self._scopes.stop()
+        self._sharing.clear()
+        self._inside.scope = False
+
+    def _pack(self, tensor: Tensor) -> Handle | RawActivation:
+        started = time.perf_counter()
+        call = self._scopes.current
+        form = self._eligibility.form(tensor, call.largest)
+        # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
+        if form is Form.PARAMETER or torch._C._current_graph_task_id() != -1:
+            return RawActivation(tensor, None)
+        site = call.next_site(tensor)
+        if self._sharing.is_new_storage(tensor):
+            self._recorder.add_raw(tensor.untyped_storage().nbytes())
+        packed = self._pack_activation(tensor, form, site)
+        self._recorder.pack_seconds += time.perf_counter() - started
+        return packed
+
+    def _pack_activation(self, tensor: Tensor, form: Form, site: Site) -> Handle | RawActivation:
+        """Packs an activation in the first form that can hold it: shared, a codec's, or raw."""
+        pool, geometry = self._pool(tensor.device), geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
+        shared = self._sharing.find(tensor, geometry)
+        stored = shared or self._store(geometry.compact(tensor), geometry.row, form, site)
+        if stored is None:
+            self._recorder.stored_as[RawActivation.codec] += 1
+            return RawActivation(tensor, self._sharing.keep(tensor, pool))
+        self._sharing.add(tensor, geometry, stored)
+        self._recorder.stored_as["shared" if shared else stored.codec] += 1
+        return Handle(stored, geometry, tensor.dtype, tensor.device)
+
+    def _store(self, values: Tensor, row: int, form: Form, site: Site) -> StoredActivation | None:
+        """Encodes values in the form they may take; None keeps them raw."""
+        pool, backend = self._pool(values.device), self._backends.get(values.device)
+        if form is Form.INTEGER:
+            return NarrowIntActivation.encode(values, pool)
+        if backend is None or form is Form.RAW:
+            return None
+        mask = BitmaskActivation.encode(values, pool, backend)
+        if mask is not None or form is Form.MASK or self.config.precision == "exact":
+            return mask
+        return PlanesActivation.encode(values, row, self.config.precision, pool, backend, self._seed(site))
+
+    def _unpack(self, packed: Handle | RawActivation) -> Tensor:
+        if isinstance(packed, RawActivation):
+            return packed.tensor()
+        started = time.perf_counter()
+        tensor = packed.unpack()
+        self._recorder.unpack_seconds += time.perf_counter() - started
+        return tensor
+
+    def _pool(self, device: torch.device) -> PagePool:
+        """Returns the device's pool; tensors of a device without parameters stay raw, but are counted."""
+        if device not in self._pools:
+            self._pools[device] = PagePool(device, self.config.budget_bytes)
+        return self._pools[device]
+
+    def _seed(self, site: Site) -> Seed | None:
+        """Returns the random stream of a site in this forward pass: the same in every run with the same seed."""
+        if self.config.rounding == "nearest":
+            return None
+        seed = self.config.seed
+        return seed & 0xFFFFFFFF, seed >> 32, site.number, self._passes & 0xFFFFFFFF
+
+
+def _check_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise NothingToTrainError(
+            f"{type(model).__name__} has no parameter that requires a gradient, so nothing is saved for backward; "
+            "set requires_grad on the parameters to train, for example with peft.get_peft_model"
+        )
+
+
+def _load_backend(device: torch.device, name: str) -> Backend:
+    try:
+        return load_backend(device, name)
+    except NoKernelError as error:
+        raise UnsupportedDeviceError(
+            f'{error}. Move the model, or set backend="reference", which runs on any device in plain torch, slowly'
+        ) from error

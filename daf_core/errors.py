@@ -1,0 +1,44 @@
+"""One error class for each situation a caller can handle; messages say what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+
+class DAFError(Exception):
+    """Base class of all errors that DAF raises on purpose."""
+
+
+class ConfigError(DAFError, ValueError):
+    """An option is unknown or its value is not allowed."""
+
+
+class NothingToTrainError(DAFError, ValueError):
+    """The model has no parameter that requires a gradient."""
+
+
+class UnsupportedDeviceError(DAFError, RuntimeError):
+    """There are no kernels for the device the model is on."""
+
+
+class HooksActiveError(DAFError, RuntimeError):
+    """Somebody else's saved-tensor hooks are active, or were entered inside DAF's scope and not left."""
+
+
+class ModifiedInPlaceError(DAFError, RuntimeError):
+    """A tensor that was saved for backward was changed in place before backward used it."""
+
+
+class ActivationBudgetError(DAFError, MemoryError):
+    """Saved activations do not fit in the memory budget.
+
+    Attributes:
+        needed: Bytes that would have been held.
+        allowed: The budget in bytes.
+    """
+
+    def __init__(self, needed: int, allowed: int) -> None:
+        self.needed = needed
+        self.allowed = allowed
+        super().__init__(
+            f"saved activations need {needed / 1e6:.1f} MB, and memory_budget allows {allowed / 1e6:.1f} MB. "
+            "Raise memory_budget, lower precision (8, 4, 2 or 1 bits), or train on smaller batches or shorter texts"
+        )

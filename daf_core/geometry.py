@@ -1,0 +1,69 @@
+"""How a saved tensor lies in memory, and the smallest tensor that holds all its values once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape and strides of a saved tensor, and of its *compact* form: what is stored.
+
+    The compact form has the tensor's dimensions in order of falling stride, without those of one element and those of
+    stride 0 (broadcast). Where it is dense, or its elements overlap, it is the flat run of memory that it spans.
+
+    Attributes:
+        shape: Shape of the saved tensor.
+        strides: Its strides, in elements.
+        span: Elements from its first to its last one in memory.
+        compact_shape: Shape of the compact form.
+        compact_strides: Its strides.
+        row: Elements in a row: the length of the innermost dimension in memory.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    span: int
+    compact_shape: tuple[int, ...]
+    compact_strides: tuple[int, ...]
+    row: int
+
+    def compact(self, tensor: Tensor) -> Tensor:
+        """Returns the compact form of a tensor of this geometry, a view."""
+        return tensor.detach().as_strided(self.compact_shape, self.compact_strides)
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns an uninitialized tensor of this geometry and its compact form, in the same memory."""
+        memory = torch.empty(self.span, dtype=dtype, device=device)
+        return (
+            memory.as_strided(self.shape, self.strides),
+            memory.as_strided(self.compact_shape, self.compact_strides),
+        )
+
+
+@lru_cache(maxsize=4096)
+def geometry_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Geometry:
+    """Returns the geometry of tensors of this shape and these strides; cached, since shapes repeat every step."""
+    dims = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride > 0]
+    dims.sort(reverse=True)
+    sizes, steps = tuple(size for _, size in dims), tuple(stride for stride, _ in dims)
+    span = 1 + sum((size - 1) * stride for stride, size in dims)
+    row = sizes[-1] if sizes else 1
+    if _has_holes(sizes, steps):
+        return Geometry(shape, strides, span, sizes, steps, row)
+    return Geometry(shape, strides, span, (span,), (1,), row)
+
+
+def _has_holes(sizes: tuple[int, ...], steps: tuple[int, ...]) -> bool:
+    """Says whether elements lie apart without overlapping: such a run of memory holds values that are not saved."""
+    covered, holes = 1, False
+    for size, step in zip(reversed(sizes), reversed(steps), strict=True):
+        if step < covered:
+            return False
+        holes = holes or step > covered
+        covered = (size - 1) * step + covered
+    return holes

@@ -1,0 +1,72 @@
+"""One stored copy for tensors that share storage."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from daf_core.codecs import StoredActivation
+from daf_core.codecs.raw import KeptStorage
+from daf_core.geometry import Geometry
+from daf_core.memory.pool import PagePool
+
+Key = tuple[object, ...]
+
+
+class SharingTable:
+    """Finds the stored activation of a tensor that was saved before, in the same forward pass.
+
+    A storage is known by the address of its control block. The table keeps a weak reference to each storage it has
+    seen: the block then cannot be reused for another storage, while the data may be freed.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._stored: dict[Key, tuple[int, weakref.ref[StoredActivation]]] = {}
+        self._kept: weakref.WeakValueDictionary[int, KeptStorage] = weakref.WeakValueDictionary()
+
+    def is_new_storage(self, tensor: Tensor) -> bool:
+        """Says whether no tensor of this storage was met before."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._storages:
+            return False
+        self._storages[storage._cdata] = StorageWeakRef(storage)
+        return True
+
+    def find(self, tensor: Tensor, geometry: Geometry) -> StoredActivation | None:
+        """Returns the live stored activation of the same values: same place in the same storage at the same version."""
+        version, reference = self._stored.get(_key(tensor, geometry), (None, None))
+        return reference() if reference is not None and version == tensor._version else None
+
+    def add(self, tensor: Tensor, geometry: Geometry, stored: StoredActivation) -> None:
+        """Remembers what `tensor` was stored as."""
+        self._stored[_key(tensor, geometry)] = (tensor._version, weakref.ref(stored))
+
+    def keep(self, tensor: Tensor, pool: PagePool) -> KeptStorage:
+        """Returns the account of the tensor's storage among raw activations.
+
+        Raises:
+            ActivationBudgetError: The storage does not fit in the budget.
+        """
+        storage = tensor.untyped_storage()
+        kept = self._kept.get(storage._cdata)
+        if kept is None:
+            kept = self._kept[storage._cdata] = KeptStorage(pool, storage.nbytes())
+        return kept
+
+    def clear(self) -> None:
+        """Forgets all tensors. Storages that raw activations keep alive stay accounted for."""
+        self._storages.clear()
+        self._stored.clear()
+
+
+def _key(tensor: Tensor, geometry: Geometry) -> Key:
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.dtype,
+        geometry.compact_shape,
+        geometry.compact_strides,
+    )

@@ -1,0 +1,93 @@
+"""Where an activation is saved: a name that is the same from step to step."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Site(NamedTuple):
+    """The place an activation is saved at.
+
+    Attributes:
+        module: Qualified name of the innermost module whose forward is running; "" for the model or outside of it.
+        op: Name of the autograd node that made the tensor, or "leaf".
+        index: Number of the save within this call of the module.
+    """
+
+    module: str
+    op: str
+    index: int
+
+    @property
+    def number(self) -> int:
+        """A number of 32 bits for the name, equal in every process."""
+        return zlib.crc32(f"{self.module}/{self.op}/{self.index}".encode())
+
+
+class ModuleCall:
+    """A running forward of a module.
+
+    Attributes:
+        name: Qualified name of the module.
+        saves: Activations saved so far.
+        largest: Elements of the largest of them.
+    """
+
+    __slots__ = ("largest", "name", "saves")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.saves = 0
+        self.largest = 0
+
+    def next_site(self, tensor: Tensor) -> Site:
+        """Names the place at which `tensor` is being saved."""
+        node = tensor.grad_fn
+        site = Site(self.name, node.name() if node is not None else "leaf", self.saves)
+        self.saves += 1
+        self.largest = max(self.largest, tensor.numel())
+        return site
+
+
+class ModuleScopes(threading.local):
+    """Follows which module's forward is running, in each thread."""
+
+    def __init__(self) -> None:
+        self._calls: list[ModuleCall] | None = None
+
+    def start(self) -> None:
+        """Begins following, outside of any module."""
+        self._calls = [ModuleCall("")]
+
+    def stop(self) -> None:
+        """Stops following; modules that an exception left open are forgotten."""
+        self._calls = None
+
+    @property
+    def current(self) -> ModuleCall:
+        """The innermost running module."""
+        return self._calls[-1] if self._calls else ModuleCall("")
+
+    def enter(self, name: str) -> None:
+        """A module's forward begins."""
+        if self._calls is not None:
+            self._calls.append(ModuleCall(name))
+
+    def leave(self) -> None:
+        """The innermost module's forward ended."""
+        if self._calls is not None and len(self._calls) > 1:
+            self._calls.pop()
+
+
+def follow_modules(model: nn.Module, scopes: ModuleScopes) -> list[RemovableHandle]:
+    """Registers hooks on all modules that keep `scopes` up to date; returns the handles that remove them."""
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: scopes.enter(name)))
+        handles.append(module.register_forward_hook(lambda *_: scopes.leave(), always_call=True))
+    return handles

@@ -1,0 +1,60 @@
+"""Per-step statistics, as values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What happened to the saved activations of one training step.
+
+    Attributes:
+        raw_bytes: Bytes plain training would have kept: each storage counted once, parameters and buffers not at all.
+            With several forward passes in a step (gradient accumulation) the largest of them.
+        held_bytes: The most bytes that were held at once instead, pages and exact tensors together.
+        stored_as: How many saved tensors each codec stored, parameters and buffers not counted; "shared" ones were
+            stored already.
+        pack_seconds: Time spent encoding.
+        unpack_seconds: Time spent decoding.
+    """
+
+    raw_bytes: int = 0
+    held_bytes: int = 0
+    stored_as: dict[str, int] = field(default_factory=dict)
+    pack_seconds: float = 0.0
+    unpack_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes over held bytes; 1 where nothing was saved."""
+        return self.raw_bytes / self.held_bytes if self.held_bytes else 1.0
+
+
+@dataclass
+class StepRecorder:
+    """Collects a step's figures while it runs; `finish` returns them and starts anew."""
+
+    raw_bytes: int = 0
+    scope_raw_bytes: int = 0
+    stored_as: Counter[str] = field(default_factory=Counter)
+    pack_seconds: float = 0.0
+    unpack_seconds: float = 0.0
+
+    def enter_scope(self) -> None:
+        """Starts a forward pass."""
+        self.scope_raw_bytes = 0
+
+    def add_raw(self, size: int) -> None:
+        """Counts a storage that plain training would keep."""
+        self.scope_raw_bytes += size
+        self.raw_bytes = max(self.raw_bytes, self.scope_raw_bytes)
+
+    def finish(self, held_bytes: int) -> StepStatistics:
+        """Returns the step's statistics and forgets them."""
+        statistics = StepStatistics(
+            self.raw_bytes, held_bytes, dict(self.stored_as), self.pack_seconds, self.unpack_seconds
+        )
+        self.__init__()
+        return statistics
