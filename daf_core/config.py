@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from daf_core.errors import ConfigError
 
@@ -49,8 +49,7 @@ class DAFConfig:
         _check_choice("precision", self.precision, get_args(Precision))
         _check_choice("rounding", self.rounding, get_args(Rounding))
         _check_choice("backend", self.backend, get_args(BackendName))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed={self.seed!r} is not allowed; give an integer from 0 to 2**64 - 1")
+        _check_seed(self.seed)
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget))
 
@@ -60,11 +59,15 @@ class DAFConfig:
         return None if self.memory_budget is None else int(self.memory_budget)
 
     @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> DAFConfig:
-        """Makes a configuration from a mapping with the fields as keys; missing ones take their defaults."""
+    def from_dict(cls, options: object) -> DAFConfig:
+        """Makes a configuration from a mapping with the fields as keys; missing ones take their defaults.
+
+        Raises:
+            ConfigError: `options` is no mapping, an option is unknown or its value is not allowed.
+        """
         if not isinstance(options, Mapping):
             raise ConfigError(f"a configuration is a mapping of options, got {type(options).__name__}")
-        return cls(**options)
+        return cls(**cast("Mapping[str, Any]", options))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the options as JSON-able values."""
@@ -114,6 +117,11 @@ def parse_size(name: str, value: object) -> int:
     if size <= 0:
         raise ConfigError(expected)
     return size
+
+
+def _check_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ConfigError(f"seed={seed!r} is not allowed; give an integer from 0 to 2**64 - 1")
 
 
 def _check_names(options: Mapping[str, object], known: list[str]) -> None:

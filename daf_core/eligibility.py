@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core.codecs.planes import DTYPES
+from daf_core.torch_internals import storage_id
 
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""
@@ -42,7 +43,7 @@ class Eligibility:
         """Looks up the storages of all parameters and buffers, which may have moved since the last step."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         plain = [tensor for tensor in tensors if is_plain(tensor)]
-        self._storages = {tensor.untyped_storage()._cdata for tensor in plain}
+        self._storages = {storage_id(tensor) for tensor in plain}
         self._shapes = {tuple(sorted(tensor.shape)) for tensor in plain}
 
     def form(self, tensor: Tensor, largest: int) -> Form:
@@ -52,7 +53,7 @@ class Eligibility:
             tensor: The tensor as autograd saves it.
             largest: Elements of the largest activation saved so far in the same module call.
         """
-        if not is_plain(tensor) or tensor.untyped_storage()._cdata in self._storages or self._is_cast(tensor):
+        if not is_plain(tensor) or storage_id(tensor) in self._storages or self._is_cast(tensor):
             return Form.PARAMETER
         if tensor.numel() < LEAST_ELEMENTS:
             return Form.RAW

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,7 @@ from daf_core.memory.pool import PagePool
 from daf_core.sharing import SharingTable
 from daf_core.sites import ModuleScopes, Site, follow_modules
 from daf_core.telemetry import StepRecorder, StepStatistics
+from daf_core.torch_internals import in_backward
 from daf_kernels import Backend, NoKernelError, Seed, load_backend
 
 
@@ -64,7 +65,7 @@ class ActivationEngine:
         self._passes = 0
 
     @contextmanager
-    def compress(self) -> Iterator[None]:
+    def compress(self) -> Generator[None]:
         """Compresses what autograd saves inside: wrap it around the forward pass and the loss, not around backward.
 
         Entering it again inside itself changes nothing.
@@ -120,7 +121,7 @@ class ActivationEngine:
         call = self._scopes.current
         form = self._eligibility.form(tensor, call.largest)
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
-        if form is Form.PARAMETER or torch._C._current_graph_task_id() != -1:
+        if form is Form.PARAMETER or in_backward():
             return RawActivation(tensor, None)
         site = call.next_site(tensor)
         if self._sharing.is_new_storage(tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from daf_core.errors import HooksActiveError
-
-Pack = Callable[[Tensor], Any]
-Unpack = Callable[[Any], Tensor]
+from daf_core.torch_internals import drop_innermost_hooks, innermost_hooks
 
 _REMEDIES = {
     "torch.utils.checkpoint": "DAF's scope was entered inside a checkpointed function, where it would switch the "
@@ -24,18 +22,13 @@ _DEFAULT_REMEDY = (
 )
 
 
-def top() -> tuple[Pack, Unpack] | None:
-    """Returns the innermost pair of saved-tensor hooks of this thread, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 def refuse_foreign_hooks() -> None:
     """Checks that no saved-tensor hooks are active.
 
     Raises:
         HooksActiveError: Some are; the message names their owner.
     """
-    active = top()
+    active = innermost_hooks()
     if active is not None:
         owner = getattr(active[0], "__module__", None) or type(active[0]).__module__
         raise HooksActiveError(
@@ -45,7 +38,7 @@ def refuse_foreign_hooks() -> None:
 
 
 @contextmanager
-def installed(pack: Pack, unpack: Unpack) -> Iterator[None]:
+def installed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Generator[None]:
     """Installs a pair of hooks; nothing of it or above it stays installed, whatever ends the scope.
 
     Raises:
@@ -56,9 +49,9 @@ def installed(pack: Pack, unpack: Unpack) -> Iterator[None]:
         try:
             yield
         finally:
-            while (active := top()) is not None and active[0] != pack:
+            while (active := innermost_hooks()) is not None and active[0] != pack:
                 leftover = active
-                torch._C._autograd._pop_saved_tensors_default_hooks()
+                drop_innermost_hooks()
     if leftover is not None:
         raise HooksActiveError(
             f"saved-tensor hooks ({getattr(leftover[0], '__qualname__', leftover[0])}) were entered inside DAF's scope "

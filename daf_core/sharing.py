@@ -11,6 +11,7 @@ from daf_core.codecs import StoredActivation
 from daf_core.codecs.raw import KeptStorage
 from daf_core.geometry import Geometry
 from daf_core.memory.pool import PagePool
+from daf_core.torch_internals import storage_id
 
 Key = tuple[object, ...]
 
@@ -29,10 +30,10 @@ class SharingTable:
 
     def is_new_storage(self, tensor: Tensor) -> bool:
         """Says whether no tensor of this storage was met before."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._storages:
+        number = storage_id(tensor)
+        if number in self._storages:
             return False
-        self._storages[storage._cdata] = StorageWeakRef(storage)
+        self._storages[number] = StorageWeakRef(tensor.untyped_storage())
         return True
 
     def find(self, tensor: Tensor, geometry: Geometry) -> StoredActivation | None:
@@ -50,10 +51,10 @@ class SharingTable:
         Raises:
             ActivationBudgetError: The storage does not fit in the budget.
         """
-        storage = tensor.untyped_storage()
-        kept = self._kept.get(storage._cdata)
+        number = storage_id(tensor)
+        kept = self._kept.get(number)
         if kept is None:
-            kept = self._kept[storage._cdata] = KeptStorage(pool, storage.nbytes())
+            kept = self._kept[number] = KeptStorage(pool, tensor.untyped_storage().nbytes())
         return kept
 
     def clear(self) -> None:
@@ -64,7 +65,7 @@ class SharingTable:
 
 def _key(tensor: Tensor, geometry: Geometry) -> Key:
     return (
-        tensor.untyped_storage()._cdata,
+        storage_id(tensor),
         tensor.storage_offset(),
         tensor.dtype,
         geometry.compact_shape,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -16,17 +17,17 @@ class Site(NamedTuple):
     Attributes:
         module: Qualified name of the innermost module whose forward is running; "" for the model or outside of it.
         op: Name of the autograd node that made the tensor, or "leaf".
-        index: Number of the save within this call of the module.
+        save: Number of the save within this call of the module.
     """
 
     module: str
     op: str
-    index: int
+    save: int
 
     @property
     def number(self) -> int:
         """A number of 32 bits for the name, equal in every process."""
-        return zlib.crc32(f"{self.module}/{self.op}/{self.index}".encode())
+        return zlib.crc32(f"{self.module}/{self.op}/{self.save}".encode())
 
 
 class ModuleCall:
@@ -88,6 +89,14 @@ def follow_modules(model: nn.Module, scopes: ModuleScopes) -> list[RemovableHand
     """Registers hooks on all modules that keep `scopes` up to date; returns the handles that remove them."""
     handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: scopes.enter(name)))
-        handles.append(module.register_forward_hook(lambda *_: scopes.leave(), always_call=True))
+        handles.append(module.register_forward_pre_hook(partial(_enter, scopes, name)))
+        handles.append(module.register_forward_hook(partial(_leave, scopes), always_call=True))
     return handles
+
+
+def _enter(scopes: ModuleScopes, name: str, _module: nn.Module, _inputs: object) -> None:
+    scopes.enter(name)
+
+
+def _leave(scopes: ModuleScopes, _module: nn.Module, _inputs: object, _outputs: object) -> None:
+    scopes.leave()

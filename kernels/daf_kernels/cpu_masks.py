@@ -51,7 +51,7 @@ def _second(values, count):
 
 
 @njit(**KERNEL)
-def probe(values, size, count, scratch):
+def probe(values, size, count, scratch) -> tuple[int, int, int]:
     """Looks for the two values of a mask.
 
     Args:

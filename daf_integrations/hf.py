@@ -1,0 +1,151 @@
+"""Hugging Face: ``Trainer(..., callbacks=[DAFCallback()])``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from logging import getLogger
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+from typing_extensions import override
+
+from daf_core import DAFConfig, StepStatistics, UnsupportedDeviceError
+from daf_integrations.session import DAFSession, RunTotals
+
+FRAMES = 8
+"""How far up the trainer is looked for; in transformers 5 it is three frames up."""
+
+log = getLogger("daf")
+
+
+class DAFCallback(TrainerCallback, ExportableState):
+    """Compresses the activations of a training run; nothing else in the script changes.
+
+    It covers `Trainer.compute_loss`, that is the forward pass and the loss, whoever computes it. Each log entry gets
+    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms`` and ``daf/unpack_ms``.
+
+    Example:
+        >>> Trainer(model, args, train_dataset=data, callbacks=[DAFCallback(precision=4)]).train()
+
+    Args:
+        config: A configuration, instead of options.
+        options: The fields of `DAFConfig`, such as ``precision=4``.
+
+    Raises:
+        ConfigError: An option is unknown or its value is not allowed.
+    """
+
+    def __init__(self, config: DAFConfig | None = None, **options: Any) -> None:
+        self.config = config or DAFConfig.from_dict(options)
+        self.totals: dict[str, Any] = {}
+        self._session = DAFSession(self.config)
+        self._patches: list[_Patch] = []
+
+    @property
+    def last_step(self) -> StepStatistics | None:
+        """Statistics of the last optimizer step; None before the first."""
+        return self._session.last_step
+
+    @override
+    def state(self) -> dict[str, Any]:
+        """Returns what `restore_callback_states_from_checkpoint` makes the callback from again."""
+        return {"args": self.config.to_dict(), "attributes": {"totals": self._session.state()}}
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # After an out-of-memory retry (auto_find_batch_size) this comes again without on_train_end.
+        self._uninstall()
+        if args.n_gpu > 1:
+            raise UnsupportedDeviceError(
+                f"{args.n_gpu} GPUs in one process make Trainer use torch.nn.DataParallel, whose threads see no "
+                "saved-tensor hooks. Start one process for each GPU: torchrun --nproc-per-node or accelerate launch"
+            )
+        self._session = DAFSession(self.config, RunTotals(**self.totals))
+        self._session.attach(kwargs["model"])
+        self._install(kwargs["model"])
+        if state.is_world_process_zero:
+            tqdm.write(self._session.start_line())
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._session.finish_step()
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._uninstall()
+        if state.is_world_process_zero:
+            tqdm.write(self._session.report())
+
+    def _install(self, model: nn.Module) -> None:
+        trainer = _calling_trainer(self)
+        if trainer is None:
+            log.warning(
+                "DAF did not find the Trainer that calls it, so it covers the model's forward alone: a loss computed "
+                "outside of it (label smoothing, compute_loss_func) is not compressed, and nothing is logged"
+            )
+            self._patches = [_Patch(model, "forward", self._compressed)]
+            return
+        self._patches = [_Patch(trainer, "compute_loss", self._compressed), _Patch(trainer, "log", self._logged)]
+
+    def _uninstall(self) -> None:
+        for patch in self._patches:
+            patch.remove()
+        self._patches = []
+        self._session.detach()
+
+    def _compressed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def compressed(*args: Any, **kwargs: Any) -> Any:
+            with self._session.scope():
+                return function(*args, **kwargs)
+
+        return compressed
+
+    def _logged(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            metrics = self._session.take_metrics() if "loss" in logs else {}
+            return function({**logs, **metrics}, *args, **kwargs)
+
+        return logged
+
+
+class _Patch:
+    """Replaces a method on one object by a wrapper of it, and puts back what was there."""
+
+    def __init__(self, owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+        self._replaced = vars(owner).get(name)
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+    def remove(self) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        if self._replaced is None:
+            delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, self._replaced)
+
+
+def _calling_trainer(callback: DAFCallback) -> Trainer | None:
+    """Finds the Trainer among the callers: its events do not pass it on."""
+    frame = inspect.currentframe()
+    for _ in range(FRAMES):
+        if frame is None:
+            break
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
+            return caller
+        frame = frame.f_back
+    return None
