@@ -16,6 +16,7 @@ from daf_core.codecs import (
     NarrowIntActivation,
     PlanesActivation,
     RawActivation,
+    RectifiedActivation,
     StoredActivation,
 )
 from daf_core.config import DAFConfig
@@ -152,7 +153,8 @@ class ActivationEngine:
         mask = BitmaskActivation.encode(values, pool, backend)
         if mask is not None or form is Form.MASK or self.config.precision == "exact":
             return mask
-        return PlanesActivation.encode(values, row, self.config.precision, pool, backend, self._seed(site))
+        lossy = RectifiedActivation if site.op.startswith("ReluBackward") else PlanesActivation
+        return lossy.encode(values, row, self.config.precision, pool, backend, self._seed(site))
 
     def _unpack(self, packed: Handle | RawActivation) -> Tensor:
         if isinstance(packed, RawActivation):

@@ -1,9 +1,17 @@
-"""How an activation is stored: raw, bitmask and narrow_int are exact, planes is lossy."""
+"""How an activation is stored: raw, bitmask and narrow_int are exact, planes and rectified are lossy."""
 
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import RawActivation
+from daf_core.codecs.rectified import RectifiedActivation
 
-__all__ = ["BitmaskActivation", "NarrowIntActivation", "PlanesActivation", "RawActivation", "StoredActivation"]
+__all__ = [
+    "BitmaskActivation",
+    "NarrowIntActivation",
+    "PlanesActivation",
+    "RawActivation",
+    "RectifiedActivation",
+    "StoredActivation",
+]

@@ -90,3 +90,11 @@ class Backend(Protocol):
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """Unpacks a mask into `out`."""
         ...
+
+    def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """Packs where float `values` are not zero, of either sign, at one bit each."""
+        ...
+
+    def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """Sets `out` to 0 where `encode_nonzero` saw 0, and to at least the smallest normal number elsewhere."""
+        ...

@@ -32,6 +32,7 @@ SPLIT = 1 << 17
 STAGE = 1 << 16
 """Elements of a tensor with holes that are copied together at a time, 256 kB of float32."""
 
+INTEGERS = {2: torch.int16, 4: torch.int32}
 _NO_SEED = np.zeros(4, np.uint64)
 
 
@@ -77,7 +78,7 @@ class CpuBackend:
                 codes, noise, work,
             )  # fmt: skip
 
-        return self._over(values, tile, run, into_dense=True) == 0
+        return self._over(values, tile, run, load=True) == 0
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode`."""
@@ -92,7 +93,7 @@ class CpuBackend:
             )
             return 0
 
-        self._over(out, tile, run, into_dense=False)
+        self._over(out, tile, run, store=True)
 
     def two_values(self, values: Tensor) -> TwoValues | None:
         """See `Backend.two_values`."""
@@ -114,7 +115,7 @@ class CpuBackend:
             scratch = self._scratch.reserve(BLOCK)
             return cpu_masks.encode_mask(base, size, zero, one, first, stop, addresses, shift, scratch)
 
-        return self._over(values, TILE, run, into_dense=True) == 0
+        return self._over(values, TILE, run, load=True) == 0
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
@@ -126,14 +127,35 @@ class CpuBackend:
             cpu_masks.decode_mask(base, size, zero, one, first, stop, addresses, shift, scratch)
             return 0
 
-        self._over(out, TILE, run, into_dense=False)
+        self._over(out, TILE, run, store=True)
+
+    def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.encode_nonzero`."""
+        addresses, shift, size = memory.addresses(pages), memory.page_bytes.bit_length() - 1, values.element_size()
+
+        def run(first: int, stop: int, base: int) -> int:
+            cpu_masks.encode_nonzero(base, size, first, stop, addresses, shift, self._scratch.reserve(BLOCK))
+            return 0
+
+        self._over(values, TILE, run, load=True)
+
+    def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.rectify`."""
+        addresses, shift, size = memory.addresses(pages), memory.page_bytes.bit_length() - 1, out.element_size()
+        least = int(torch.tensor(torch.finfo(out.dtype).tiny, dtype=out.dtype).view(INTEGERS[size]))
+
+        def run(first: int, stop: int, base: int) -> int:
+            cpu_masks.rectify(base, size, least, first, stop, addresses, shift, self._scratch.reserve(BLOCK))
+            return 0
+
+        self._over(out, TILE, run, load=True, store=True)
 
     def _probe(self, values: Tensor) -> TwoValues | None:
         scratch = self._scratch.reserve(BLOCK)
         zero, one, others = cpu_masks.probe(values.data_ptr(), values.element_size(), values.numel(), scratch)
         return None if others else (zero, one)
 
-    def _over(self, values: Tensor, tile: int, run: Run, into_dense: bool) -> int:
+    def _over(self, values: Tensor, tile: int, run: Run, load: bool = False, store: bool = False) -> int:
         """Sums ``run(first, stop, base)`` over ranges of elements; element i is at address base + i * size."""
         if values.is_contiguous():
             base = values.data_ptr()
@@ -141,23 +163,23 @@ class CpuBackend:
         else:
             stage = max(tile, STAGE // tile * tile)
             results = self._workers.run(
-                lambda first, stop: self._stage(values, first, stop, stage, run, into_dense),
+                lambda first, stop: self._stage(values, first, stop, stage, run, load, store),
                 values.numel(),
                 tile,
                 SPLIT,
             )
         return sum(results)
 
-    def _stage(self, values: Tensor, first: int, stop: int, stage: int, run: Run, into_dense: bool) -> int:
-        """Lets `run` work on a dense buffer that is copied from or to the tensor, `stage` elements at a time."""
+    def _stage(self, values: Tensor, first: int, stop: int, stage: int, run: Run, load: bool, store: bool) -> int:
+        """Lets `run` work on a dense buffer, loaded from and stored to the tensor `stage` elements at a time."""
         buffer = torch.empty(min(stage, stop - first), dtype=values.dtype)
         total = 0
         for start in range(first, stop, stage):
             end = min(start + stage, stop)
-            if into_dense:
+            if load:
                 self._copy(values, start, end, buffer, into_dense=True)
             total += run(start, end, buffer.data_ptr() - values.element_size() * start)
-            if not into_dense:
+            if store:
                 self._copy(values, start, end, buffer, into_dense=False)
         return total
 
@@ -194,6 +216,10 @@ def warm_up() -> float:
         raise RuntimeError("the CPU kernels took a mask for something else; reinstall numba")
     unpacked = torch.empty_like(mask)
     backend.decode_mask(unpacked, two, memory, pages)
-    if not torch.equal(mask, unpacked) or (decoded - values).abs().max() > 0.51:
+    backend.encode_nonzero(mask, memory, pages)
+    rectified = values - 10.0
+    backend.rectify(rectified, memory, pages)
+    kept = torch.equal(mask, unpacked) and torch.equal(mask > 0, rectified > 0)
+    if not kept or (decoded - values).abs().max() > 0.51:
         raise RuntimeError("the CPU kernels do not give back what they were given; reinstall numba")
     return time.perf_counter() - started

@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from daf_kernels.layout import COLUMNS, DEVIATION_SHIFT, HEADER_BYTES
 
-F32, I32, I64 = np.float32, np.int32, np.int64
+F32, I16, I32, I64 = np.float32, np.int16, np.int32, np.int64
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -73,6 +73,7 @@ u8_at = _pointer(types.uint8, ir.IntType(8))
 u16_at = _pointer(types.uint16, ir.IntType(16))
 u32_at = _pointer(types.uint32, ir.IntType(32))
 u64_at = _pointer(types.uint64, ir.IntType(64))
+i16_at = _pointer(types.int16, ir.IntType(16))
 i32_at = _pointer(types.int32, ir.IntType(32))
 f32_at = _pointer(types.float32, ir.FloatType())
 

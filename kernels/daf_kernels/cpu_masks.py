@@ -3,12 +3,16 @@
 from numba import njit
 
 from daf_kernels.cpu_bits import (
+    I16,
+    I32,
     I64,
     INLINE,
     KERNEL,
     U8,
     U64,
     address,
+    i16_at,
+    i32_at,
     pack_bit,
     prefetch_to_write,
     u8_at,
@@ -131,6 +135,62 @@ def decode_mask(out, size, zero, one, first, stop, pages, page_shift, scratch):
             doubles = u64_at(out)
             for i in range(count):
                 doubles[start + i] = one if flags[i] else zero
+
+
+@njit(**INLINE)
+def _flag_nonzero(values, first, count, magnitude, flags):
+    for i in range(count):
+        flags[i] = U8(U64(values[first + i]) & magnitude != 0)
+
+
+@njit(**KERNEL)
+def encode_nonzero(values, size, first, stop, pages, page_shift, scratch):
+    """Packs where floats differ from 0.0 and -0.0, at one bit each; arguments as in `encode_mask`, `size` 2 or 4."""
+    flags = u8_at(scratch)
+    for start in range(first, stop, BLOCK):
+        count = min(BLOCK, stop - start)
+        if size == 4:
+            _flag_nonzero(u32_at(values), start, count, U64(0x7FFFFFFF), flags)
+        else:
+            _flag_nonzero(u16_at(values), start, count, U64(0x7FFF), flags)
+        for i in range(count, BLOCK):
+            flags[i] = U8(0)
+        pack_bit(flags, U8(0), u8_at(address(pages, 0, start >> 3, page_shift)))
+
+
+@njit(**INLINE)
+def _rectify(values, first, count, least, flags):
+    """Makes flagged values positive and the others 0; positive floats are ordered as their bits are."""
+    for i in range(count):
+        value = values[first + i]
+        positive = value if value > least else least
+        values[first + i] = positive if flags[i] else least - least
+
+
+@njit(**KERNEL)
+def rectify(out, size, least, first, stop, pages, page_shift, scratch):
+    """Sets what `encode_nonzero` saw as 0 to 0, and makes everything else positive.
+
+    Args:
+        out: Address of the floats.
+        size: Bytes of a float, 2 or 4.
+        least: Bits of the smallest value a positive one may take.
+        first: First element, a multiple of 256.
+        stop: End of the elements.
+        pages: int64 array of page addresses.
+        page_shift: Binary logarithm of the page size.
+        scratch: Address of 256 bytes.
+    """
+    flags, words = u8_at(scratch), u64_at(scratch)
+    for start in range(first, stop, BLOCK):
+        count = min(BLOCK, stop - start)
+        for word in range(BLOCK // 8):
+            words[word] = U64(0)
+        unpack_bit(u64_at(address(pages, 0, start >> 3, page_shift)), U64(0), words)
+        if size == 4:
+            _rectify(i32_at(out), start, count, I32(least), flags)
+        else:
+            _rectify(i16_at(out), start, count, I16(least), flags)
 
 
 @njit(**INLINE)

@@ -52,6 +52,16 @@ class ReferenceBackend:
         zero, one = (_signed(bit, _integers(out)) for bit in two)
         out.copy_(torch.where(flags, one, zero).view(out.dtype).view(out.shape))
 
+    def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.encode_nonzero`."""
+        nonzero = (values.reshape(-1) != 0).to(torch.uint8)
+        memory.write(pages, reference.encode_mask(nonzero, torch.ones_like(nonzero[0]), memory.page_bytes))
+
+    def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.rectify`."""
+        flags = reference.decode_mask(memory.read(pages), out.numel()).view(out.shape)
+        out.copy_(torch.where(flags, out.clamp_min(torch.finfo(out.dtype).tiny), 0.0))
+
 
 def _integers(values: Tensor) -> Tensor:
     """Returns the bits of all elements as integers of shape (elements,)."""
