@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -30,10 +30,15 @@ class WorkerPool:
         step = -(-elements // (parts * tile)) * tile
         first, *others = [(start, min(start + step, elements)) for start in range(0, elements, step)]
         futures = [self._pool().submit(function, *part) for part in others]
-        return [function(*first), *(future.result() for future in futures)]
+        try:
+            return [function(*first), *(future.result() for future in futures)]
+        except BaseException:
+            wait(futures)  # kernels hold addresses: one that went on would write into memory that the caller frees
+            raise
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._executor is None or self._process != os.getpid():
-            self._process = os.getpid()
+            # In this order: another thread never meets the new process number beside the executor of the old process.
             self._executor = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="daf-worker")
+            self._process = os.getpid()
         return self._executor
