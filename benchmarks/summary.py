@@ -25,18 +25,24 @@ class MethodResult:
     """The figures of one method, as they stand in the JSON file.
 
     ``raw_bytes`` is what autograd saves without DAF, ``held_bytes`` what the method holds of it,
+    ``peak_rss_bytes`` the peak above the loaded model, of which ``setup_rss_bytes`` came before the first step,
     ``step_ratio`` the median over rounds of the step time over that of ``plain`` in the same round.
+    ``gradient_error`` and ``gradient_cosine`` are over all trained parameters; the classifier of an encoder with
+    random weights outweighs its adapters there, so these have figures of their own, or None without adapters.
     ``rounds`` has the measurements that the medians are of.
     """
 
     method: str
     raw_bytes: int
     held_bytes: int
+    setup_rss_bytes: int
     peak_rss_bytes: int
     step_seconds: float
     step_ratio: float
     gradient_error: float
     gradient_cosine: float
+    lora_gradient_error: float | None
+    lora_gradient_cosine: float | None
     gradients_identical: bool
     pack_seconds: float
     unpack_seconds: float
@@ -86,6 +92,14 @@ def compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     )
 
 
+def compare_lora_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> GradientComparison | None:
+    """Compares the gradients of the LoRA adapters alone; None if there are no adapters."""
+    adapters = {name for name in expected if "lora_" in name}
+    if not adapters:
+        return None
+    return compare_gradients({name: found[name] for name in adapters}, {name: expected[name] for name in adapters})
+
+
 def load_gradients(path: Path) -> dict[str, Tensor]:
     """Returns the gradients that a worker saved."""
     return torch.load(path, weights_only=True)
@@ -96,6 +110,7 @@ def summarize(
     rounds: Sequence[Measurement],
     plain_rounds: Sequence[Measurement],
     gradients: GradientComparison,
+    lora_gradients: GradientComparison | None,
 ) -> MethodResult:
     """Returns the figures of a method: medians over its rounds.
 
@@ -107,11 +122,14 @@ def summarize(
         method=method,
         raw_bytes=int(_median(raw, "raw_bytes")),
         held_bytes=int(_median(rounds, "held_bytes")),
+        setup_rss_bytes=int(_median(rounds, "setup_rss_bytes")),
         peak_rss_bytes=int(_median(rounds, "peak_rss_bytes")),
         step_seconds=statistics.median(seconds),
         step_ratio=paired_ratio(seconds, [measured.step_seconds for measured in plain_rounds]),
         gradient_error=gradients.error,
         gradient_cosine=gradients.cosine,
+        lora_gradient_error=lora_gradients.error if lora_gradients else None,
+        lora_gradient_cosine=lora_gradients.cosine if lora_gradients else None,
         gradients_identical=gradients.identical,
         pack_seconds=_median(rounds, "pack_seconds"),
         unpack_seconds=_median(rounds, "unpack_seconds"),

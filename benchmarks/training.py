@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.machine import core_count, describe_machine, tcmalloc_library
 from benchmarks.models import MODELS
 from benchmarks.options import method_names, probability, whole_number
-from benchmarks.summary import MethodResult, compare_gradients, load_gradients, summarize
+from benchmarks.summary import MethodResult, compare_gradients, compare_lora_gradients, load_gradients, summarize
 from benchmarks.worker import Measurement, Task
 
 DEFAULT_METHODS = "plain,checkpoint,daf-exact,daf-8bit,daf-4bit,daf-2bit"
@@ -111,20 +111,26 @@ def compare(options: argparse.Namespace) -> tuple[list[MethodResult], str]:
         measured = run_rounds(options, folder)
         gradients = {method: load_gradients(_gradient_file(folder, method)) for method in options.methods}
     results = [
-        summarize(method, rounds, measured["plain"], compare_gradients(gradients[method], gradients["plain"]))
+        summarize(
+            method,
+            rounds,
+            measured["plain"],
+            compare_gradients(gradients[method], gradients["plain"]),
+            compare_lora_gradients(gradients[method], gradients["plain"]),
+        )
         for method, rounds in measured.items()
     ]
     return results, measured["plain"][0].allocator
 
 
 def result_table(title: str, results: Sequence[MethodResult]) -> Table:
-    """Returns the figures as a table; sizes in MB of 10^6 bytes, "exact" where every bit of the gradients is equal."""
+    """Returns the figures as a table; sizes in MB of 10^6 bytes."""
     table = Table(title=title, box=SIMPLE, collapse_padding=True)
     table.add_column("method", no_wrap=True)
     for heading in ("saved MB", "held MB", "peak RSS MB", "step s", "ratio"):
         table.add_column(heading, justify="right")
-    table.add_column("gradient error", justify="right", min_width=len("gradient"))
-    table.add_column("cosine", justify="right")
+    for heading in ("gradient error", "LoRA error"):
+        table.add_column(heading, justify="right", min_width=len("gradient"))
     for result in results:
         sizes = (result.raw_bytes, result.held_bytes, result.peak_rss_bytes)
         table.add_row(
@@ -132,8 +138,7 @@ def result_table(title: str, results: Sequence[MethodResult]) -> Table:
             *(f"{size / MEGABYTE:.1f}" for size in sizes),
             f"{result.step_seconds:.3f}",
             f"{result.step_ratio:.3f}",
-            "exact" if result.gradients_identical else f"{result.gradient_error:.2g}",
-            f"{result.gradient_cosine:.3f}",
+            *map(_error_text, (result.gradient_error, result.lora_gradient_error)),
         )
     return table
 
@@ -186,6 +191,10 @@ def _worker_environment(threads: int) -> dict[str, str]:
     if tcmalloc:
         environment["LD_PRELOAD"] = " ".join(filter(None, [tcmalloc, os.environ.get("LD_PRELOAD")]))
     return environment
+
+
+def _error_text(error: float | None) -> str:
+    return "" if error is None else f"{error:.2g}"
 
 
 def _title(options: argparse.Namespace) -> str:

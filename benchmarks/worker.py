@@ -50,12 +50,17 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one process measured: bytes of one step, peak above the loaded model, median time of a step."""
+    """What one process measured: bytes of one step, peak above the loaded model, median time of a step.
+
+    ``setup_rss_bytes`` is the part of the peak that was there before the first step: what opening the method
+    loaded, such as compiled kernels and their compiler. It does not grow with the model.
+    """
 
     raw_bytes: int
     held_bytes: int
     pack_seconds: float
     unpack_seconds: float
+    setup_rss_bytes: int
     peak_rss_bytes: int
     step_seconds: float
     allocator: str
@@ -109,6 +114,7 @@ def measure(task: Task) -> Measurement:
     release_free_memory()
     level = resident_bytes()
     method = open_method(task.method, model)
+    setup = resident_bytes() - level
     step = TrainingStep(model, batch, optimizer, method, task.dtype)
     for _ in range(2):
         step.compute_gradients(SEED)
@@ -121,6 +127,7 @@ def measure(task: Task) -> Measurement:
     method.close()
     return Measurement(
         **asdict(stored),
+        setup_rss_bytes=setup,
         peak_rss_bytes=peak,
         step_seconds=statistics.median(seconds),
         allocator=loaded_allocator(),

@@ -3,7 +3,7 @@
     python examples/finetune_gpt2.py
 
 Needs no network: without --model the weights are random, in GPT-2's real configuration, and the byte-pair
-vocabulary is learnt from the text itself. The loss then starts at that of guessing; what to look at is the
+vocabulary is learnt from the text itself. The loss then starts near that of guessing; what to look at is the
 memory: in the Trainer's own log, daf/raw_mb is what autograd saves in a step and daf/held_mb what DAF holds of it.
 """
 

@@ -58,10 +58,10 @@ def train(options: argparse.Namespace, task: TextTask, tokenizer: PreTrainedToke
     model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=len(task.label_names))
     # Where no target_modules are given, peft takes the query and value projections of this kind of encoder.
     model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, r=8, lora_alpha=16))
-    probe = StepProbe()
-    callbacks: list[TrainerCallback] = [probe]
+    callbacks: list[TrainerCallback] = []
     if options.role == "daf":
         callbacks.append(DAFCallback(precision=options.precision))  # <- this one line is DAF; all else is as without
+    probe = StepProbe()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
@@ -69,7 +69,7 @@ def train(options: argparse.Namespace, task: TextTask, tokenizer: PreTrainedToke
             train_dataset=TokenizedTexts(task.train, tokenizer, options.seq),
             eval_dataset=TokenizedTexts(task.test, tokenizer, options.seq),
             compute_metrics=accuracy,
-            callbacks=callbacks,
+            callbacks=[*callbacks, probe],  # the probe last: code that DAF loads once counts as loaded
         )
         trainer.train()
         evaluation = trainer.evaluate()
@@ -79,6 +79,7 @@ def train(options: argparse.Namespace, task: TextTask, tokenizer: PreTrainedToke
         allocator=loaded_allocator(),
         raw_mb=last_log.get("daf/raw_mb", 0.0),
         held_mb=last_log.get("daf/held_mb", 0.0),
+        loaded_bytes=probe.loaded_bytes,
         peak_bytes=probe.peak_bytes,
         step_seconds=probe.median_step_seconds,
         accuracy=evaluation["eval_accuracy"],

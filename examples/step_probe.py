@@ -10,17 +10,18 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class StepProbe(TrainerCallback):
-    """Measures a training run; all bytes are above what the process held before the first step.
+    """Measures a training run.
 
     Attributes:
-        peak_bytes: most memory in use at any moment of training.
-        curve: (seconds since the step began, bytes) over the middle step.
+        loaded_bytes: memory in use before the first step: the libraries and the model.
+        peak_bytes: most memory in use at any moment of training, above `loaded_bytes`.
+        curve: (seconds since the step began, bytes above `loaded_bytes`) over the middle step.
     """
 
     def __init__(self) -> None:
+        self.loaded_bytes = 0
         self.peak_bytes = 0
         self.curve: list[tuple[float, int]] = []
-        self._loaded_bytes = 0
         self._step_seconds: list[float] = []
         self._step_began = 0.0
         self._sampler: MemorySampler | None = None
@@ -33,12 +34,12 @@ class StepProbe(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Notes the level of the loaded model."""
+        """Notes what is in use before the first step."""
         for parameter in kwargs["model"].parameters():
             parameter.sum()  # weights are mapped from their file: only what was read once is resident
         release_free_memory()
         reset_peak()
-        self._loaded_bytes = live_bytes()
+        self.loaded_bytes = live_bytes()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -56,11 +57,11 @@ class StepProbe(TrainerCallback):
         self._step_seconds.append(time.perf_counter() - self._step_began)
         if self._sampler is not None:
             self._sampler.stop()
-            self.curve = [(seconds, size - self._loaded_bytes) for seconds, size in self._sampler.samples]
+            self.curve = [(seconds, size - self.loaded_bytes) for seconds, size in self._sampler.samples]
             self._sampler = None
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Notes the peak."""
-        self.peak_bytes = peak_bytes() - self._loaded_bytes
+        self.peak_bytes = peak_bytes() - self.loaded_bytes

@@ -2,8 +2,10 @@
 
 import gzip
 import json
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +16,14 @@ from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
 from benchmarks.memory import SavedTensorCounter
 from benchmarks.models import build_batch, build_model
-from benchmarks.summary import GradientComparison, compare_gradients, load_gradients, paired_ratio, summarize
+from benchmarks.summary import (
+    GradientComparison,
+    compare_gradients,
+    compare_lora_gradients,
+    load_gradients,
+    paired_ratio,
+    summarize,
+)
 from benchmarks.worker import Measurement, Task, measure
 
 METHOD_KEYS = {
@@ -28,6 +37,14 @@ METHOD_KEYS = {
 }
 MACHINE_KEYS = {"cpu", "cores", "threads", "torch", "python", "allocator", "dtype"}
 FLOAT_BYTES = 4
+TINY_BATCH, TINY_SEQ = 8, 64  # large enough for DAF to compress what the model saves
+
+
+@pytest.fixture(autouse=True)
+def restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def measurement(*, seconds: float = 1.0, raw: int = 100, held: int = 100) -> Measurement:
@@ -36,24 +53,25 @@ def measurement(*, seconds: float = 1.0, raw: int = 100, held: int = 100) -> Mea
         held_bytes=held,
         pack_seconds=0.0,
         unpack_seconds=0.0,
+        setup_rss_bytes=10,
         peak_rss_bytes=1000,
         step_seconds=seconds,
         allocator="system",
     )
 
 
-def tiny_task(method: str, gradients: Path) -> Task:
+def tiny_task(method: str, *, dtype: Literal["fp32", "bf16"] = "fp32", gradients: str = "") -> Task:
     return Task(
         method=method,
         model="tiny",
-        batch=2,
-        seq=16,
+        batch=TINY_BATCH,
+        seq=TINY_SEQ,
         image=32,
-        dtype="fp32",
+        dtype=dtype,
         steps=1,
-        threads=torch.get_num_threads(),
+        threads=1,
         lora_dropout=0.1,
-        gradients=str(gradients),
+        gradients=gradients,
     )
 
 
@@ -121,6 +139,16 @@ def test_gradient_error_is_relative_over_all_parameters() -> None:
     assert compare_gradients(expected, expected) == GradientComparison(error=0.0, cosine=1.0, identical=True)
 
 
+def test_adapters_have_an_error_of_their_own() -> None:
+    expected = {"layer.lora_A.weight": torch.ones(4), "classifier.weight": torch.full((4,), 1000.0)}
+    found = expected | {"layer.lora_A.weight": torch.zeros(4)}
+    compared = compare_lora_gradients(found, expected)
+    assert compared is not None
+    assert compared.error == 1.0
+    assert compare_gradients(found, expected).error == pytest.approx(1e-3, rel=1e-3)
+    assert compare_lora_gradients({"weight": torch.ones(1)}, {"weight": torch.ones(1)}) is None
+
+
 @pytest.mark.parametrize(
     ("found", "message"), [({"b": torch.ones(1)}, r"\['a', 'b'\]"), ({"a": torch.ones(1)}, "gradient is zero")]
 )
@@ -132,7 +160,8 @@ def test_gradients_must_be_comparable(found: dict[str, torch.Tensor], message: s
 def test_checkpoint_has_the_raw_bytes_of_plain() -> None:
     plain = [measurement(seconds=1.0), measurement(seconds=2.0)]
     rounds = [measurement(seconds=2.0, raw=7, held=7), measurement(seconds=3.0, raw=7, held=7)]
-    result = summarize("checkpoint", rounds, plain, GradientComparison(error=0.0, cosine=1.0, identical=True))
+    gradients = GradientComparison(error=0.0, cosine=1.0, identical=True)
+    result = summarize("checkpoint", rounds, plain, gradients, None)
     assert (result.raw_bytes, result.held_bytes, result.step_seconds, result.step_ratio) == (100, 7, 2.5, 1.75)
 
 
@@ -177,23 +206,31 @@ def test_every_adapter_has_a_gradient() -> None:
 
 def test_methods_that_lose_nothing_give_identical_gradients(tmp_path: Path) -> None:
     files = {method: tmp_path / f"{method}.pt" for method in ("plain", "checkpoint", "daf-exact")}
-    measured = {method: measure(tiny_task(method, file)) for method, file in files.items()}
+    measured = {method: measure(tiny_task(method, gradients=str(file))) for method, file in files.items()}
     plain, *others = (load_gradients(file) for file in files.values())
     assert all(compare_gradients(gradients, plain).identical for gradients in others)
     assert measured["checkpoint"].held_bytes < measured["plain"].held_bytes
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_daf_counts_the_bytes_that_plain_saves(dtype: Literal["fp32", "bf16"]) -> None:
+    plain, coded = (measure(tiny_task(method, dtype=dtype)) for method in ("plain", "daf-4bit"))
+    assert coded.raw_bytes == pytest.approx(plain.raw_bytes, rel=0.01)
+
+
 def test_training_writes_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
-    shape = ["--model", "tiny", "--batch", "2", "--seq", "16"]
-    training.main([*shape, "--methods", "plain,daf-4bit", "--rounds", "1", "--steps", "1", "--json", str(file)])
+    shape = ["--model", "tiny", "--batch", str(TINY_BATCH), "--seq", str(TINY_SEQ)]
+    training.main(
+        [*shape, "--methods", "plain,daf-4bit", "--rounds", "1", "--steps", "1", "--threads", "1", "--json", str(file)]
+    )
     report = json.loads(file.read_text())
     plain, coded = report["methods"]
     assert plain.keys() >= METHOD_KEYS
     assert plain.keys() == coded.keys()
     assert (plain["method"], plain["step_ratio"], plain["gradient_error"]) == ("plain", 1.0, 0.0)
     assert coded["held_bytes"] < coded["raw_bytes"]
-    assert 0 < coded["gradient_error"] < 1
+    assert 0 < coded["gradient_error"] < coded["lora_gradient_error"] < 1
     assert report["machine"].keys() == MACHINE_KEYS
     assert report["settings"]["methods"] == ["plain", "daf-4bit"]
 
@@ -210,7 +247,7 @@ def test_accuracy_writes_its_figures(tmp_path: Path) -> None:
         write_split(tmp_path / f"{split}.jsonl.gz", rows=40)
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "markdown")}
     outputs = [text for kind, file in files.items() for text in (f"--{kind}", str(file))]
-    short = ["--data", str(tmp_path), "--seeds", "1", "--epochs", "1"]
+    short = ["--data", str(tmp_path), "--seeds", "1", "--epochs", "1", "--threads", "1"]
     accuracy.main([*short, "--methods", "plain,daf-exact", *outputs])
     report = json.loads(files["json"].read_text())
     plain, exact = (run["accuracy"] for run in report["runs"])

@@ -152,6 +152,12 @@ class TestCommandLine:
 
 
 class TestRuns:
+    def test_a_failing_child_ends_the_demo_with_its_own_status(self, load: Load, tmp_path: Path) -> None:
+        script = written(tmp_path / "child.py", "import sys", "sys.exit(len(sys.argv))")
+        with pytest.raises(SystemExit) as stopped:
+            load("child_runs").run_in_child(script, ["--role", "daf"], tcmalloc=None)
+        assert stopped.value.code == 3
+
     def test_one_role_measures_what_daf_holds(self, load: Load, data: Path, tmp_path: Path) -> None:
         result = tmp_path / "daf.json"
         small = ["--data", str(data), "--steps", "3", "--batch", "4", "--seq", "16"]
