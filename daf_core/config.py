@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,6 +14,8 @@ from daf_core.errors import ConfigError
 Precision = Literal["exact", 8, 4, 2, 1]
 Rounding = Literal["nearest", "stochastic"]
 BackendName = Literal["auto", "reference"]
+
+_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]?b?|[kmgtp]ib|bytes?)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,9 @@ class DAFConfig:
         """
         if not isinstance(options, Mapping):
             raise ConfigError(f"a configuration is a mapping of options, got {type(options).__name__}")
-        return cls(**cast("Mapping[str, Any]", options))
+        named = cast("Mapping[Any, Any]", options)
+        _check_names(named, [field.name for field in fields(cls)])
+        return cls(**named)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the options as JSON-able values."""
@@ -84,9 +89,9 @@ class DAFConfig:
 
         try:
             options = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
-        return cls.from_dict(options or {})
+        return cls.from_dict({} if options is None else options)
 
     def to_yaml(self, path: str | Path) -> None:
         """Writes the options to a YAML file that `from_yaml` reads back."""
@@ -111,6 +116,8 @@ def parse_size(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(expected)
     try:
+        if isinstance(value, str) and not _SIZE.fullmatch(value):
+            raise humanfriendly.InvalidSize  # it takes any word by its first letter: "12 parsecs" for petabytes
         size = value if isinstance(value, int) else humanfriendly.parse_size(value)
     except humanfriendly.InvalidSize as error:
         raise ConfigError(expected) from error
@@ -124,7 +131,7 @@ def _check_seed(seed: object) -> None:
         raise ConfigError(f"seed={seed!r} is not allowed; give an integer from 0 to 2**64 - 1")
 
 
-def _check_names(options: Mapping[str, object], known: list[str]) -> None:
+def _check_names(options: Mapping[Any, object], known: list[str]) -> None:
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
@@ -134,5 +141,5 @@ def _check_names(options: Mapping[str, object], known: list[str]) -> None:
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     # The type is compared too: True == 1 would pass for a precision of one bit.
-    if not any(value == choice and type(value) is type(choice) for choice in allowed):
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise ConfigError(f"{name}={value!r} is not allowed; allowed: {', '.join(map(repr, allowed))}")

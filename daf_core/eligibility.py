@@ -14,9 +14,12 @@ LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""
 
 STATISTIC_SHARE = 16
-"""A float tensor without gradient that is this many times smaller than the largest one saved in the same module call is
-a statistic of it, such as attention's logsumexp (1/64 of the queries), and stays exact."""
+"""A float tensor without gradient, or a later result of an operator, is a statistic where it is this many times smaller
+than the largest tensor saved in the same module call, such as attention's logsumexp (1/64 of the queries). It stays
+exact."""
 
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_WIDE = (torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
 
@@ -37,14 +40,14 @@ class Eligibility:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._storages: set[int] = set()
-        self._shapes: set[tuple[int, ...]] = set()
+        self._wide_shapes: set[tuple[int, ...]] = set()
 
     def refresh(self) -> None:
         """Looks up the storages of all parameters and buffers, which may have moved since the last step."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         plain = [tensor for tensor in tensors if is_plain(tensor)]
         self._storages = {storage_id(tensor) for tensor in plain}
-        self._shapes = {tuple(sorted(tensor.shape)) for tensor in plain}
+        self._wide_shapes = {tuple(sorted(tensor.shape)) for tensor in plain if tensor.dtype in _WIDE}
 
     def form(self, tensor: Tensor, largest: int) -> Form:
         """Returns the form that a saved tensor may take.
@@ -55,7 +58,7 @@ class Eligibility:
         """
         if not is_plain(tensor) or storage_id(tensor) in self._storages or self._is_cast(tensor):
             return Form.PARAMETER
-        if tensor.numel() < LEAST_ELEMENTS:
+        if tensor.numel() < LEAST_ELEMENTS or tensor.is_neg():  # the latter's memory holds the negative of its values
             return Form.RAW
         if tensor.dtype in _INTEGERS:
             return Form.INTEGER
@@ -67,9 +70,10 @@ class Eligibility:
         """Recognizes the low-precision copy of a parameter that autocast makes, and that linear layers save.
 
         It frees nothing to compress it, as autocast may cache it, and its error would reach every layer below. A wrong
-        guess costs memory, never correctness: the tensor is kept as it is.
+        guess costs memory, never correctness: the tensor is kept as it is. Whether autocast is on cannot be asked:
+        torch switches it off while the operator runs.
         """
-        if not torch.is_autocast_enabled(tensor.device.type) or tuple(sorted(tensor.shape)) not in self._shapes:
+        if tensor.dtype not in _LOW_PRECISION or tuple(sorted(tensor.shape)) not in self._wide_shapes:
             return False
         node = tensor.grad_fn
         while node is not None and node.name() in _VIEWS:
@@ -88,4 +92,6 @@ def is_plain(tensor: Tensor) -> bool:
 def _is_statistic(tensor: Tensor, largest: int) -> bool:
     if tensor.shape[-1] == 1:
         return True
-    return not tensor.requires_grad and tensor.numel() * STATISTIC_SHARE <= largest
+    # The mean and deviation of a group normalization claim a gradient; they are its second and third result.
+    beside = not tensor.requires_grad or tensor.output_nr > 0
+    return beside and tensor.numel() * STATISTIC_SHARE <= largest

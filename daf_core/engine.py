@@ -22,7 +22,7 @@ from daf_core.codecs import (
 from daf_core.config import DAFConfig
 from daf_core.eligibility import Eligibility, Form
 from daf_core.errors import NothingToTrainError, UnsupportedDeviceError
-from daf_core.geometry import geometry_of
+from daf_core.geometry import Geometry, geometry_of
 from daf_core.handle import Handle
 from daf_core.memory.pool import PagePool
 from daf_core.sharing import SharingTable
@@ -78,8 +78,8 @@ class ActivationEngine:
             yield
             return
         hook_stack.refuse_foreign_hooks()
-        self._begin_pass()
         try:
+            self._begin_pass()
             with hook_stack.installed(self._pack, self._unpack):
                 yield
         finally:
@@ -135,7 +135,7 @@ class ActivationEngine:
         """Packs an activation in the first form that can hold it: shared, a codec's, or raw."""
         pool, geometry = self._pool(tensor.device), geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         shared = self._sharing.find(tensor, geometry)
-        stored = shared or self._store(geometry.compact(tensor), geometry.row, form, site)
+        stored = shared or self._store(tensor, geometry, form, site)
         if stored is None:
             self._recorder.stored_as[RawActivation.codec] += 1
             return RawActivation(tensor, self._sharing.keep(tensor, pool))
@@ -143,12 +143,15 @@ class ActivationEngine:
         self._recorder.stored_as["shared" if shared else stored.codec] += 1
         return Handle(stored, geometry, tensor.dtype, tensor.device)
 
-    def _store(self, values: Tensor, row: int, form: Form, site: Site) -> StoredActivation | None:
-        """Encodes values in the form they may take; None keeps them raw."""
+    def _store(self, tensor: Tensor, geometry: Geometry, form: Form, site: Site) -> StoredActivation | None:
+        """Encodes a tensor in the form it may take; None keeps it raw."""
+        if form is Form.RAW:
+            return None
+        values, row = geometry.compact(tensor), geometry.row
         pool, backend = self._pool(values.device), self._backends.get(values.device)
         if form is Form.INTEGER:
             return NarrowIntActivation.encode(values, pool)
-        if backend is None or form is Form.RAW:
+        if backend is None:
             return None
         mask = BitmaskActivation.encode(values, pool, backend)
         if mask is not None or form is Form.MASK or self.config.precision == "exact":

@@ -42,3 +42,7 @@ class ActivationBudgetError(DAFError, MemoryError):
             f"saved activations need {needed / 1e6:.1f} MB, and memory_budget allows {allowed / 1e6:.1f} MB. "
             "Raise memory_budget, lower precision (8, 4, 2 or 1 bits), or train on smaller batches or shorter texts"
         )
+
+    def __reduce__(self) -> tuple[type[ActivationBudgetError], tuple[int, int]]:
+        """Pickles with its own arguments: launchers send errors of their workers on to the main process."""
+        return type(self), (self.needed, self.allowed)

@@ -70,4 +70,5 @@ def _key(tensor: Tensor, geometry: Geometry) -> Key:
         tensor.dtype,
         geometry.compact_shape,
         geometry.compact_strides,
+        tensor.is_neg(),
     )

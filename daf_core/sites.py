@@ -61,6 +61,10 @@ class ModuleScopes(threading.local):
     def __init__(self) -> None:
         self._calls: list[ModuleCall] | None = None
 
+    def __reduce__(self) -> tuple[type[ModuleScopes], tuple[()]]:
+        """Copies as a new one: a copy of the model, whose hooks hold this, is followed by nobody."""
+        return type(self), ()
+
     def start(self) -> None:
         """Begins following, outside of any module."""
         self._calls = [ModuleCall("")]

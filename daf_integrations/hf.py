@@ -68,7 +68,9 @@ class DAFCallback(TrainerCallback, ExportableState):
                 f"{args.n_gpu} GPUs in one process make Trainer use torch.nn.DataParallel, whose threads see no "
                 "saved-tensor hooks. Start one process for each GPU: torchrun --nproc-per-node or accelerate launch"
             )
-        self._session = DAFSession(self.config, RunTotals(**self.totals))
+        # Restored totals are those of this run: the next one counts anew.
+        totals, self.totals = RunTotals(**self.totals), {}
+        self._session = DAFSession(self.config, totals)
         self._session.attach(kwargs["model"])
         self._install(kwargs["model"])
         if state.is_world_process_zero:
@@ -114,8 +116,10 @@ class DAFCallback(TrainerCallback, ExportableState):
     def _logged(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-            metrics = self._session.take_metrics() if "loss" in logs else {}
-            return function({**logs, **metrics}, *args, **kwargs)
+            # Into the caller's own dict: what Trainer.log adds to it is part of what train and evaluate return.
+            if "loss" in logs:
+                logs.update(self._session.take_metrics())
+            return function(logs, *args, **kwargs)
 
         return logged
 

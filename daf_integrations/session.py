@@ -102,10 +102,11 @@ class DAFSession:
         """Ends an optimizer step and returns its statistics, or None when not attached."""
         if self._engine is None:
             return None
+        first = self.last_step is None
         step = self.last_step = self._engine.finish_step()
         self.totals.add(step)
         self._recent.add(step)
-        if self.totals.steps == 1 and not step.stored_as:
+        if first and not step.stored_as:
             log.warning(
                 "DAF saw no activations in the first step, so nothing is compressed: the loss is computed outside of "
                 "the part of the trainer that DAF covers (compute_loss and the model's forward). Call them, or use "

@@ -35,15 +35,16 @@ class RectifiedActivation(PagedActivation):
         """Encodes `values`, none of which is negative; the arguments are those of `PlanesActivation.encode`.
 
         Returns:
-            None where planes cannot hold the values.
+            None where planes cannot hold the values, or together with the bits would take no less than they do.
 
         Raises:
             ActivationBudgetError: The pages do not fit in the budget.
         """
         planes = PlanesActivation.encode(values, row, precision, pool, backend, seed)
-        if planes is None:
+        count = mask_pages(values.numel(), pool.page_bytes)
+        if planes is None or (planes.pages.size + count) * pool.page_bytes >= values.nbytes:
             return None
-        stored = cls(pool, pool.lease(mask_pages(values.numel(), pool.page_bytes)), backend, planes)
+        stored = cls(pool, pool.lease(count), backend, planes)
         backend.encode_nonzero(values, pool, stored.pages)
         return stored
 

@@ -57,9 +57,10 @@ class PagePool:
         """
         with self._lock:
             self._collect()
-            self._hold(count * self.page_bytes)
+            self._check(count * self.page_bytes)
             while self._free_count < count:
                 self._grow(count - self._free_count)
+            self._count(count * self.page_bytes)
             self._free_count -= count
             return self._free[self._free_count : self._free_count + count].copy()
 
@@ -75,7 +76,8 @@ class PagePool:
         """
         with self._lock:
             self._collect()
-            self._hold(size)
+            self._check(size)
+            self._count(size)
 
     def let_go(self, size: int) -> None:
         """Counts `size` bytes outside the pool as freed."""
@@ -129,12 +131,14 @@ class PagePool:
             if (regions == region).any()
         ]
 
-    def _hold(self, size: int) -> None:
+    def _check(self, size: int) -> None:
         needed = self.held_bytes + size
         if self.budget is not None and needed > self.budget:
             raise ActivationBudgetError(needed, self.budget)
-        self.held_bytes = needed
-        self.peak_bytes = max(self.peak_bytes, needed)
+
+    def _count(self, size: int) -> None:
+        self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def _collect(self) -> None:
         """Puts what was released back: the last released is leased first, while it is in the cache."""

@@ -56,10 +56,11 @@ from daf_kernels.cpu_bits import (
     widen_half,
 )
 from daf_kernels.cpu_noise import fill_noise
-from daf_kernels.layout import DEVIATION_SHIFT
+from daf_kernels.layout import DEVIATION_SHIFT, LARGEST_SPREAD
 
 MAGIC = F32(12582912.0)  # 1.5 * 2**23: adding it rounds to nearest even and leaves the integer in the low bits
 INFINITY = F32(np.inf)
+LIMIT = F32(LARGEST_SPREAD)
 MOMENT_STEPS = F32(4095.0)
 NAN = F32(np.nan)
 
@@ -112,7 +113,7 @@ def _quantize_stochastic(bits, count, minimum, inverse, moment_inverse, shift, n
 def _inverses(groups, spread, levels, inverse, moment_inverse):
     """Turns ranges of groups into factors to code steps and moment steps: 0 where there is no step to be seen."""
     for group in range(groups):
-        visible = (spread[group] < INFINITY) & (MOMENT_STEPS / spread[group] < INFINITY)
+        visible = (spread[group] < LIMIT) & (MOMENT_STEPS / spread[group] < INFINITY)
         inverse[group] = levels / spread[group] if visible else F32(0.0)
         moment_inverse[group] = MOMENT_STEPS / spread[group] if visible else F32(0.0)
 
@@ -124,7 +125,7 @@ def _moments(groups, count, minimum, spread, totals, squares, mean, deviation):
     for group in range(groups):
         total = I64(totals[group])
         square_spread = F32(I64(count) * I64(squares[group]) - total * total)
-        finite = spread[group] < INFINITY
+        finite = spread[group] < LIMIT
         mean[group] = minimum[group] + spread[group] * (F32(total) / scale) if finite else NAN
         deviation[group] = spread[group] * (F32(math.sqrt(square_spread)) / scale) if finite else NAN
 
@@ -245,7 +246,7 @@ def _encode_groups(values, kind, first, groups, group, levels, shift, noise, cod
         prefetch_to_read(values + size * (first + (groups + index) * group), size * group)
         into = u8_at(codes + index * group)
         bits = i32_at(_bits_address(values, kind, first + index * group, group, work + 6 * row))
-        if not spread[index] < INFINITY:
+        if not spread[index] < LIMIT:
             for i in range(group):
                 into[i] = U8(0)
         elif noise == 0:
@@ -330,6 +331,26 @@ def encode_planes(
 
 
 @njit(**INLINE)
+def _bound(words, first, count, infinity, magnitude):
+    """Replaces infinities by the largest number of their sign, whose bits lie just below."""
+    for i in range(count):
+        word = words[first + i]
+        words[first + i] = word - 1 if word & magnitude == infinity else word
+
+
+@njit(**INLINE)
+def _keep_finite(count, slope, offset, kind, out, first):
+    """Bounds a group whose line may leave its type's range: codes are 0 at the least and 255 at the most."""
+    limit = F32(65504.0) if kind == FLOAT16 else F32(2.0**127)
+    if -limit < offset and offset + slope * F32(255.0) < limit:
+        return
+    if kind == FLOAT32:
+        _bound(u32_at(out), first, count, U32(0x7F800000), U32(0x7FFFFFFF))
+    else:
+        _bound(u16_at(out), first, count, U16(0x7C00) if kind == FLOAT16 else U16(0x7F80), U16(0x7FFF))
+
+
+@njit(**INLINE)
 def _decode_groups(codes, kind, groups, group, pages, page_shift, header, work, capacity, out, first):
     """Decodes `groups` groups of `group` elements, whose headers begin at `header`, to element `first` on of `out`.
 
@@ -345,6 +366,7 @@ def _decode_groups(codes, kind, groups, group, pages, page_shift, header, work, 
     _lines(groups, group, totals, squares, mean, slope)
     for index in range(groups):
         _dequantize(u8_at(codes + index * group), group, slope[index], mean[index], kind, out, first + index * group)
+        _keep_finite(group, slope[index], mean[index], kind, out, first + index * group)
 
 
 @njit(**KERNEL)

@@ -42,6 +42,10 @@ MAX_GROUP = 256
 MIN_ROW_GROUP = 32
 """Rows shorter than this share a scaling group: a header per 8 elements would cost 6 bits an element."""
 
+LARGEST_SPREAD = 2.0**124
+"""From this range on a group is not encoded. The line that gives codes their deviation overshoots the range by up to a
+factor of 8, which stays within float32 below this."""
+
 HEADER_BYTES = 6
 DEVIATION_SHIFT = 15
 """A deviation is a float32 without its sign and its lowest 15 fraction bits: 8 exponent and 8 fraction bits, rounded

@@ -2,8 +2,9 @@
 
 Slow and obvious on purpose. The numeric contract, in float32 with every operation rounded on its own:
 
-- ``spread = maximum - minimum`` of a scaling group. Where it is not finite (a NaN, an infinity, or a range beyond
-  float32) the group's header is NaN and its codes are 0, so that all its values decode to NaN and no other group's do.
+- ``spread = maximum - minimum`` of a scaling group. Where it is not finite (a NaN or an infinity) or
+  2**124 and more, the group's header is NaN and its codes are 0, so that all its values decode to NaN and no other
+  group's do.
 - codes, to nearest even: ``round((x - minimum) * (levels / spread))`` with ``levels = 2**precision - 1``;
   stochastic: ``floor`` of the same plus a uniform number, in 2**14 steps.
 - moments from the integers ``s = round((x - minimum) * (4095 / spread))``: their sums are exact in any order, so a
@@ -11,7 +12,8 @@ Slow and obvious on purpose. The numeric contract, in float32 with every operati
   ``spread * sqrt(n * sum(s**2) - sum(s)**2) / (4095 n)`` do not depend on how a backend adds up.
 - a group whose spread is below 4095 / 3.4e38 is stored as its minimum.
 - decoding maps the codes that are left (0 for missing planes) linearly so that the group has the header's mean and
-  deviation: ``slope = deviation * n / sqrt(n * sum(c**2) - sum(c)**2)``, ``x = c * slope + (mean - slope * mean(c))``.
+  deviation: ``slope = deviation * n / sqrt(n * sum(c**2) - sum(c)**2)``, ``x = c * slope + (mean - slope * mean(c))``,
+  bounded by the largest number of the type: a value near it must not come back as an infinity.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from daf_kernels.layout import (
     COLUMNS,
     DEVIATION_SHIFT,
     HEADER_BYTES,
+    LARGEST_SPREAD,
     PLANE_WIDTHS,
     PRECISIONS,
     ROWS,
@@ -77,7 +80,8 @@ def decode(pages: Tensor, layout: PlaneLayout, planes: int, dtype: torch.dtype) 
     groups, valid = _grouped(codes[: layout.elements], layout.group)
     mean, deviation = read_header(pages[: layout.header_pages], layout)
     slope, offset = _line(groups, valid, mean, deviation)
-    return (groups.float() * slope[:, None] + offset[:, None])[valid].to(dtype)
+    values = (groups.float() * slope[:, None] + offset[:, None])[valid]
+    return values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
 
 
 def encode_mask(values: Tensor, one: Tensor, page_bytes: int) -> Tensor:
@@ -138,7 +142,7 @@ def _quantize(groups: Tensor, valid: Tensor, precision: int, random: Tensor | No
     levels = float(2**precision - 1)
     minimum = groups.where(valid, torch.inf).amin(1)
     spread = groups.where(valid, -torch.inf).amax(1) - minimum
-    finite = spread < torch.inf
+    finite = spread < LARGEST_SPREAD
     # full_like, because torch computes `number / tensor` as a reciprocal and a product: two roundings.
     factors = [torch.full_like(spread, steps) / spread for steps in (levels, MOMENT_STEPS)]
     visible = finite & (factors[1] < torch.inf)

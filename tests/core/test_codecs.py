@@ -1,0 +1,260 @@
+"""Which form each kind of tensor takes, and that the exact forms are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf_core.codecs import BitmaskActivation, NarrowIntActivation, PlanesActivation, RectifiedActivation
+from daf_core.eligibility import LEAST_ELEMENTS
+from daf_core.memory.pool import PAGE_BYTES, PagePool
+from daf_kernels import load_backend
+from tests.core.harness import LARGE, Scale, assert_empty, engine_for, integers, normal, watch
+
+CPU = torch.device("cpu")
+
+
+def _mask(dtype: torch.dtype = torch.bool) -> Tensor:
+    return (normal(*LARGE) > 0).to(dtype)
+
+
+def _with(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers with one special value among them."""
+    tensor = normal(*LARGE).to(dtype)
+    tensor[3, 5] = value
+    return tensor
+
+
+def _third_value_late() -> Tensor:
+    """Looks like a mask until the last element."""
+    mask = _mask(torch.float32)
+    mask[-1, -1] = 2.0
+    return mask
+
+
+FORMS: dict[str, tuple[Tensor, str]] = {
+    "float32": (normal(*LARGE), "planes"),
+    "bfloat16": (normal(256, 64).bfloat16(), "planes"),
+    "float16": (normal(256, 64).half(), "planes"),
+    "float64": (normal(*LARGE).double(), "raw"),
+    "complex": (torch.complex(normal(*LARGE), normal(*LARGE)), "raw"),
+    "negative-view": (torch.complex(normal(*LARGE), normal(*LARGE)).conj().imag, "raw"),
+    "dropout-mask": (_mask(torch.float32) / 0.9, "bitmask"),
+    "float64-mask": (_mask(torch.float64), "bitmask"),
+    "zeros": (torch.zeros(LARGE), "bitmask"),
+    "two-zeros": (_mask(torch.float32) * -0.0, "bitmask"),
+    "infinite-mask": (torch.zeros(LARGE).masked_fill(_mask(), float("-inf")), "bitmask"),
+    "nan-mask": (torch.ones(LARGE).masked_fill(_mask(), float("nan")), "bitmask"),
+    "one-infinity": (_with(float("inf")), "raw"),
+    "one-nan": (_with(float("nan")), "raw"),
+    "float16-overflow": (_with(1e6, torch.float16), "raw"),
+    "third-value-late": (_third_value_late(), "planes"),
+    "few-elements": (normal(LEAST_ELEMENTS - 1), "raw"),
+    "no-smaller-as-pages": (normal(LEAST_ELEMENTS), "raw"),
+    "last-dimension-one": (normal(8192, 1), "raw"),
+    "empty": (torch.empty(0, 64), "raw"),
+    "empty-inside": (torch.empty(64, 0, 5), "raw"),
+    "scalar": (torch.tensor(2.5), "raw"),
+    "indices": (integers(100, *LARGE), "narrow_int"),
+    "large-indices": (integers(1 << 40, *LARGE), "raw"),
+    "bytes": (integers(256, *LARGE).byte(), "raw"),
+    "boolean": (_mask(), "bitmask"),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("tensor", "form"), FORMS.values(), ids=FORMS)
+def test_form_of_a_saved_tensor(tensor: Tensor, form: str, backend: str) -> None:
+    """Each kind takes its form at 4 bits; every form but planes gives the same bits back."""
+    model = Scale()
+    engine = engine_for(model, 4, backend=backend)
+    seen = watch(engine)
+    with engine.compress():
+        node: Any = model(tensor).grad_fn
+    assert [saved.form for saved in seen if saved.form != "parameter"] == [form]
+    unpacked = node._saved_self
+    assert (unpacked.shape, unpacked.stride(), unpacked.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    same = torch.equal(_bits(unpacked), _bits(tensor))
+    assert same == (form != "planes")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.resolve_neg().contiguous().view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
+
+
+INTEGERS: dict[str, tuple[Tensor, torch.dtype | None]] = {
+    "uint8": (integers(256, *LARGE), torch.uint8),
+    "int16-negative": (integers(300, *LARGE) - 150, torch.int16),
+    "int8-small": (integers(100, *LARGE) - 100, torch.int8),
+    "int16": (integers(1 << 15, *LARGE), torch.int16),
+    "int32": (integers(1 << 31, *LARGE), torch.int32),
+    "int64": (integers(1 << 40, *LARGE), None),
+    "largest": (torch.full(LARGE, torch.iinfo(torch.int64).max), None),
+    "smallest": (torch.full(LARGE, torch.iinfo(torch.int64).min), None),
+    "limits-int32": (torch.tensor([-(1 << 31), (1 << 31) - 1]).repeat(4096), torch.int32),
+    "beyond-int32": (torch.tensor([-(1 << 31) - 1, 0]).repeat(4096), None),
+    "int32-as-int16": (integers(1 << 15, *LARGE).int(), torch.int16),
+    "int32-full": (integers(1 << 31, *LARGE).int(), None),
+    "int16-as-uint8": (integers(256, *LARGE).short(), torch.uint8),
+}
+
+
+@pytest.mark.parametrize(("values", "dtype"), INTEGERS.values(), ids=INTEGERS)
+def test_integers_are_narrowed_exactly_or_not_at_all(values: Tensor, dtype: torch.dtype | None) -> None:
+    """The smallest type that holds all values; None where none is smaller than the one they have."""
+    pool = PagePool(CPU)
+    stored = NarrowIntActivation.encode(values, pool)
+    if dtype is None:
+        assert stored is None
+        return
+    assert pool.settle() == values.numel() * dtype.itemsize
+    decoded = torch.empty_like(values)
+    stored.decode_into(decoded)  # type: ignore[union-attr]
+    assert torch.equal(decoded, values)
+    del stored
+    assert pool.settle() == 0
+
+
+def test_indices_of_max_pooling_are_narrow_and_exact() -> None:
+    """The gradient goes where plain training sends it."""
+    results = []
+    for compressed in (False, True):
+        x = normal(4, 8, 32, 32).requires_grad_()
+        engine = engine_for(nn.Linear(1, 1), "exact")
+        with engine.compress() if compressed else nullcontext():
+            loss = (F.max_pool2d(x, 2) * normal(4, 8, 16, 16, seed=1)).sum()
+        assert not compressed or engine.finish_step().stored_as["narrow_int"] == 1
+        loss.backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")], ids=str)
+def test_masked_log_probabilities_keep_exact_gradients(value: float) -> None:
+    """Log-probabilities with -inf among them stay raw, so their gradients are those of plain training."""
+    results = []
+    for compressed in (False, True):
+        model = nn.Linear(1, 1)
+        model.logits = nn.Parameter(normal(*LARGE))
+        engine = engine_for(model, 1)
+        with engine.compress() if compressed else nullcontext():
+            masked = model.logits.masked_fill(normal(*LARGE, seed=1) > 1.5, value)
+            loss = F.nll_loss(masked.log_softmax(-1), integers(64, 128))
+        loss.backward()
+        results.append(model.logits.grad)
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+    assert results[0].isfinite().any() or value != float("-inf")
+
+
+def test_float16_overflow_reaches_the_gradient() -> None:
+    """A gradient scaler must see the infinity where plain training has it, and nowhere else."""
+    results = []
+    for compressed in (False, True):
+        x = normal(256, 64).half().requires_grad_()
+        engine = engine_for(nn.Linear(1, 1), 4)
+        with engine.compress() if compressed else nullcontext():
+            loss = (x * 4).exp().mul(100).square()
+        loss.backward(torch.ones_like(loss))
+        results.append(x.grad)
+    assert results[0].isinf().any()
+    assert torch.equal(results[0].isfinite(), results[1].isfinite())
+
+
+RELU: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "in-place": lambda x: F.relu(x * 1, inplace=True),
+    "channels-last": lambda x: F.relu(x.view(8, 16, 8, 8).to(memory_format=torch.channels_last)).reshape(LARGE),
+}
+
+
+@pytest.mark.parametrize("precision", [8, 4, 2, 1])
+@pytest.mark.parametrize("function", RELU.values(), ids=RELU)
+def test_relu_lets_gradients_through_exactly_where_plain_torch_does(
+    function: Callable[[Tensor], Tensor], precision: int
+) -> None:
+    """A ReLU's own gradient is exact at every precision."""
+    results = []
+    for compressed in (False, True):
+        x = normal(*LARGE).requires_grad_()
+        engine = engine_for(nn.Linear(1, 1), precision)
+        with engine.compress() if compressed else nullcontext():
+            loss = (function(x) * 2).sum()
+        assert not compressed or engine.finish_step().stored_as["rectified"] == 1
+        loss.backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("elements", range(4096, 24576, 1024))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", [PlanesActivation, RectifiedActivation], ids=lambda codec: codec.codec)
+def test_lossy_forms_are_always_smaller_than_the_values(codec: Any, dtype: torch.dtype, elements: int) -> None:
+    """Pages are whole: where they would take no less, the codec declines."""
+    pool, values = PagePool(CPU), normal(elements).relu().to(dtype)
+    for precision in (8, 4, 2, 1):
+        stored = codec.encode(values, 64, precision, pool, load_backend(CPU), None)
+        assert stored is None or 0 < pool.settle() < values.nbytes
+        del stored
+        assert pool.settle() == 0
+
+
+def test_declined_values_leave_no_page_behind() -> None:
+    """A codec that finds out while encoding that it cannot hold the values gives its pages back."""
+    pool, backend = PagePool(CPU), load_backend(CPU)
+    assert BitmaskActivation.encode(_third_value_late(), pool, backend) is None
+    assert PlanesActivation.encode(_with(float("nan")), 64, 4, pool, backend, None) is None
+    assert RectifiedActivation.encode(_with(float("inf")), 64, 4, pool, backend, None) is None
+    assert (pool.leased_pages, pool.settle()) == (0, 0)
+    assert pool.peak_bytes > 0
+
+
+@pytest.mark.parametrize("precision", ["exact", 4])
+def test_empty_batches_train(precision: Any) -> None:
+    """An expert that gets no token, a batch without a box: backward works as in plain torch."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
+    engine = engine_for(model, precision)
+    with engine.compress():
+        loss = model(torch.empty(0, 64)).sum() + model(normal(*LARGE)).sum()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert_empty(engine)
+
+
+def test_negative_view_and_its_base_do_not_share() -> None:
+    """The memory of a lazily negated view holds the other sign."""
+    model = Scale()
+    engine = engine_for(model, 8)
+    base = normal(*LARGE)
+    with engine.compress():
+        plain, negated = model(base), model(torch._neg_view(base))
+    assert (plain.grad_fn._saved_self - base).abs().max() < 0.1  # type: ignore[union-attr]
+    assert torch.equal(negated.grad_fn._saved_self, -base)  # type: ignore[union-attr]
+
+
+def test_sparse_and_subclass_tensors_pass_through() -> None:
+    """What has no plain memory is left to torch."""
+
+    class Wrapped(Tensor):
+        pass
+
+    model = Scale()
+    engine = engine_for(model, 4)
+    seen = watch(engine)
+    x = normal(*LARGE).requires_grad_()
+    with engine.compress():
+        loss = torch.sparse.mm(torch.eye(128).to_sparse(), x).sum()
+        loss = loss + model(normal(*LARGE).as_subclass(Wrapped)).sum().as_subclass(Tensor)
+    loss.backward()
+    assert torch.equal(x.grad, torch.ones(LARGE))
+    assert {saved.form for saved in seen if saved.shape in ((128, 128), LARGE)} == {"parameter"}
+
+
+def test_page_size_is_what_the_forms_assume() -> None:
+    """`LEAST_ELEMENTS` is where pages at 4 bits begin to pay."""
+    assert LEAST_ELEMENTS == PAGE_BYTES

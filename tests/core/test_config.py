@@ -1,0 +1,208 @@
+"""The configuration: every wrong value is refused with what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError
+
+PRECISIONS = r"allowed: 'exact', 8, 4, 2, 1$"
+SEED = r"give an integer from 0 to 2\*\*64 - 1$"
+SIZE = r'is not a size; give a positive number of bytes or a size such as "400MB" or "1\.5GiB"$'
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"precision": 3}, rf"^precision=3 is not allowed; {PRECISIONS}"),
+    ({"precision": 16}, rf"^precision=16 .*{PRECISIONS}"),
+    ({"precision": 0}, rf"^precision=0 .*{PRECISIONS}"),
+    ({"precision": "4"}, rf"^precision='4' .*{PRECISIONS}"),
+    ({"precision": True}, rf"^precision=True .*{PRECISIONS}"),
+    ({"precision": 4.0}, rf"^precision=4\.0 .*{PRECISIONS}"),
+    ({"precision": None}, rf"^precision=None .*{PRECISIONS}"),
+    ({"precision": "Exact"}, rf"^precision='Exact' .*{PRECISIONS}"),
+    ({"precision": [4]}, rf"^precision=\[4\] .*{PRECISIONS}"),
+    ({"rounding": "up"}, r"^rounding='up' is not allowed; allowed: 'nearest', 'stochastic'$"),
+    ({"rounding": None}, r"^rounding=None .*'nearest', 'stochastic'$"),
+    ({"backend": "cuda"}, r"^backend='cuda' is not allowed; allowed: 'auto', 'reference'$"),
+    ({"seed": -1}, rf"^seed=-1 is not allowed; {SEED}"),
+    ({"seed": 2**64}, rf"^seed=18446744073709551616 .*{SEED}"),
+    ({"seed": True}, rf"^seed=True .*{SEED}"),
+    ({"seed": 1.5}, rf"^seed=1\.5 .*{SEED}"),
+    ({"seed": "0"}, rf"^seed='0' .*{SEED}"),
+    ({"seed": None}, rf"^seed=None .*{SEED}"),
+    *(
+        ({"memory_budget": size}, rf"^memory_budget=.* {SIZE}")
+        for size in (
+            0, -5, "0", "-5", "0.4", "", "MB", "12 parsecs", "400 megapixels", "4 MB 2", "1e3", "nan", "inf", True, 0.5,
+            4e8, [400], {}, b"400MB", "400,000,000",
+        )
+    ),
+    ({"precison": 4}, r"^unknown option 'precison'; did you mean 'precision'\? Allowed: precision, rounding, "),
+    ({"budget": 4}, r"^unknown option 'budget'.* Allowed: precision, rounding, memory_budget, seed, backend$"),
+    ({"zzz": 4}, r"^unknown option 'zzz' Allowed: |^unknown option 'zzz'; "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda value: repr(value) if type(value) is dict else "")
+@pytest.mark.parametrize("way", ["keywords", "mapping", "replace", "yaml"])
+def test_wrong_values_are_refused(options: dict[str, Any], message: str, way: str, tmp_path: Path) -> None:
+    """However it is given, the message is the same."""
+    with pytest.raises(ConfigError, match=message):
+        _configure(options, way, tmp_path / "daf.yaml")
+
+
+def _configure(options: dict[str, Any], way: str, path: Path) -> DAFConfig:
+    import yaml
+
+    if way == "keywords":
+        return DAFConfig(**options)
+    if way == "mapping":
+        return DAFConfig.from_dict(options)
+    if way == "replace":
+        (name,) = options
+        if name not in DAFConfig().to_dict():
+            return DAFConfig(**options)  # dataclasses has its own error for unknown fields
+        return dataclasses.replace(DAFConfig(), **options)
+    path.write_text(yaml.safe_dump(options))
+    return DAFConfig.from_yaml(path)
+
+
+def test_errors_of_options_are_value_errors() -> None:
+    """Callers that know nothing of DAF catch them too."""
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, DAFError)
+
+
+SIZES: dict[Any, int] = {
+    1: 1,
+    800_000: 800_000,
+    "800000": 800_000,
+    "400MB": 400_000_000,
+    "400 mb": 400_000_000,
+    " 400MB ": 400_000_000,
+    "1.5 GiB": 1_610_612_736,
+    "1.5GB": 1_500_000_000,
+    "2K": 2000,
+    "2KiB": 2048,
+    "1 TB": 10**12,
+    "10 bytes": 10,
+    "1 byte": 1,
+    "7B": 7,
+}
+
+
+@pytest.mark.parametrize(("given_size", "size"), SIZES.items(), ids=repr)
+def test_sizes(given_size: Any, size: int) -> None:
+    """Numbers, decimal and binary units."""
+    config = DAFConfig(memory_budget=given_size)
+    assert config.memory_budget == config.budget_bytes == size
+
+
+def test_no_budget() -> None:
+    """None means that there is no limit, and is the default."""
+    assert DAFConfig().budget_bytes is None
+
+
+configs = st.builds(
+    DAFConfig,
+    precision=st.sampled_from(["exact", 8, 4, 2, 1]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    memory_budget=st.none() | st.integers(1, 2**50) | st.sampled_from(["400MB", "1.5GiB"]),
+    seed=st.integers(0, 2**64 - 1),
+    backend=st.sampled_from(["auto", "reference"]),
+)
+
+
+@given(configs)
+def test_round_trips(config: DAFConfig) -> None:
+    """Mappings, JSON, pickles and copies give an equal configuration."""
+    import json
+
+    assert DAFConfig.from_dict(config.to_dict()) == config
+    assert DAFConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.copy(config) == copy.deepcopy(config) == config
+    assert hash(DAFConfig.from_dict(config.to_dict())) == hash(config)
+
+
+@given(config=configs)
+def test_yaml_round_trip(config: DAFConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What `to_yaml` writes, `from_yaml` reads."""
+    path = tmp_path_factory.mktemp("config") / "daf.yaml"
+    config.to_yaml(path)
+    assert DAFConfig.from_yaml(path) == DAFConfig.from_yaml(str(path)) == config
+
+
+def test_missing_options_take_their_defaults(tmp_path: Path) -> None:
+    """An empty mapping and an empty file are the default configuration."""
+    path = tmp_path / "daf.yaml"
+    path.write_text("# nothing yet\n")
+    assert DAFConfig.from_dict({}) == DAFConfig.from_yaml(path) == DAFConfig()
+    path.write_text("precision: 8\nmemory_budget: 400MB\n")
+    assert DAFConfig.from_yaml(path) == DAFConfig(precision=8, memory_budget=400_000_000)
+
+
+@pytest.mark.parametrize("options", [None, 4, "precision: 4", [("precision", 4)], DAFConfig()], ids=repr)
+def test_mapping_is_required(options: object) -> None:
+    """Anything else is named by its type."""
+    with pytest.raises(ConfigError, match=f"a configuration is a mapping of options, got {type(options).__name__}"):
+        DAFConfig.from_dict(options)
+
+
+@pytest.mark.parametrize("key", [4, True, None, ("precision",)], ids=repr)
+def test_keys_that_are_no_names(key: object) -> None:
+    """A key that is no string is an unknown option like any other."""
+    with pytest.raises(ConfigError, match=r"unknown option .*Allowed: precision"):
+        DAFConfig.from_dict({key: 4})
+
+
+WRONG_FILES = {
+    "list": b"- precision",
+    "empty-list": b"[]",
+    "false": b"false",
+    "zero": b"0",
+    "empty-string": b"''",
+    "text": b"precision 4",
+    "broken": b"precision: [4",
+    "not-text": b"\xff\xfe\x00\x01",
+    "boolean-key": b"on: 4",
+}
+
+
+@pytest.mark.parametrize("content", WRONG_FILES.values(), ids=WRONG_FILES)
+def test_wrong_files(content: bytes, tmp_path: Path) -> None:
+    """A file that holds something else is refused, not taken for the defaults."""
+    path = tmp_path / "daf.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"mapping of options|cannot read the configuration file|unknown option"):
+        DAFConfig.from_yaml(path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    """So is a folder in its place."""
+    for path in (tmp_path / "missing.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=f"cannot read the configuration file '{path}'"):
+            DAFConfig.from_yaml(path)
+
+
+def test_configuration_is_frozen() -> None:
+    """A running engine's options cannot change under it."""
+    config = DAFConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.precision = 8  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        DAFConfig(4)  # type: ignore[misc]
+
+
+def test_budget_error_survives_pickling() -> None:
+    """Launchers send the errors of their workers on."""
+    error = pickle.loads(pickle.dumps(ActivationBudgetError(3_000_000, 1_000_000)))
+    assert (error.needed, error.allowed) == (3_000_000, 1_000_000)
+    assert str(error).startswith("saved activations need 3.0 MB, and memory_budget allows 1.0 MB. Raise memory_budget")

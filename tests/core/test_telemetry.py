@@ -1,0 +1,160 @@
+"""Rule 12 and `StepStatistics`: what was saved, what was held instead, and that nothing is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from daf_core import DAFConfig, StepStatistics
+from daf_core.memory.pool import PAGE_BYTES
+from daf_kernels import mask_pages, plane_layout
+from tests.core.harness import LARGE, MODELS, Scale, assert_empty, engine_for, integers, make_model, normal, train
+
+BYTES = 4 * 128 * 64
+"""Bytes of a tensor of shape LARGE."""
+
+PAGES = plane_layout(128 * 64, 64, PAGE_BYTES).pages(3) * PAGE_BYTES
+"""Bytes that its pages at 4 bits take."""
+
+
+@pytest.mark.parametrize("precision", ["exact", 8, 4, 2, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_rule_12_every_step_leaves_nothing(name: str, precision: object) -> None:
+    """`train` checks after each step that no page is leased and no byte held."""
+    model, loss = make_model(name)
+    train(model, loss, DAFConfig(precision=precision))  # type: ignore[arg-type]
+
+
+def test_statistics_of_a_step_made_by_hand() -> None:
+    """One activation that two operators save, a mask, and a small tensor."""
+    model = nn.Linear(64, 64)
+    engine = engine_for(model, 4)
+    x = normal(*LARGE)
+    with engine.compress():
+        h = model(x).sin()  # x and the layer's result
+        masked = h.masked_fill(x > 0, 0.0)  # a boolean mask
+        small = masked.mean(1).exp()  # 128 numbers
+        loss = small.sum() + model(x).sum()  # x again
+    mask = mask_pages(128 * 64, PAGE_BYTES) * PAGE_BYTES
+    assert engine.held_bytes == 2 * PAGES + mask + 4 * 128
+    assert engine.leased_pages == (2 * PAGES + mask) // PAGE_BYTES
+    loss.backward()
+    statistics = engine.finish_step()
+    assert statistics.raw_bytes == 2 * BYTES + 128 * 64 + 4 * 128
+    assert statistics.held_bytes == 2 * PAGES + mask + 4 * 128
+    assert statistics.stored_as == {"planes": 2, "shared": 1, "bitmask": 1, "raw": 1}
+    assert statistics.ratio == statistics.raw_bytes / statistics.held_bytes
+    assert statistics.pack_seconds > 0
+    assert statistics.unpack_seconds > 0
+    assert_empty(engine)
+
+
+def test_raw_bytes_count_a_storage_once() -> None:
+    """Queries, keys and values that are parts of one tensor are one storage in plain training too."""
+    model = nn.Linear(64, 192)
+    engine = engine_for(model, 4)
+    x = normal(*LARGE)
+    with engine.compress():
+        query, key, value = model(x).split(64, dim=-1)
+        loss = (query.sin() + key.sin() + value.sin()).sum()
+    assert engine.held_bytes == 4 * PAGES
+    assert engine.finish_step().raw_bytes == 4 * BYTES
+    del loss
+
+
+def test_raw_views_hold_their_whole_storage_once() -> None:
+    """An exact view keeps all of its storage alive, and is counted as such; several count once."""
+    model = Scale()
+    engine = engine_for(model, "exact")
+    x = normal(*LARGE)
+    with engine.compress():
+        first, second = model(x[:4]), model(x[4:])
+    assert engine.held_bytes == BYTES
+    assert engine.finish_step().raw_bytes == BYTES
+    del first
+    assert engine.held_bytes == BYTES
+    del second
+    assert_empty(engine)
+
+
+def test_narrowed_indices_are_counted_narrow() -> None:
+    """Indices below 256 take a byte each."""
+    model = nn.Embedding(100, 8)
+    engine = engine_for(model, "exact")
+    with engine.compress():
+        loss = model(integers(100, 5000)).sum()
+    assert engine.held_bytes == 5000
+    assert engine.finish_step().raw_bytes == 8 * 5000
+    loss.backward()
+    assert_empty(engine)
+
+
+def test_parameters_and_buffers_are_not_counted() -> None:
+    """They are there with and without DAF."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 128))
+    engine = engine_for(model, 4)
+    with engine.compress():
+        loss = model(normal(1, 64)).sum()
+    loss.backward()
+    statistics = engine.finish_step()
+    assert statistics.raw_bytes == statistics.held_bytes == 4 * (64 + 128)
+    assert statistics.stored_as == {"raw": 2}
+
+
+def test_accumulation_of_separate_passes() -> None:
+    """Passes whose backward follows at once are not added up in bytes, only in counts."""
+    model = Scale()
+    engine = engine_for(model, 4)
+    for rows in (128, 256, 128):
+        with engine.compress():
+            loss = model(normal(rows, 64)).sum()
+        loss.backward()
+    statistics = engine.finish_step()
+    assert statistics.raw_bytes == 2 * BYTES
+    assert statistics.held_bytes == plane_layout(256 * 64, 64, PAGE_BYTES).pages(3) * PAGE_BYTES
+    assert statistics.stored_as["planes"] == 3
+
+
+def test_passes_that_are_alive_together_are_held_together() -> None:
+    """Several forward passes before the first backward, as in pipelines: the bytes add up."""
+    model = Scale()
+    engine = engine_for(model, 4)
+    losses = []
+    for seed in range(3):
+        with engine.compress():
+            losses.append(model(normal(*LARGE, seed=seed)).sum())
+    torch.stack(losses).sum().backward()
+    del losses
+    assert engine.finish_step().held_bytes == 3 * PAGES
+    assert_empty(engine)
+
+
+def test_finish_step_starts_anew() -> None:
+    """A second call without a step in between reports nothing; what is still held counts on."""
+    model = Scale()
+    engine = engine_for(model, 4)
+    with engine.compress():
+        loss = model(normal(*LARGE))
+    assert engine.finish_step().stored_as == {"planes": 1}
+    assert engine.finish_step() == StepStatistics(held_bytes=PAGES)
+    del loss
+    assert engine.finish_step().held_bytes == PAGES
+    assert engine.finish_step() == StepStatistics()
+
+
+def test_ratio_of_nothing_is_one() -> None:
+    """A step that saved nothing divides by no zero."""
+    assert StepStatistics().ratio == 1.0
+    assert StepStatistics(raw_bytes=80, held_bytes=10).ratio == 8.0
+
+
+@pytest.mark.parametrize(("precision", "least"), [(8, 2.5), (4, 4), (2, 6), (1, 8)])
+def test_ratio_grows_as_precision_falls(precision: int, least: float) -> None:
+    """A large activation shrinks by what its precision promises, headers included."""
+    model = Scale()
+    engine = engine_for(model, precision)
+    with engine.compress():
+        loss = model(normal(1024, 256))
+    assert least < engine.finish_step().ratio <= 32 / precision
+    del loss
