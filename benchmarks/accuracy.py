@@ -55,6 +55,7 @@ class SplitSummary:
 
     method: str
     split: str
+    seeds: list[int]
     accuracies: list[float]
     mean: float
     deviation: float
@@ -70,7 +71,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     cores = core_count()
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with train.jsonl.gz and dev.jsonl.gz")
     parser.add_argument("--methods", type=method_names(METHODS), default="plain,daf-4bit", help="separated by commas")
-    parser.add_argument("--seeds", type=whole_number(1), default=5, help="how many; they count from 0")
+    parser.add_argument("--seeds", type=whole_number(1), default=5, help="how many")
+    parser.add_argument("--first-seed", type=whole_number(0), default=0, help="they count from here")
     parser.add_argument("--epochs", type=whole_number(1), default=Recipe.epochs)
     parser.add_argument("--train-rows", type=whole_number(1), help="train on the first rows only")
     parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
@@ -83,18 +85,22 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run_all(options: argparse.Namespace, splits: dict[str, Split]) -> list[Run]:
-    """Trains with every method and seed and returns what each run reached."""
+    """Trains with every method and seed and returns what each run reached.
+
+    The files asked for are written after every seed: an interrupted benchmark keeps what it has measured.
+    """
     recipe = Recipe(epochs=options.epochs)
     steps = step_count(len(splits[TRAINING_SPLIT]), recipe)
     runs: list[Run] = []
     with Progress(console=Console(stderr=True)) as progress:
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             for method in options.methods:
                 bar = progress.add_task(f"seed {seed}, {method}", total=steps)
                 start = time.perf_counter()
                 accuracy = finetune(method, seed, splits, recipe, lambda bar=bar: progress.advance(bar))
                 seconds = time.perf_counter() - start
                 runs.append(Run(method=method, seed=seed, accuracy=accuracy, seconds=seconds))
+            write_reports(options, runs)
     return runs
 
 
@@ -109,11 +115,20 @@ def markdown_report(summaries: Sequence[SplitSummary]) -> str:
     tables: list[str] = []
     for split in dict.fromkeys(summary.split for summary in summaries):
         rows = [summary for summary in summaries if summary.split == split]
-        seeds = [f"seed {seed}" for seed in range(len(rows[0].accuracies))]
+        seeds = [f"seed {seed}" for seed in rows[0].seeds]
         headings = [split, *seeds, "mean", "s.d.", "minus plain", "s.d."]
         lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *map(_markdown_row, rows)]
         tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
     return "\n\n".join(tables) + "\n"
+
+
+def write_reports(options: argparse.Namespace, runs: Sequence[Run]) -> None:
+    """Writes the table and the figures to the files asked for."""
+    summaries = summarize(runs)
+    if options.markdown:
+        options.markdown.write_text(markdown_report(summaries))
+    if options.json:
+        options.json.write_text(_json_report(options, runs, summaries))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,14 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         splits = load_splits(options.data, options.train_rows)
     except (FileNotFoundError, MissingEncoderError) as error:
         sys.exit(f"error: {error}")
-    runs = run_all(options, splits)
-    summaries = summarize(runs)
-    report = markdown_report(summaries)
-    Console().print(Markdown(report))
-    if options.markdown:
-        options.markdown.write_text(report)
-    if options.json:
-        options.json.write_text(_json_report(options, runs, summaries))
+    Console().print(Markdown(markdown_report(summarize(run_all(options, splits)))))
 
 
 def _summarize_split(runs: Sequence[Run], method: str, split: str) -> SplitSummary:
@@ -142,6 +150,7 @@ def _summarize_split(runs: Sequence[Run], method: str, split: str) -> SplitSumma
     return SplitSummary(
         method=method,
         split=split,
+        seeds=[run.seed for run in runs if run.method == method],
         accuracies=accuracies,
         mean=statistics.fmean(accuracies),
         deviation=_deviation(accuracies),

@@ -25,7 +25,7 @@ class MethodResult:
     """The figures of one method, as they stand in the JSON file.
 
     ``raw_bytes`` is what autograd saves without DAF, ``held_bytes`` what the method holds of it,
-    ``peak_rss_bytes`` the peak above the loaded model, of which ``setup_rss_bytes`` came before the first step,
+    ``peak_rss_bytes`` the peak above the loaded model, and above the ``setup_rss_bytes`` of code that it loaded,
     ``step_ratio`` the median over rounds of the step time over that of ``plain`` in the same round.
     ``gradient_error`` and ``gradient_cosine`` are over all trained parameters; the classifier of an encoder with
     random weights outweighs its adapters there, so these have figures of their own, or None without adapters.

@@ -127,12 +127,12 @@ def result_table(title: str, results: Sequence[MethodResult]) -> Table:
     """Returns the figures as a table; sizes in MB of 10^6 bytes."""
     table = Table(title=title, box=SIMPLE, collapse_padding=True)
     table.add_column("method", no_wrap=True)
-    for heading in ("saved MB", "held MB", "peak RSS MB", "step s", "ratio"):
+    for heading in ("saved MB", "held MB", "code MB", "peak RSS MB", "step s", "ratio"):
         table.add_column(heading, justify="right")
     for heading in ("gradient error", "LoRA error"):
         table.add_column(heading, justify="right", min_width=len("gradient"))
     for result in results:
-        sizes = (result.raw_bytes, result.held_bytes, result.peak_rss_bytes)
+        sizes = (result.raw_bytes, result.held_bytes, result.setup_rss_bytes, result.peak_rss_bytes)
         table.add_row(
             result.method,
             *(f"{size / MEGABYTE:.1f}" for size in sizes),

@@ -52,8 +52,8 @@ class Task:
 class Measurement:
     """What one process measured: bytes of one step, peak above the loaded model, median time of a step.
 
-    ``setup_rss_bytes`` is the part of the peak that was there before the first step: what opening the method
-    loaded, such as compiled kernels and their compiler. It does not grow with the model.
+    ``setup_rss_bytes`` is what opening the method loaded before the level that the peak is above: compiled
+    kernels and their compiler. It does not grow with the model.
     """
 
     raw_bytes: int
@@ -103,18 +103,19 @@ class TrainingStep:
 def measure(task: Task) -> Measurement:
     """Runs a task in this process.
 
-    Memory is measured from the level of the loaded model and its optimizer; the peak is that of the timed
-    steps. Before them come two warm-up steps with equal seeds that leave the weights as they are. The
-    gradients of the second one are saved, so that a method has had one step to settle.
+    Memory is measured from the level at which training could begin: model, optimizer and the code of the method
+    are loaded. What that code takes is given on its own. The peak is that of the timed steps. Before them come
+    two warm-up steps with equal seeds that leave the weights as they are. The gradients of the second one are
+    saved, so that a method has had one step to settle.
     """
     torch.set_num_threads(task.threads)
     model = build_model(task.model, lora_dropout=task.lora_dropout)
     batch = build_batch(task.model, batch=task.batch, seq=task.seq, image=task.image)
     optimizer = _build_optimizer(model)
     release_free_memory()
-    level = resident_bytes()
+    loaded = resident_bytes()
     method = open_method(task.method, model)
-    setup = resident_bytes() - level
+    level = resident_bytes()
     step = TrainingStep(model, batch, optimizer, method, task.dtype)
     for _ in range(2):
         step.compute_gradients(SEED)
@@ -127,7 +128,7 @@ def measure(task: Task) -> Measurement:
     method.close()
     return Measurement(
         **asdict(stored),
-        setup_rss_bytes=setup,
+        setup_rss_bytes=level - loaded,
         peak_rss_bytes=peak,
         step_seconds=statistics.median(seconds),
         allocator=loaded_allocator(),
