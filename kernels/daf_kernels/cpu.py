@@ -65,7 +65,7 @@ class CpuBackend:
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
     ) -> bool:
         """See `Backend.encode`."""
-        addresses, shift = memory.addresses(pages), memory.page_bytes.bit_length() - 1
+        addresses, shift = _page_table(memory, pages)
         kind, levels = KINDS[values.dtype], np.float32(2.0 ** PRECISIONS[planes - 1] - 1)
         words = _NO_SEED if seed is None else np.array(seed, np.uint64)
         tile, starts = _tiling(layout)
@@ -83,7 +83,7 @@ class CpuBackend:
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode`."""
-        addresses, shift = memory.addresses(pages), memory.page_bytes.bit_length() - 1
+        addresses, shift = _page_table(memory, pages)
         kind = KINDS[out.dtype]
         tile, starts = _tiling(layout)
 
@@ -109,7 +109,7 @@ class CpuBackend:
 
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_mask`."""
-        addresses, shift = memory.addresses(pages), memory.page_bytes.bit_length() - 1
+        addresses, shift = _page_table(memory, pages)
         size, zero, one = values.element_size(), np.uint64(two[0]), np.uint64(two[1])
 
         def run(first: int, stop: int, base: int) -> int:
@@ -120,7 +120,7 @@ class CpuBackend:
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
-        addresses, shift = memory.addresses(pages), memory.page_bytes.bit_length() - 1
+        addresses, shift = _page_table(memory, pages)
         size, zero, one = out.element_size(), np.uint64(two[0]), np.uint64(two[1])
 
         def run(first: int, stop: int, base: int) -> int:
@@ -132,7 +132,7 @@ class CpuBackend:
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
-        addresses, shift, size = memory.addresses(pages), memory.page_bytes.bit_length() - 1, values.element_size()
+        (addresses, shift), size = _page_table(memory, pages), values.element_size()
 
         def run(first: int, stop: int, base: int) -> int:
             cpu_masks.encode_nonzero(base, size, first, stop, addresses, shift, self._scratch.reserve(BLOCK))
@@ -142,7 +142,7 @@ class CpuBackend:
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.rectify`."""
-        addresses, shift, size = memory.addresses(pages), memory.page_bytes.bit_length() - 1, out.element_size()
+        (addresses, shift), size = _page_table(memory, pages), out.element_size()
         least = int(torch.tensor(torch.finfo(out.dtype).tiny, dtype=out.dtype).view(INTEGERS[size]))
 
         def run(first: int, stop: int, base: int) -> int:
@@ -189,6 +189,11 @@ class CpuBackend:
         cpu_masks.copy_strided(
             values.data_ptr(), shape, strides, values.element_size(), first, stop, buffer.data_ptr(), into_dense
         )
+
+
+def _page_table(memory: PageMemory, pages: Pages) -> tuple[npt.NDArray[np.int64], int]:
+    """Returns the address of each page, and the binary logarithm of the page size."""
+    return memory.addresses(pages), memory.page_bytes.bit_length() - 1
 
 
 @lru_cache(maxsize=1024)

@@ -175,7 +175,7 @@ def _root(square: Tensor) -> Tensor:
     return square.float().double().sqrt().float()
 
 
-def _lanes(blocks: int, plane: int, device: torch.device) -> tuple[Tensor, int]:
+def _lanes(plane: int, device: torch.device) -> tuple[Tensor, int]:
     """Returns the left shift of each row's bits inside a lane, shape (8, 1), and the bytes of a lane."""
     width = PLANE_WIDTHS[plane]
     return (torch.arange(ROWS, device=device) * width)[:, None], width
@@ -188,7 +188,7 @@ def _plane_position(plane: int) -> int:
 
 def _pack(codes: Tensor, plane: int) -> Tensor:
     """Packs left-aligned codes of whole blocks into the bytes of one plane."""
-    shifts, width = _lanes(codes.numel() // BLOCK, plane, codes.device)
+    shifts, width = _lanes(plane, codes.device)
     bits = (codes.view(-1, ROWS, COLUMNS) >> _plane_position(plane)) & (2**width - 1)
     lanes = (bits << shifts).sum(1)
     bytes_of_lane = torch.arange(width, device=codes.device) * 8
@@ -197,7 +197,7 @@ def _pack(codes: Tensor, plane: int) -> Tensor:
 
 def _unpack(data: Tensor, plane: int, blocks: int) -> Tensor:
     """Returns what one plane holds of the left-aligned codes of `blocks` blocks."""
-    shifts, width = _lanes(blocks, plane, data.device)
+    shifts, width = _lanes(plane, data.device)
     lane_bytes = data[: blocks * COLUMNS * width].long().view(blocks, COLUMNS, width)
     lanes = (lane_bytes << (torch.arange(width, device=data.device) * 8)).sum(-1)
     bits = (lanes[:, None, :] >> shifts) & (2**width - 1)

@@ -172,7 +172,7 @@ def train(model: nn.Module, loss_of: Loss, config: DAFConfig | None = None, step
 
 def gradients(model: nn.Module) -> list[Tensor]:
     """Returns copies of all gradients; every trainable parameter must have one."""
-    return [parameter.grad.clone() for parameter in trainable(model)]  # type: ignore[union-attr]
+    return [parameter.grad.clone() for parameter in trainable(model)]
 
 
 def backward(model: nn.Module, loss_of: Loss, engine: ActivationEngine | None = None, seed: int = 1) -> list[Tensor]:
@@ -224,7 +224,7 @@ def watch(engine: ActivationEngine, keep: Callable[[Any], None] = lambda packed:
         keep(packed)
         return packed
 
-    engine._pack = record  # type: ignore[method-assign]
+    engine._pack = record
     return seen
 
 

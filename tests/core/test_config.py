@@ -196,9 +196,9 @@ def test_configuration_is_frozen() -> None:
     """A running engine's options cannot change under it."""
     config = DAFConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.precision = 8  # type: ignore[misc]
+        config.precision = 8
     with pytest.raises(TypeError):
-        DAFConfig(4)  # type: ignore[misc]
+        DAFConfig(4)
 
 
 def test_budget_error_survives_pickling() -> None:

@@ -96,7 +96,7 @@ def test_sites_tell_calls_and_modules_apart() -> None:
         sites.append(args[-1])
         return seed_of(*args)
 
-    engine._store = store  # type: ignore[method-assign]
+    engine._store = store
     for _ in range(2):
         with engine.compress():
             loss = _loss(model, normal(*LARGE), False)
@@ -119,7 +119,7 @@ def test_gradient_accumulation_gives_the_sum() -> None:
             with engine.compress() if engine else nullcontext():
                 loss = loss_of(model, step)
             (loss / 3).backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        return [parameter.grad.clone() for parameter in model.parameters()]
 
     assert_same(accumulate(engine_for(model, "exact")), accumulate(None))
 

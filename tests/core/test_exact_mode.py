@@ -16,7 +16,7 @@ EXACT = DAFConfig(precision="exact")
 def test_rule_1_exact_mode_is_bit_identical(name: str, backend: str) -> None:
     """Losses, gradients, weights, buffers and torch's generator agree after several optimizer steps."""
     model, loss = make_model(name)
-    config = DAFConfig(precision="exact", backend=backend)  # type: ignore[arg-type]
+    config = DAFConfig(precision="exact", backend=backend)
     assert_same(train(model, loss, config), train(model, loss))
 
 

@@ -239,7 +239,7 @@ def test_two_forward_passes_share_nothing() -> None:
     with engine.compress():
         second = model(x)
     assert engine.finish_step().stored_as == {"planes": 2}
-    assert torch.equal(first.grad_fn._saved_self, second.grad_fn._saved_self)  # type: ignore[union-attr]
+    assert torch.equal(first.grad_fn._saved_self, second.grad_fn._saved_self)
 
 
 def test_sharing_lowers_what_a_transformer_holds() -> None:

@@ -23,7 +23,7 @@ PAGES = plane_layout(128 * 64, 64, PAGE_BYTES).pages(3) * PAGE_BYTES
 def test_rule_12_every_step_leaves_nothing(name: str, precision: object) -> None:
     """`train` checks after each step that no page is leased and no byte held."""
     model, loss = make_model(name)
-    train(model, loss, DAFConfig(precision=precision))  # type: ignore[arg-type]
+    train(model, loss, DAFConfig(precision=precision))
 
 
 def test_statistics_of_a_step_made_by_hand() -> None:
