@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from daf_kernels import cpu_masks, cpu_planes
+from daf_kernels import cpu_masks, cpu_planes, cpu_ranges
 from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues
 from daf_kernels.cpu_bits import BFLOAT16, FLOAT16, FLOAT32
-from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout
+from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
 from daf_kernels.reference import Seed
 from daf_kernels.workers import WorkerPool
 
@@ -61,12 +61,22 @@ class CpuBackend:
         self._workers = WorkerPool(threads or torch.get_num_threads())
         self._scratch = _Scratch()
 
+    def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
+        """See `Backend.relative_range`."""
+        count, step, size = sampled_groups(layout)
+        if not values.is_contiguous():
+            values, step = self._sample(values, layout, count, step, size), 1
+        work = self._scratch.reserve(4 * size)
+        kind = KINDS[values.dtype]
+        squares, variances = cpu_ranges.squared_ranges(values.data_ptr(), kind, size, count, step, work)
+        return squares / variances if variances else 0.0
+
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
     ) -> bool:
         """See `Backend.encode`."""
         addresses, shift = _page_table(memory, pages)
-        kind, levels = KINDS[values.dtype], np.float32(2.0 ** PRECISIONS[planes - 1] - 1)
+        kind, levels = KINDS[values.dtype], np.float32(2.0 ** PRECISIONS[max(planes, 1) - 1] - 1)
         words = _NO_SEED if seed is None else np.array(seed, np.uint64)
         tile, starts = _tiling(layout)
         noise_bytes = 0 if seed is None else 2 * tile
@@ -151,6 +161,14 @@ class CpuBackend:
 
         self._over(out, TILE, run, load=True, store=True)
 
+    def _sample(self, values: Tensor, layout: PlaneLayout, count: int, step: int, size: int) -> Tensor:
+        """Returns dense copies of `count` scaling groups that are `step` groups apart."""
+        groups = torch.empty((count, size), dtype=values.dtype)
+        for index, into in enumerate(groups):
+            first = index * step * layout.group
+            self._copy(values, first, first + size, into, into_dense=True)
+        return groups
+
     def _probe(self, values: Tensor) -> TwoValues | None:
         scratch = self._scratch.reserve(BLOCK)
         zero, one, others = cpu_masks.probe(values.data_ptr(), values.element_size(), values.numel(), scratch)
@@ -215,6 +233,7 @@ def warm_up() -> float:
     pages = np.arange(layout.pages(len(PLANE_WIDTHS)))
     decoded = torch.empty(1024, 2)[:, 0]
     backend.encode(values, layout, len(PLANE_WIDTHS), memory, pages, None)
+    backend.relative_range(values, layout)
     backend.decode(decoded, layout, len(PLANE_WIDTHS), memory, pages)
     mask = (values > 500).float()
     two = backend.two_values(mask)

@@ -53,9 +53,9 @@ from daf_kernels.cpu_bits import (
     unpack_bit,
     unpack_nibble,
     unpack_pair,
-    widen_half,
 )
 from daf_kernels.cpu_noise import fill_noise
+from daf_kernels.cpu_ranges import bits_address, value_range
 from daf_kernels.layout import DEVIATION_SHIFT, LARGEST_SPREAD
 
 MAGIC = F32(12582912.0)  # 1.5 * 2**23: adding it rounds to nearest even and leaves the integer in the low bits
@@ -63,23 +63,6 @@ INFINITY = F32(np.inf)
 LIMIT = F32(LARGEST_SPREAD)
 MOMENT_STEPS = F32(4095.0)
 NAN = F32(np.nan)
-
-
-@njit(**INLINE)
-def _ordered(bits):
-    """The bits of a float as an integer of the same order; its own inverse. -NaN < -inf < ... < inf < NaN."""
-    return I32(bits ^ I32((bits >> I32(31)) & I32(0x7FFFFFFF)))
-
-
-@njit(**INLINE)
-def _range(bits, count):
-    """Returns the minimum of `count` floats and its distance to the maximum; NaN or infinite where a value is."""
-    low, high = I32(0x7FFFFFFF), I32(-0x80000000)
-    for i in range(count):
-        key = _ordered(bits[i])
-        low, high = min(low, key), max(high, key)
-    minimum = float_of(_ordered(low))
-    return minimum, float_of(_ordered(high)) - minimum
 
 
 @njit(**INLINE)
@@ -131,27 +114,6 @@ def _moments(groups, count, minimum, spread, totals, squares, mean, deviation):
 
 
 @njit(**INLINE)
-def _widen(address, kind, count, bits):
-    """Writes the float32 bits of 16-bit floats."""
-    values = u16_at(address)
-    if kind == FLOAT16:
-        for i in range(count):
-            bits[i] = bits_of(widen_half(values[i]))
-    else:
-        for i in range(count):
-            bits[i] = I32(I32(values[i]) << I32(16))
-
-
-@njit(**INLINE)
-def _bits_address(values, kind, first, count, scratch):
-    """Returns the address of the float32 bits of `count` values from `first` on: in place, or widened in `scratch`."""
-    if kind == FLOAT32:
-        return values + 4 * first
-    _widen(values + 2 * first, kind, count, i32_at(scratch))
-    return scratch
-
-
-@njit(**INLINE)
 def _narrow_bfloat16(value):
     """float32 -> bits of the nearest bfloat16, ties to even."""
     bits = bits_of(value)
@@ -162,7 +124,8 @@ def _narrow_bfloat16(value):
 @njit(**INLINE)
 def _pack_block(codes, block, planes, pages, starts, page_shift):
     """Packs the 256 codes of one block into its first `planes` planes."""
-    pack_bit(codes, U8(7), u8_at(address(pages, starts[0], 32 * block, page_shift)))
+    if planes > 0:
+        pack_bit(codes, U8(7), u8_at(address(pages, starts[0], 32 * block, page_shift)))
     if planes > 1:
         pack_bit(codes, U8(6), u8_at(address(pages, starts[1], 32 * block, page_shift)))
     if planes > 2:
@@ -238,14 +201,14 @@ def _encode_groups(values, kind, first, groups, group, levels, shift, noise, cod
     inverse, moment_inverse = f32_at(work + 4 * row), f32_at(work + 5 * row)
     totals, squares = u32_at(work + 4 * row), u32_at(work + 5 * row)
     for index in range(groups):
-        bits = i32_at(_bits_address(values, kind, first + index * group, group, work + 6 * row))
-        minimum[index], spread[index] = _range(bits, group)
+        bits = i32_at(bits_address(values, kind, first + index * group, group, work + 6 * row))
+        minimum[index], spread[index] = value_range(bits, group)
     _inverses(groups, spread, levels, inverse, moment_inverse)
     size = 4 if kind == FLOAT32 else 2
     for index in range(groups):
         prefetch_to_read(values + size * (first + (groups + index) * group), size * group)
         into = u8_at(codes + index * group)
-        bits = i32_at(_bits_address(values, kind, first + index * group, group, work + 6 * row))
+        bits = i32_at(bits_address(values, kind, first + index * group, group, work + 6 * row))
         if not spread[index] < LIMIT:
             for i in range(group):
                 into[i] = U8(0)
@@ -287,7 +250,7 @@ def encode_planes(
         stop: End of the elements.
         group: Elements in a scaling group.
         tile: Elements encoded at a time: a multiple of the group and of a block.
-        planes: Leading planes to store.
+        planes: Leading planes to store; 0 stores headers alone.
         levels: 2**precision - 1 as float32.
         seed: uint64 array of the four words of a `reference.Seed`.
         pages: int64 array of page addresses: header, plane 0, plane 1 and so on.
@@ -298,7 +261,7 @@ def encode_planes(
         work: Address of 24 * (tile // group) + 1024 bytes of scratch.
     """
     capacity = tile // group
-    shift = U32(8 - ((1, 2, 4, 8)[planes - 1]))
+    shift = U32(8 - ((1, 1, 2, 4, 8)[planes]))
     unusable = 0
     for start in range(first, stop, tile):
         end = min(start + tile, stop)

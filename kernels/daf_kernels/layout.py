@@ -42,6 +42,9 @@ MAX_GROUP = 256
 MIN_ROW_GROUP = 32
 """Rows shorter than this share a scaling group: a header per 8 elements would cost 6 bits an element."""
 
+SAMPLED_GROUPS = 16
+"""Groups that are looked at to rank an activation: 4,096 elements, some microseconds."""
+
 LARGEST_SPREAD = 2.0**124
 """From this range on a group is not encoded. The line that gives codes their deviation overshoots the range by up to a
 factor of 8, which stays within float32 below this."""
@@ -141,6 +144,16 @@ class PlaneLayout:
 def plane_layout(elements: int, row: int, page_bytes: int) -> PlaneLayout:
     """Returns the layout of `elements` elements in rows of `row`; cached, since shapes repeat every step."""
     return PlaneLayout(elements, group_size(row), page_bytes)
+
+
+def sampled_groups(layout: PlaneLayout) -> tuple[int, int, int]:
+    """Returns the groups that stand for all when a range is estimated: how many, their distance and their size.
+
+    Up to `SAMPLED_GROUPS` whole groups, evenly spread from the first; the only group where it is not whole.
+    """
+    whole = layout.elements // layout.group
+    count = min(max(whole, 1), SAMPLED_GROUPS)
+    return count, max(whole // count, 1), min(layout.group, layout.elements)
 
 
 def mask_pages(elements: int, page_bytes: int) -> int:

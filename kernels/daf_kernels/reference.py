@@ -46,14 +46,14 @@ def encode(values: Tensor, layout: PlaneLayout, planes: int, seed: Seed | None =
     Args:
         values: Float tensor of shape (elements,), float32, bfloat16 or float16.
         layout: Where header and planes lie.
-        planes: Leading planes to store, 1 to 4.
+        planes: Leading planes to store, 0 to 4; 0 stores headers alone.
         seed: Random stream for stochastic rounding; None rounds to nearest.
 
     Returns:
         uint8 tensor of shape (pages, page_bytes); bytes that hold nothing are 0.
     """
     groups, valid = _grouped(values.float(), layout.group)
-    codes, mean, deviation = _quantize(groups, valid, PRECISIONS[planes - 1], _noise_like(groups, layout, seed))
+    codes, mean, deviation = _quantize(groups, valid, PRECISIONS[max(planes, 1) - 1], _noise_like(groups, layout, seed))
     flat = torch.zeros(layout.blocks * BLOCK, dtype=torch.int64, device=values.device)
     flat[: layout.elements] = codes[valid]
     rows = [_header_pages(mean, deviation, layout)]

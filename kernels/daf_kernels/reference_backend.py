@@ -7,7 +7,7 @@ from torch import Tensor
 
 from daf_kernels import reference
 from daf_kernels.backend import PageMemory, Pages, TwoValues
-from daf_kernels.layout import PlaneLayout
+from daf_kernels.layout import PlaneLayout, sampled_groups
 from daf_kernels.reference import Seed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -15,6 +15,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class ReferenceBackend:
     """Torch operations instead of kernels; see `daf_kernels.backend.Backend` for the contract."""
+
+    def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
+        """See `Backend.relative_range`."""
+        count, step, size = sampled_groups(layout)
+        first = torch.arange(count, device=values.device) * (step * layout.group)
+        groups = values.reshape(-1)[first[:, None] + torch.arange(size, device=values.device)].float()
+        squares = float((groups.amax(1) - groups.amin(1)).double().square().sum())
+        variances = float(groups.double().var(1, correction=0).sum())
+        return squares / variances if variances else 0.0
 
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf_kernels import Seed, cpu
+from daf_kernels import Backend, Seed, cpu
 from daf_kernels.cpu import CpuBackend
 from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal
 from tests.kernels.harness import CPU, REFERENCE, SEED, bits, decode, encode, layout_of
@@ -16,7 +16,7 @@ from tests.kernels.harness import CPU, REFERENCE, SEED, bits, decode, encode, la
 ROUNDINGS = [pytest.param(None, id="nearest"), pytest.param(SEED, id="stochastic")]
 
 
-@pytest.mark.parametrize("planes", [1, 2, 3, 4], ids="planes{}".format)
+@pytest.mark.parametrize("planes", range(5), ids="planes{}".format)
 @pytest.mark.parametrize("seed", ROUNDINGS)
 @pytest.mark.parametrize(("make", "dtype"), each(HARD_INPUTS))
 def test_bytes_are_those_of_the_reference(make: Make, dtype: torch.dtype, seed: Seed | None, planes: int) -> None:
@@ -44,7 +44,34 @@ def test_bytes_do_not_depend_on_the_page_size(row: int, page_bytes: int) -> None
 
 
 @pytest.mark.parametrize("seed", ROUNDINGS)
-@pytest.mark.parametrize("planes", [1, 2, 3])
+@pytest.mark.parametrize("backend", [CPU, REFERENCE], ids=["cpu", "reference"])
+@pytest.mark.parametrize("holes", [False, True], ids=["dense", "holes"])
+def test_no_planes_are_the_header_alone(holes: bool, backend: Backend, seed: Seed | None) -> None:
+    """It takes the header's pages, with the bytes that it has beside planes, and decodes to the means of the groups."""
+    values = normal(120, 2 * 129)[:, ::2] if holes else normal(120, 129)
+    layout = layout_of(values)
+    alone, usable = encode(backend, values, 0, seed)
+    assert usable
+    assert alone.pages.size == layout.header_pages > 1
+    assert torch.equal(alone.content, encode(backend, values, 4, seed)[0].content[: layout.header_pages])
+    decoded = decode(backend, alone, values, 0)
+    for group, mean in zip(decoded.split(1), values.mean(1), strict=True):
+        assert group.unique().numel() == 1
+        assert float(group[0, 0]) == pytest.approx(float(mean), abs=1e-3)
+
+
+@pytest.mark.parametrize("backend", [CPU, REFERENCE], ids=["cpu", "reference"])
+def test_no_planes_report_what_is_not_finite(backend: Backend) -> None:
+    """The header says it as it does beside planes: its group is NaN, no other is."""
+    values = normal(5, 128)
+    values[3, 4] = torch.inf
+    alone, usable = encode(backend, values, 0)
+    assert not usable
+    assert torch.equal(decode(backend, alone, values, 0).isnan(), (torch.arange(5) == 3)[:, None].expand(5, 128))
+
+
+@pytest.mark.parametrize("seed", ROUNDINGS)
+@pytest.mark.parametrize("planes", range(4))
 def test_headers_depend_neither_on_precision_nor_on_rounding(planes: int, seed: Seed | None) -> None:
     """Moments are those of the values, not of the codes: lowering the precision leaves the header as it is."""
     values = normal(5, 129)
@@ -58,7 +85,7 @@ def test_headers_depend_neither_on_precision_nor_on_rounding(planes: int, seed: 
     data=st.data(),
     rows=st.integers(1, 40),
     row=st.integers(1, 300),
-    planes=st.integers(1, 4),
+    planes=st.integers(0, 4),
     seed=st.none() | st.tuples(*[st.integers(0, 2**32 - 1)] * 4),
     dtype=st.sampled_from(FLOAT_TYPES),
 )
