@@ -9,6 +9,7 @@ from daf_core.errors import (
     HooksActiveError,
     ModifiedInPlaceError,
     NothingToTrainError,
+    SpillError,
     UnsupportedDeviceError,
 )
 from daf_core.telemetry import StepStatistics
@@ -22,6 +23,7 @@ __all__ = [
     "HooksActiveError",
     "ModifiedInPlaceError",
     "NothingToTrainError",
+    "SpillError",
     "StepStatistics",
     "UnsupportedDeviceError",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -12,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 from daf_core.errors import ConfigError
 
 Precision = Literal["exact", 8, 4, 2, 1]
+MinPrecision = Literal[0, 1, 2, 4, 8]
 Rounding = Literal["nearest", "stochastic"]
 BackendName = Literal["auto", "reference"]
 
@@ -27,8 +29,14 @@ class DAFConfig:
             are bit-identical to training without DAF, and only masks and integers shrink.
         rounding: "nearest", or "stochastic" for codes whose expectation is the value. Nearest gives the smaller
             gradient error below 5 bits, stochastic a slightly smaller one above.
-        memory_budget: Bytes that saved activations may hold at once, as a number or a size such as "400MB"; None sets
-            no limit. Exceeding it raises `ActivationBudgetError`.
+        memory_budget: Bytes that saved activations may hold at once on each device, as a number or a size such as
+            "400MB"; "auto" follows the memory that is available; None sets no limit. It is never exceeded: the least
+            important bits are dropped first, then activations move to `spill_dir`, then `ActivationBudgetError` is
+            raised.
+        min_precision: Bits that the budget may not take from an activation: 8, 4, 2, 1, or 0 for the means of its
+            scaling groups alone. None stands for 0, and with a `spill_dir` for `precision`: spilling loses nothing.
+        spill_dir: Folder for a file that takes what does not fit in the budget; None for none.
+        pool_growth: "adaptive", or the bytes by which the page pool grows, as a number or a size such as "100MB".
         seed: Selects the random numbers of stochastic rounding. Torch's generators are never touched.
         backend: "auto" for the kernels of the model's device; "reference" for plain torch operations, slow, on any
             device.
@@ -40,6 +48,9 @@ class DAFConfig:
     precision: Precision = 4
     rounding: Rounding = "nearest"
     memory_budget: int | str | None = None
+    min_precision: MinPrecision | None = None
+    spill_dir: str | None = None
+    pool_growth: int | str = "adaptive"
     seed: int = 0
     backend: BackendName = "auto"
 
@@ -53,13 +64,21 @@ class DAFConfig:
         _check_choice("rounding", self.rounding, get_args(Rounding))
         _check_choice("backend", self.backend, get_args(BackendName))
         _check_seed(self.seed)
+        _check_min_precision(self.min_precision, self.precision)
+        _check_folder("spill_dir", self.spill_dir)
+        if self.spill_dir is not None:
+            object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
         if self.memory_budget is not None:
-            object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget))
+            object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget, "auto"))
+        object.__setattr__(self, "pool_growth", parse_size("pool_growth", self.pool_growth, "adaptive"))
 
     @property
-    def budget_bytes(self) -> int | None:
-        """The memory budget in bytes, or None for no limit."""
-        return None if self.memory_budget is None else int(self.memory_budget)
+    def kept_precision(self) -> int:
+        """Bits that the budget may not take from an activation; 0 where `precision` is "exact"."""
+        if self.precision == "exact":
+            return 0
+        least = self.precision if self.spill_dir is not None else 0
+        return least if self.min_precision is None else self.min_precision
 
     @classmethod
     def from_dict(cls, options: object) -> DAFConfig:
@@ -100,19 +119,25 @@ class DAFConfig:
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
 
-def parse_size(name: str, value: object) -> int:
+def parse_size(name: str, value: object, word: str | None = None) -> int | str:
     """Returns a size in bytes.
 
     Args:
         name: The option, for the error message.
         value: A positive integer, or a string such as "400MB", "1.5 GiB" or "800000".
+        word: A string that is allowed beside sizes, and returned as it is.
 
     Raises:
         ConfigError: `value` is no size, or not positive.
     """
     import humanfriendly
 
-    expected = f'{name}={value!r} is not a size; give a positive number of bytes or a size such as "400MB" or "1.5GiB"'
+    if word is not None and value == word:
+        return word
+    expected = (
+        f'{name}={value!r} is not a size; give a positive number of bytes or a size such as "400MB" or "1.5GiB"'
+        + (f', or "{word}"' if word else "")
+    )
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(expected)
     try:
@@ -124,6 +149,27 @@ def parse_size(name: str, value: object) -> int:
     if size <= 0:
         raise ConfigError(expected)
     return size
+
+
+def _check_min_precision(least: int | None, precision: Precision) -> None:
+    if least is None:
+        return
+    _check_choice("min_precision", least, (None, *get_args(MinPrecision)))
+    if precision == "exact":
+        raise ConfigError(
+            f'min_precision={least} means nothing with precision="exact", which drops no bits; leave it out'
+        )
+    if least > precision:
+        raise ConfigError(f"min_precision={least} is not allowed: it is above precision={precision}")
+
+
+def _check_folder(name: str, folder: object) -> None:
+    if folder is None:
+        return
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"{name}={folder!r} is not allowed; give the path of a folder")
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{name}={str(folder)!r} is no folder; make it, or name another")
 
 
 def _check_seed(seed: object) -> None:

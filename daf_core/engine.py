@@ -18,13 +18,14 @@ from daf_core.codecs import (
     RawActivation,
     RectifiedActivation,
     StoredActivation,
+    VerbatimActivation,
 )
-from daf_core.config import DAFConfig
+from daf_core.config import DAFConfig, parse_size
 from daf_core.eligibility import Eligibility, Form
-from daf_core.errors import NothingToTrainError, UnsupportedDeviceError
+from daf_core.errors import ActivationBudgetError, NothingToTrainError, UnsupportedDeviceError
 from daf_core.geometry import Geometry, geometry_of
 from daf_core.handle import Handle
-from daf_core.memory.pool import PagePool
+from daf_core.memory.devices import DevicePagers
 from daf_core.sharing import SharingTable
 from daf_core.sites import ModuleScopes, Site, follow_modules
 from daf_core.telemetry import StepRecorder, StepStatistics
@@ -49,6 +50,7 @@ class ActivationEngine:
     Raises:
         NothingToTrainError: No parameter requires a gradient.
         UnsupportedDeviceError: There are no kernels for a device that the model is on.
+        SpillError: `spill_dir` takes no file.
     """
 
     def __init__(self, model: nn.Module, config: DAFConfig | None = None) -> None:
@@ -56,7 +58,7 @@ class ActivationEngine:
         _check_trainable(model)
         devices = {parameter.device for parameter in model.parameters()}
         self._backends = {device: _load_backend(device, self.config.backend) for device in devices}
-        self._pools = {device: PagePool(device, self.config.budget_bytes) for device in devices}
+        self._pagers = DevicePagers(self.config)
         self._eligibility = Eligibility(model)
         self._sharing = SharingTable()
         self._scopes = ModuleScopes()
@@ -73,6 +75,9 @@ class ActivationEngine:
 
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
+            ActivationBudgetError: Less memory is available than activations of an earlier pass hold; inside, an
+                activation does not fit in the budget. The step may be run again.
+            SpillError: The spill file cannot be read or written; raised in backward too.
         """
         if getattr(self._inside, "scope", False):
             yield
@@ -87,17 +92,35 @@ class ActivationEngine:
 
     def finish_step(self) -> StepStatistics:
         """Returns the statistics since the last call, and starts counting anew."""
-        return self._recorder.finish(sum(pool.take_peak() for pool in self._pools.values()))
+        return self._recorder.finish(self._pagers.finish_step())
+
+    def set_memory_budget(self, budget: int | str | None) -> None:
+        """Changes the memory budget, also while activations are held: the least important bits are given up now.
+
+        Args:
+            budget: As `DAFConfig.memory_budget`.
+
+        Raises:
+            ConfigError: `budget` is no size.
+            ActivationBudgetError: What is held does not fit even so; the budget stays as it was.
+            SpillError: The spill file cannot be written.
+        """
+        self._pagers.set_budget(None if budget is None else parse_size("memory_budget", budget, "auto"))
 
     @property
     def held_bytes(self) -> int:
         """Bytes that saved activations hold now; 0 after a step."""
-        return sum(pool.settle() for pool in self._pools.values())
+        return self._pagers.held_bytes
 
     @property
     def leased_pages(self) -> int:
         """Pages that saved activations occupy now; 0 after a step."""
-        return sum(pool.leased_pages for pool in self._pools.values())
+        return self._pagers.leased_pages
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the page pools, in use or not."""
+        return self._pagers.reserved_bytes
 
     def close(self) -> None:
         """Removes the hooks from the model's modules; activations that are still held stay valid."""
@@ -108,6 +131,7 @@ class ActivationEngine:
     def _begin_pass(self) -> None:
         self._inside.scope = True
         self._passes += 1
+        self._pagers.follow_available_memory()
         self._eligibility.refresh()
         self._recorder.enter_scope()
         self._scopes.start()
@@ -133,31 +157,45 @@ class ActivationEngine:
 
     def _pack_activation(self, tensor: Tensor, form: Form, site: Site) -> Handle | RawActivation:
         """Packs an activation in the first form that can hold it: shared, a codec's, or raw."""
-        pool, geometry = self._pool(tensor.device), geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
+        geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         shared = self._sharing.find(tensor, geometry)
-        stored = shared or self._store(tensor, geometry, form, site)
+        kept = None
+        try:
+            stored = shared or self._store(tensor, geometry, form, site)
+            if stored is None:
+                kept = self._sharing.keep(tensor, self._pagers.on(tensor.device))
+        except ActivationBudgetError:
+            # Perhaps not finite, and too large to stay as it is: gradient scalers need to see that, not where.
+            stored = self._store(tensor, geometry, form, site, finite=False)
+            if stored is None:
+                raise
         if stored is None:
             self._recorder.stored_as[RawActivation.codec] += 1
-            return RawActivation(tensor, self._sharing.keep(tensor, pool))
+            return RawActivation(tensor, kept)
         self._sharing.add(tensor, geometry, stored)
         self._recorder.stored_as["shared" if shared else stored.codec] += 1
         return Handle(stored, geometry, tensor.dtype, tensor.device)
 
-    def _store(self, tensor: Tensor, geometry: Geometry, form: Form, site: Site) -> StoredActivation | None:
+    def _store(
+        self, tensor: Tensor, geometry: Geometry, form: Form, site: Site, finite: bool = True
+    ) -> StoredActivation | None:
         """Encodes a tensor in the form it may take; None keeps it raw."""
-        if form is Form.RAW:
+        backend = self._backends.get(tensor.device)
+        if form is Form.RAW or backend is None:
             return None
-        values, row = geometry.compact(tensor), geometry.row
-        pool, backend = self._pool(values.device), self._backends.get(values.device)
+        values, pager = geometry.compact(tensor), self._pagers.on(tensor.device)
+        stored: StoredActivation | None
         if form is Form.INTEGER:
-            return NarrowIntActivation.encode(values, pool)
-        if backend is None:
-            return None
-        mask = BitmaskActivation.encode(values, pool, backend)
-        if mask is not None or form is Form.MASK or self.config.precision == "exact":
-            return mask
-        lossy = RectifiedActivation if site.op.startswith("ReluBackward") else PlanesActivation
-        return lossy.encode(values, row, self.config.precision, pool, backend, self._seed(site))
+            stored = NarrowIntActivation.encode(values, pager)
+        else:
+            stored = BitmaskActivation.encode(values, pager, backend)
+        if stored is None and form is Form.LOSSY and self.config.precision != "exact":
+            lossy = RectifiedActivation if site.op.startswith("ReluBackward") else PlanesActivation
+            precision, seed = self.config.precision, self._seed(site)
+            stored = lossy.encode(values, geometry.row, precision, pager, backend, seed, finite)
+        if stored is None and self.config.spill_dir is not None and pager.budget is not None:
+            return VerbatimActivation.copy(values, pager)
+        return stored
 
     def _unpack(self, packed: Handle | RawActivation) -> Tensor:
         if isinstance(packed, RawActivation):
@@ -166,12 +204,6 @@ class ActivationEngine:
         tensor = packed.unpack()
         self._recorder.unpack_seconds += time.perf_counter() - started
         return tensor
-
-    def _pool(self, device: torch.device) -> PagePool:
-        """Returns the device's pool; tensors of a device without parameters stay raw, but are counted."""
-        if device not in self._pools:
-            self._pools[device] = PagePool(device, self.config.budget_bytes)
-        return self._pools[device]
 
     def _seed(self, site: Site) -> Seed | None:
         """Returns the random stream of a site in this forward pass: the same in every run with the same seed."""

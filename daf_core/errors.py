@@ -27,6 +27,10 @@ class ModifiedInPlaceError(DAFError, RuntimeError):
     """A tensor that was saved for backward was changed in place before backward used it."""
 
 
+class SpillError(DAFError, OSError):
+    """The spill file cannot be made, written or read."""
+
+
 class ActivationBudgetError(DAFError, MemoryError):
     """Saved activations do not fit in the memory budget.
 
@@ -38,9 +42,12 @@ class ActivationBudgetError(DAFError, MemoryError):
     def __init__(self, needed: int, allowed: int) -> None:
         self.needed = needed
         self.allowed = allowed
+        from humanfriendly import format_size  # 10 ms that a program without the error does not pay
+
         super().__init__(
-            f"saved activations need {needed / 1e6:.1f} MB, and memory_budget allows {allowed / 1e6:.1f} MB. "
-            "Raise memory_budget, lower precision (8, 4, 2 or 1 bits), or train on smaller batches or shorter texts"
+            f"saved activations need {format_size(needed)} with everything dropped and spilled that may be, and "
+            f"memory_budget allows {format_size(allowed)}. Raise memory_budget, set spill_dir or lower min_precision, "
+            "or train on smaller batches or shorter texts"
         )
 
     def __reduce__(self) -> tuple[type[ActivationBudgetError], tuple[int, int]]:

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from daf_core.codecs import StoredActivation
 from daf_core.codecs.raw import KeptStorage
 from daf_core.geometry import Geometry
-from daf_core.memory.pool import PagePool
+from daf_core.memory.pager import Pager
 from daf_core.torch_internals import storage_id
 
 Key = tuple[object, ...]
@@ -45,7 +45,7 @@ class SharingTable:
         """Remembers what `tensor` was stored as."""
         self._stored[_key(tensor, geometry)] = (tensor._version, weakref.ref(stored))
 
-    def keep(self, tensor: Tensor, pool: PagePool) -> KeptStorage:
+    def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
         """Returns the account of the tensor's storage among raw activations.
 
         Raises:
@@ -54,7 +54,7 @@ class SharingTable:
         number = storage_id(tensor)
         kept = self._kept.get(number)
         if kept is None:
-            kept = self._kept[number] = KeptStorage(pool, tensor.untyped_storage().nbytes())
+            kept = self._kept[number] = KeptStorage(pager, tensor.untyped_storage().nbytes())
         return kept
 
     def clear(self) -> None:

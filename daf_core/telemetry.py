@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from daf_core.memory.pager import PagerAccount
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,10 @@ class StepStatistics:
             stored already.
         pack_seconds: Time spent encoding.
         unpack_seconds: Time spent decoding.
+        dropped_planes: Planes given up to keep the memory budget.
+        dropped_bytes: Bytes of their pages.
+        spilled_bytes: Bytes written to the spill file to keep the memory budget.
+        pager_seconds: Time spent on keeping it, a part of encoding and decoding.
     """
 
     raw_bytes: int = 0
@@ -25,6 +32,10 @@ class StepStatistics:
     stored_as: dict[str, int] = field(default_factory=dict)
     pack_seconds: float = 0.0
     unpack_seconds: float = 0.0
+    dropped_planes: int = 0
+    dropped_bytes: int = 0
+    spilled_bytes: int = 0
+    pager_seconds: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -51,10 +62,18 @@ class StepRecorder:
         self.scope_raw_bytes += size
         self.raw_bytes = max(self.raw_bytes, self.scope_raw_bytes)
 
-    def finish(self, held_bytes: int) -> StepStatistics:
-        """Returns the step's statistics and forgets them."""
+    def finish(self, accounts: Sequence[PagerAccount]) -> StepStatistics:
+        """Returns the step's statistics, with those of the pagers of all devices, and forgets them."""
         statistics = StepStatistics(
-            self.raw_bytes, held_bytes, dict(self.stored_as), self.pack_seconds, self.unpack_seconds
+            raw_bytes=self.raw_bytes,
+            held_bytes=sum(account.peak_bytes for account in accounts),
+            stored_as=dict(self.stored_as),
+            pack_seconds=self.pack_seconds,
+            unpack_seconds=self.unpack_seconds,
+            dropped_planes=sum(account.dropped_planes for account in accounts),
+            dropped_bytes=sum(account.dropped_bytes for account in accounts),
+            spilled_bytes=sum(account.spilled_bytes for account in accounts),
+            pager_seconds=sum(account.seconds for account in accounts),
         )
         self.__init__()
         return statistics

@@ -28,7 +28,8 @@ class DAFCallback(TrainerCallback, ExportableState):
     """Compresses the activations of a training run; nothing else in the script changes.
 
     It covers `Trainer.compute_loss`, that is the forward pass and the loss, whoever computes it. Each log entry gets
-    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms`` and ``daf/unpack_ms``.
+    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms``, ``daf/unpack_ms``, ``daf/dropped_mb`` and
+    ``daf/spilled_mb``.
 
     Example:
         >>> Trainer(model, args, train_dataset=data, callbacks=[DAFCallback(precision=4)]).train()

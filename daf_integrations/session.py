@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from logging import getLogger
 
 import torch
+from humanfriendly import format_size
 from torch import nn
 
 from daf_core import ActivationEngine, DAFConfig, StepStatistics
@@ -26,6 +27,8 @@ class RunTotals:
         held_bytes: The most bytes that were held instead.
         pack_seconds: Time spent encoding.
         unpack_seconds: Time spent decoding.
+        dropped_bytes: The most bytes that were given up in a step to keep the memory budget.
+        spilled_bytes: The most bytes that were written to the spill file in a step.
     """
 
     steps: int = 0
@@ -33,6 +36,8 @@ class RunTotals:
     held_bytes: int = 0
     pack_seconds: float = 0.0
     unpack_seconds: float = 0.0
+    dropped_bytes: int = 0
+    spilled_bytes: int = 0
 
     def add(self, step: StepStatistics) -> None:
         """Adds a step."""
@@ -41,6 +46,8 @@ class RunTotals:
         self.held_bytes = max(self.held_bytes, step.held_bytes)
         self.pack_seconds += step.pack_seconds
         self.unpack_seconds += step.unpack_seconds
+        self.dropped_bytes = max(self.dropped_bytes, step.dropped_bytes)
+        self.spilled_bytes = max(self.spilled_bytes, step.spilled_bytes)
 
     def metrics(self) -> dict[str, float]:
         """Returns the figures under the names that trainers log: megabytes, their ratio, milliseconds a step."""
@@ -51,6 +58,8 @@ class RunTotals:
             "daf/ratio": self.raw_bytes / self.held_bytes if self.held_bytes else 1.0,
             "daf/pack_ms": self.pack_seconds * 1e3 / steps,
             "daf/unpack_ms": self.unpack_seconds * 1e3 / steps,
+            "daf/dropped_mb": self.dropped_bytes / 1e6,
+            "daf/spilled_mb": self.spilled_bytes / 1e6,
         }
 
 
@@ -123,7 +132,8 @@ class DAFSession:
         """Says what is about to happen, in one line."""
         config = self.config
         stored = "exact forms only" if config.precision == "exact" else f"{config.precision} bits, {config.rounding}"
-        budget = f"budget {config.budget_bytes / 1e6:.0f} MB" if config.budget_bytes else "no budget"
+        size = config.memory_budget
+        budget = f"budget {format_size(size)}" if isinstance(size, int) else f"{size or 'no'} budget"
         return f"DAF stores saved activations in {stored}; {budget}; {self._description}"
 
     def report(self) -> str:

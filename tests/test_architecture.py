@@ -24,7 +24,10 @@ PACKAGES = {
 # What a package may import beside itself and the standard library. daf_integrations may import any trainer.
 ALLOWED = {
     "daf_kernels": {"torch", "numpy", "numba", "llvmlite", "triton"},
-    "daf_core": {"daf_kernels", "torch", "numpy", "sortedcontainers", "humanfriendly", "yaml", "typing_extensions"},
+    "daf_core": {
+        *("daf_kernels", "torch", "numpy", "typing_extensions"),
+        *("sortedcontainers", "psutil", "humanfriendly", "yaml"),
+    },
 }
 KERNEL_COMPILERS = {"numba", "llvmlite", "triton"}
 HEAVY = KERNEL_COMPILERS | {"transformers", "lightning", "pytorch_lightning", "peft", "accelerate", "yaml"}

@@ -1,4 +1,4 @@
-"""How an activation is stored: raw, bitmask and narrow_int are exact, planes and rectified are lossy."""
+"""How an activation is stored: raw, verbatim, bitmask and narrow_int are exact, planes and rectified are lossy."""
 
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
@@ -6,6 +6,7 @@ from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.rectified import RectifiedActivation
+from daf_core.codecs.verbatim import VerbatimActivation
 
 __all__ = [
     "BitmaskActivation",
@@ -14,4 +15,5 @@ __all__ = [
     "RawActivation",
     "RectifiedActivation",
     "StoredActivation",
+    "VerbatimActivation",
 ]

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
-from daf_core.memory.pool import PagePool
-from daf_kernels import Pages
+from daf_core.memory.lease import Lease
+from daf_core.memory.pager import Pager
 
 
 class StoredActivation(ABC):
@@ -25,11 +26,20 @@ class StoredActivation(ABC):
 
 
 class PagedActivation(StoredActivation):
-    """An activation that lies on pages of the pool."""
+    """An activation that lies on pages of the pool, or in the spill file."""
 
-    def __init__(self, pool: PagePool, pages: Pages) -> None:
-        self.pool = pool
-        self.pages = pages
+    def __init__(self, pager: Pager, lease: Lease) -> None:
+        self.pager = pager
+        self.lease = lease
 
     def __del__(self) -> None:
-        self.pool.release(self.pages)
+        self.pager.release(self.lease)
+
+    @override
+    def decode_into(self, out: Tensor) -> None:
+        with self.pager.reading(self.lease) as lease:
+            self._decode(out, lease)
+
+    @abstractmethod
+    def _decode(self, out: Tensor, lease: Lease) -> None:
+        """Writes the values, while the lease keeps its pages."""

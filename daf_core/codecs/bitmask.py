@@ -8,8 +8,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from daf_core.codecs.base import PagedActivation
-from daf_core.memory.pool import PagePool
-from daf_kernels import Backend, Pages, TwoValues, mask_pages
+from daf_core.memory.lease import Lease
+from daf_core.memory.pager import Pager
+from daf_kernels import Backend, TwoValues, mask_pages
 
 
 class BitmaskActivation(PagedActivation):
@@ -17,13 +18,13 @@ class BitmaskActivation(PagedActivation):
 
     codec: ClassVar[str] = "bitmask"
 
-    def __init__(self, pool: PagePool, pages: Pages, backend: Backend, two: TwoValues) -> None:
-        super().__init__(pool, pages)
+    def __init__(self, pager: Pager, lease: Lease, backend: Backend, two: TwoValues) -> None:
+        super().__init__(pager, lease)
         self._backend = backend
         self._two = two
 
     @classmethod
-    def encode(cls, values: Tensor, pool: PagePool, backend: Backend) -> Self | None:
+    def encode(cls, values: Tensor, pager: Pager, backend: Backend) -> Self | None:
         """Packs `values`; None where they are not two-valued.
 
         Raises:
@@ -32,9 +33,11 @@ class BitmaskActivation(PagedActivation):
         two = backend.two_values(values)
         if two is None:
             return None
-        stored = cls(pool, pool.lease(mask_pages(values.numel(), pool.page_bytes)), backend, two)
-        return stored if backend.encode_mask(values, two, pool, stored.pages) else None
+        with pager.writing(mask_pages(values.numel(), pager.pool.page_bytes)) as lease:
+            exact = backend.encode_mask(values, two, pager.pool, lease.pages)
+        stored = cls(pager, lease, backend, two)
+        return stored if exact else None
 
     @override
-    def decode_into(self, out: Tensor) -> None:
-        self._backend.decode_mask(out, self._two, self.pool, self.pages)
+    def _decode(self, out: Tensor, lease: Lease) -> None:
+        self._backend.decode_mask(out, self._two, self.pager.pool, lease.pages)

@@ -6,29 +6,21 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import Self
 
-from daf_core.codecs.base import StoredActivation
-from daf_core.memory.pool import PagePool
+from daf_core.codecs.verbatim import VerbatimActivation
+from daf_core.memory.pager import Pager
 
 _TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
-class NarrowIntActivation(StoredActivation):
+class NarrowIntActivation(VerbatimActivation):
     """Indices, such as those of max-pooling, saved as 64-bit integers."""
 
     codec: ClassVar[str] = "narrow_int"
 
-    def __init__(self, pool: PagePool, narrow: Tensor) -> None:
-        pool.hold(narrow.nbytes)
-        self._pool, self._narrow = pool, narrow
-
-    def __del__(self) -> None:
-        if hasattr(self, "_narrow"):
-            self._pool.let_go(self._narrow.nbytes)
-
     @classmethod
-    def encode(cls, values: Tensor, pool: PagePool) -> Self | None:
+    def encode(cls, values: Tensor, pager: Pager) -> Self | None:
         """Narrows `values`; None where no smaller integer type holds them all.
 
         Raises:
@@ -38,9 +30,5 @@ class NarrowIntActivation(StoredActivation):
         for dtype in _TYPES:
             limits = torch.iinfo(dtype)
             if dtype.itemsize < values.element_size() and limits.min <= low and high <= limits.max:
-                return cls(pool, values.to(dtype))
+                return cls.copy(values.to(dtype), pager)
         return None
-
-    @override
-    def decode_into(self, out: Tensor) -> None:
-        out.copy_(self._narrow)

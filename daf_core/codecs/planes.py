@@ -9,8 +9,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from daf_core.codecs.base import PagedActivation
-from daf_core.memory.pool import PagePool
-from daf_kernels import Backend, Pages, PlaneLayout, Seed, plane_layout, planes_for
+from daf_core.memory.lease import Lease
+from daf_core.memory.pager import Pager
+from daf_core.precision.importance import plane_importances
+from daf_kernels import Backend, PlaneLayout, Seed, plane_layout, planes_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels encode."""
@@ -19,45 +21,59 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class PlanesActivation(PagedActivation):
     """Codes between the minimum and maximum of their scaling group; decoding restores the group's mean and deviation.
 
-    Its layout is `daf_kernels.layout`, its numerics `daf_kernels.reference`.
+    Its layout is `daf_kernels.layout`, its numerics `daf_kernels.reference`. Planes may be dropped at any time; what is
+    left decodes at a lower precision.
     """
 
     codec: ClassVar[str] = "planes"
 
-    def __init__(self, pool: PagePool, pages: Pages, backend: Backend, layout: PlaneLayout, planes: int) -> None:
-        super().__init__(pool, pages)
+    def __init__(self, pager: Pager, lease: Lease, backend: Backend, layout: PlaneLayout) -> None:
+        super().__init__(pager, lease)
         self._backend = backend
         self._layout = layout
-        self._planes = planes
 
     @classmethod
     def encode(
-        cls, values: Tensor, row: int, precision: int, pool: PagePool, backend: Backend, seed: Seed | None
+        cls,
+        values: Tensor,
+        row: int,
+        precision: int,
+        pager: Pager,
+        backend: Backend,
+        seed: Seed | None,
+        finite: bool = True,
     ) -> Self | None:
-        """Encodes `values` straight into pages.
+        """Encodes `values` straight into pages, at the precision that the budget leaves them.
 
         Args:
             values: Tensor of one of `DTYPES`.
             row: Elements in a row; scaling groups are rows or equal pieces of rows.
-            precision: Bits of a code: 1, 2, 4 or 8.
-            pool: Where the pages come from.
+            precision: Bits of a code at most: 1, 2, 4 or 8.
+            pager: Where the pages come from.
             backend: Kernels of the tensor's device.
             seed: Random stream for stochastic rounding; None rounds to nearest.
+            finite: Whether scaling groups with a NaN or an infinity are refused; otherwise all their values decode to
+                NaN.
 
         Returns:
             None where pages would take no less than the values themselves, or where a value is not finite: an overflow
             under fp16, or a logit masked with -inf, must reach backward as it is.
 
         Raises:
-            ActivationBudgetError: The pages do not fit in the budget.
+            ActivationBudgetError: Not even the header fits in the budget.
         """
-        layout, planes = plane_layout(values.numel(), row, pool.page_bytes), planes_for(precision)
-        count = layout.pages(planes)
-        if count * pool.page_bytes >= values.numel() * values.element_size():
+        page_bytes = pager.pool.page_bytes
+        layout, planes = plane_layout(values.numel(), row, page_bytes), planes_for(precision)
+        if layout.pages(planes) * page_bytes >= values.numel() * values.element_size():
             return None
-        stored = cls(pool, pool.lease(count), backend, layout, planes)
-        return stored if backend.encode(values, layout, planes, pool, stored.pages, seed) else None
+        pages = [layout.plane_pages(plane) for plane in range(planes)]
+        sizes = [page_bytes * count for count in pages]
+        importances = plane_importances(backend.relative_range(values, layout), values.numel(), sizes)
+        with pager.writing(layout.header_pages, pages, importances) as lease:
+            usable = backend.encode(values, layout, lease.planes, pager.pool, lease.pages, seed)
+        stored = cls(pager, lease, backend, layout)
+        return stored if usable or not finite else None
 
     @override
-    def decode_into(self, out: Tensor) -> None:
-        self._backend.decode(out, self._layout, self._planes, self.pool, self.pages)
+    def _decode(self, out: Tensor, lease: Lease) -> None:
+        self._backend.decode(out, self._layout, lease.planes, self.pager.pool, lease.pages)

@@ -7,20 +7,20 @@ from typing import ClassVar
 from torch import Tensor
 
 from daf_core.errors import ModifiedInPlaceError
-from daf_core.memory.pool import PagePool
+from daf_core.memory.pager import Pager
 
 
 class KeptStorage:
     """The bytes of a storage that raw activations keep alive, counted once however many of them view it."""
 
-    def __init__(self, pool: PagePool, size: int) -> None:
-        pool.hold(size)
-        self._pool, self._size = pool, size
+    def __init__(self, pager: Pager, size: int) -> None:
+        pager.hold(size)
+        self._pager, self._size = pager, size
 
     def __del__(self) -> None:
         # hold() raises before the fields are set where the budget is exceeded.
         if hasattr(self, "_size"):
-            self._pool.let_go(self._size)
+            self._pager.let_go(self._size)
 
 
 class RawActivation:

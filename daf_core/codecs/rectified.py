@@ -9,8 +9,9 @@ from typing_extensions import Self, override
 
 from daf_core.codecs.base import PagedActivation
 from daf_core.codecs.planes import PlanesActivation
-from daf_core.memory.pool import PagePool
-from daf_kernels import Backend, Pages, Seed, mask_pages
+from daf_core.memory.lease import Lease
+from daf_core.memory.pager import Pager
+from daf_kernels import Backend, Seed, mask_pages
 
 
 class RectifiedActivation(PagedActivation):
@@ -19,18 +20,26 @@ class RectifiedActivation(PagedActivation):
     The backward of a ReLU asks only whether its result is positive. Codes alone lose that: half of the elements are
     exactly 0 and decode to a little more or less, which let gradients through at random (ResNet-18: an error of 4 times
     the gradient at 8 bits, and 0.004 with the bit). The layer that follows saves the same tensor and uses the values.
+    Planes may be dropped, the bit stays.
     """
 
     codec: ClassVar[str] = "rectified"
 
-    def __init__(self, pool: PagePool, pages: Pages, backend: Backend, planes: PlanesActivation) -> None:
-        super().__init__(pool, pages)
+    def __init__(self, pager: Pager, lease: Lease, backend: Backend, planes: PlanesActivation) -> None:
+        super().__init__(pager, lease)
         self._backend = backend
         self._planes = planes
 
     @classmethod
     def encode(
-        cls, values: Tensor, row: int, precision: int, pool: PagePool, backend: Backend, seed: Seed | None
+        cls,
+        values: Tensor,
+        row: int,
+        precision: int,
+        pager: Pager,
+        backend: Backend,
+        seed: Seed | None,
+        finite: bool = True,
     ) -> Self | None:
         """Encodes `values`, none of which is negative; the arguments are those of `PlanesActivation.encode`.
 
@@ -38,17 +47,21 @@ class RectifiedActivation(PagedActivation):
             None where planes cannot hold the values, or together with the bits would take no less than they do.
 
         Raises:
-            ActivationBudgetError: The pages do not fit in the budget.
+            ActivationBudgetError: Not even the header and the bits fit in the budget.
         """
-        planes = PlanesActivation.encode(values, row, precision, pool, backend, seed)
-        count = mask_pages(values.numel(), pool.page_bytes)
-        if planes is None or (planes.pages.size + count) * pool.page_bytes >= values.nbytes:
+        count = mask_pages(values.numel(), pager.pool.page_bytes)
+        planes = PlanesActivation.encode(values, row, precision, pager, backend, seed, finite)
+        if planes is None or (planes.lease.size + count) * pager.pool.page_bytes >= values.nbytes:
             return None
-        stored = cls(pool, pool.lease(count), backend, planes)
-        backend.encode_nonzero(values, pool, stored.pages)
-        return stored
+        with pager.writing(count) as lease:
+            backend.encode_nonzero(values, pager.pool, lease.pages)
+        return cls(pager, lease, backend, planes)
 
     @override
     def decode_into(self, out: Tensor) -> None:
-        self._planes.decode_into(out)
-        self._backend.rectify(out, self.pool, self.pages)
+        self._planes.decode_into(out)  # before the bits are brought back: a budget may have no room for both at once
+        super().decode_into(out)
+
+    @override
+    def _decode(self, out: Tensor, lease: Lease) -> None:
+        self._backend.rectify(out, self.pager.pool, lease.pages)

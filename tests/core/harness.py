@@ -7,12 +7,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.codecs import RawActivation
+from daf_core.memory.pager import Pager
 
 LARGE = (128, 64)
 """A shape that is compressed: 8192 elements in rows of 64."""
@@ -242,3 +244,42 @@ def forms(seen: list[Saved], *shape: int) -> list[str]:
 
 def engine_for(model: nn.Module, precision: Any = 8, **options: Any) -> ActivationEngine:
     return ActivationEngine(model, DAFConfig(precision=precision, **options))
+
+
+def watch_held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records the bytes that are held whenever they grow, on whatever thread."""
+    count, seen = Pager._count, []
+
+    def record(pager: Pager, size: int) -> None:
+        count(pager, size)
+        seen.append(pager.held_bytes)
+
+    monkeypatch.setattr(Pager, "_count", record)
+    return seen
+
+
+def pager_of(engine: ActivationEngine) -> Pager:
+    """Returns the engine's pager for main memory."""
+    return engine._pagers.on(torch.device("cpu"))
+
+
+def outside_bytes(engine: ActivationEngine) -> int:
+    """Returns the bytes of raw activations, which lie on no page."""
+    return engine.held_bytes - engine.leased_pages * pager_of(engine).pool.page_bytes
+
+
+def spill_all(engine: ActivationEngine) -> None:
+    """Moves every page to the spill file, as a raw activation would that takes all that the budget leaves."""
+    pager = pager_of(engine)
+    assert pager.budget is not None
+    room = pager.budget - outside_bytes(engine)
+    pager.hold(room)
+    assert engine.leased_pages == 0
+    pager.let_go(room)
+
+
+def wait_for_read_ahead(pager: Pager) -> None:
+    """Waits until what is read ahead is there."""
+    running = pager._read_ahead._running
+    if running is not None:
+        running.result(30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf_core.codecs import BitmaskActivation, NarrowIntActivation, PlanesActivation, RectifiedActivation
+from daf_core.codecs import (
+    BitmaskActivation,
+    NarrowIntActivation,
+    PlanesActivation,
+    RectifiedActivation,
+    VerbatimActivation,
+)
 from daf_core.eligibility import LEAST_ELEMENTS
+from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PAGE_BYTES, PagePool
+from daf_core.memory.spill import SpillFile
 from daf_kernels import load_backend
-from tests.core.harness import LARGE, Scale, assert_empty, engine_for, integers, normal, watch
+from tests.core.harness import LARGE, Scale, assert_empty, engine_for, integers, normal, spill_all, watch
 
 CPU = torch.device("cpu")
 
@@ -84,6 +93,41 @@ def test_form_of_a_saved_tensor(tensor: Tensor, form: str, backend: str) -> None
     assert same == (form != "planes")
 
 
+SPILLABLE = {"planes": "verbatim", "raw": "verbatim"}
+"""What lies on pages where these could not move to the spill file."""
+
+STAYS_RAW = ("few-elements", "complex", "negative-view", "empty", "empty-inside", "scalar")
+"""Too small, or bytes that say less than the tensor."""
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_of_a_saved_tensor_that_may_be_spilled(name: str, tmp_path: Path) -> None:
+    """With a spill folder and a budget nothing large stays raw, and every bit survives the way to the file."""
+    tensor, form = FORMS[name]
+    model = Scale()
+    engine = engine_for(model, "exact", spill_dir=tmp_path, memory_budget="1MB")
+    seen = watch(engine)
+    with engine.compress():
+        node: Any = model(tensor).grad_fn
+    expected = form if name in STAYS_RAW else SPILLABLE.get(form, form)
+    assert [saved.form for saved in seen if saved.form != "parameter"] == [expected]
+    spill_all(engine)
+    unpacked = node._saved_self
+    assert (unpacked.shape, unpacked.stride(), unpacked.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert torch.equal(_bits(unpacked), _bits(tensor))
+
+
+def test_spill_folder_without_a_budget_changes_no_form(tmp_path: Path) -> None:
+    """Nothing will ever move, so nothing is copied; the next pass knows of a budget that was set meanwhile."""
+    model = Scale()
+    engine = engine_for(model, "exact", spill_dir=tmp_path)
+    for budget, form in ((None, "raw"), ("1MB", "verbatim"), (None, "raw")):
+        engine.set_memory_budget(budget)
+        with engine.compress():
+            model(normal(*LARGE)).sum().backward()
+        assert engine.finish_step().stored_as == {form: 1}
+
+
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous().view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
 
@@ -113,17 +157,34 @@ INTEGERS: dict[str, tuple[Tensor, torch.dtype | None]] = {
 @pytest.mark.parametrize(("values", "dtype"), INTEGERS.values(), ids=INTEGERS)
 def test_integers_are_narrowed_exactly_or_not_at_all(values: Tensor, dtype: torch.dtype | None) -> None:
     """The smallest type that holds all values; None where none is smaller than the one they have."""
-    pool = PagePool(CPU)
-    stored = NarrowIntActivation.encode(values, pool)
+    pager = Pager(PagePool(CPU))
+    stored = NarrowIntActivation.encode(values, pager)
     if dtype is None:
         assert stored is None
         return
-    assert pool.settle() == values.numel() * dtype.itemsize
+    assert pager.settle() == values.numel() * dtype.itemsize
     decoded = torch.empty_like(values)
     stored.decode_into(decoded)
     assert torch.equal(decoded, values)
     del stored
-    assert pool.settle() == 0
+    assert pager.settle() == 0
+
+
+@pytest.mark.parametrize("values", [values for values, dtype in INTEGERS.values() if dtype is not None])
+def test_narrow_integers_come_back_from_the_spill_file(values: Tensor, tmp_path: Path) -> None:
+    """Also where they end within a page."""
+    values, file = values.flatten()[:-100], SpillFile(tmp_path, PAGE_BYTES)
+    pager = Pager(PagePool(CPU), 1 << 20, spill=file)
+    stored = NarrowIntActivation.encode(values, pager)
+    held = pager.settle()
+    pager.hold(1 << 20)
+    assert (file.used_slots * PAGE_BYTES, pager.leased_pages) == (held, 0)
+    pager.let_go(1 << 20)
+    decoded = torch.full_like(values, 77)
+    stored.decode_into(decoded)
+    assert torch.equal(decoded, values)
+    del stored
+    assert (pager.settle(), file.used_slots) == (0, 0)
 
 
 def test_indices_of_max_pooling_are_narrow_and_exact() -> None:
@@ -201,22 +262,84 @@ def test_relu_lets_gradients_through_exactly_where_plain_torch_does(
 @pytest.mark.parametrize("codec", [PlanesActivation, RectifiedActivation], ids=lambda codec: codec.codec)
 def test_lossy_forms_are_always_smaller_than_the_values(codec: Any, dtype: torch.dtype, elements: int) -> None:
     """Pages are whole: where they would take no less, the codec declines."""
-    pool, values = PagePool(CPU), normal(elements).relu().to(dtype)
+    pager, values = Pager(PagePool(CPU)), normal(elements).relu().to(dtype)
     for precision in (8, 4, 2, 1):
-        stored = codec.encode(values, 64, precision, pool, load_backend(CPU), None)
-        assert stored is None or 0 < pool.settle() < values.nbytes
+        stored = codec.encode(values, 64, precision, pager, load_backend(CPU), None)
+        assert stored is None or 0 < pager.settle() < values.nbytes
         del stored
-        assert pool.settle() == 0
+        assert pager.settle() == 0
 
 
 def test_declined_values_leave_no_page_behind() -> None:
     """A codec that finds out while encoding that it cannot hold the values gives its pages back."""
-    pool, backend = PagePool(CPU), load_backend(CPU)
-    assert BitmaskActivation.encode(_third_value_late(), pool, backend) is None
-    assert PlanesActivation.encode(_with(float("nan")), 64, 4, pool, backend, None) is None
-    assert RectifiedActivation.encode(_with(float("inf")), 64, 4, pool, backend, None) is None
-    assert (pool.leased_pages, pool.settle()) == (0, 0)
-    assert pool.peak_bytes > 0
+    pager, backend = Pager(PagePool(CPU)), load_backend(CPU)
+    assert BitmaskActivation.encode(_third_value_late(), pager, backend) is None
+    assert PlanesActivation.encode(_with(float("nan")), 64, 4, pager, backend, None) is None
+    assert RectifiedActivation.encode(_with(float("inf")), 64, 4, pager, backend, None) is None
+    assert (pager.leased_pages, pager.settle()) == (0, 0)
+    assert pager.peak_bytes > 0
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.T,
+    "holes": lambda x: x[:, :50],
+    "part": lambda x: x[7:101],
+    "broadcast": lambda x: x[:, None].expand(128, 3, 64),
+    "one-byte-beyond-a-page": lambda x: x.view(-1).view(torch.int8)[: PAGE_BYTES + 1],
+    "more-than-a-chunk": lambda x: x.repeat(40, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_verbatim_gives_every_byte_back(layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Whatever lies between or beside the elements."""
+    values, pager = layout(normal(*LARGE).to(dtype)), Pager(PagePool(CPU))
+    stored = VerbatimActivation.copy(values, pager)
+    assert pager.settle() == -(-values.numel() * values.element_size() // PAGE_BYTES) * PAGE_BYTES
+    decoded = torch.full_like(values, 77)
+    stored.decode_into(decoded)
+    assert torch.equal(decoded, values)
+    del stored
+    assert pager.settle() == 0
+
+
+@pytest.mark.parametrize("codec", [PlanesActivation, RectifiedActivation], ids=lambda codec: codec.codec)
+def test_not_finite_groups_can_be_had_as_nan(codec: Any) -> None:
+    """Asked to, a lossy form takes them: the infinity's group is NaN (but for a ReLU's zeros), no other."""
+    values, pager = _with(float("inf")).relu(), Pager(PagePool(CPU))
+    stored = codec.encode(values, 64, 4, pager, load_backend(CPU), None, finite=False)
+    decoded = torch.empty_like(values)
+    stored.decode_into(decoded)
+    assert decoded[3][values[3] != 0].isnan().all()
+    assert decoded[[*range(3), *range(4, 128)]].isfinite().all()
+
+
+@pytest.mark.parametrize("planes", range(4))
+def test_planes_that_are_left_decode_to_the_means_of_their_groups(planes: int) -> None:
+    """Each plane that is dropped frees its pages and adds error; means and, while there are codes, deviations stay."""
+    values, pager = normal(*LARGE), Pager(PagePool(CPU))
+    stored = PlanesActivation.encode(values, 64, 4, pager, load_backend(CPU), None)
+    pager.set_budget((1 + planes) * PAGE_BYTES)
+    assert (stored.lease.planes, pager.settle()) == (planes, (1 + planes) * PAGE_BYTES)
+    decoded = torch.empty_like(values)
+    stored.decode_into(decoded)
+    torch.testing.assert_close(decoded.mean(1), values.mean(1), rtol=0, atol=1e-3)
+    spread = values.std(1, correction=0) if planes else torch.zeros(128)
+    torch.testing.assert_close(decoded.std(1, correction=0), spread, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("planes", range(4))
+def test_relu_keeps_its_zeros_whatever_is_dropped(planes: int) -> None:
+    """The bit beside the planes is never given up."""
+    values, pager = normal(*LARGE).relu(), Pager(PagePool(CPU))
+    stored = RectifiedActivation.encode(values, 64, 4, pager, load_backend(CPU), None)
+    pager.set_budget((2 + planes) * PAGE_BYTES)
+    decoded = torch.empty_like(values)
+    stored.decode_into(decoded)
+    assert torch.equal(decoded > 0, values > 0)
+    assert torch.equal(decoded == 0, values == 0)
 
 
 @pytest.mark.parametrize("precision", ["exact", 4])

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError
 
 PRECISIONS = r"allowed: 'exact', 8, 4, 2, 1$"
+NAMES = "precision, rounding, memory_budget, min_precision, spill_dir, pool_growth, seed, backend"
 SEED = r"give an integer from 0 to 2\*\*64 - 1$"
-SIZE = r'is not a size; give a positive number of bytes or a size such as "400MB" or "1\.5GiB"$'
+SIZE = r'is not a size; give a positive number of bytes or a size such as "400MB" or "1\.5GiB", or'
+LEAST = r"allowed: None, 0, 1, 2, 4, 8$"
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precision": 3}, rf"^precision=3 is not allowed; {PRECISIONS}"),
@@ -38,14 +40,33 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": "0"}, rf"^seed='0' .*{SEED}"),
     ({"seed": None}, rf"^seed=None .*{SEED}"),
     *(
-        ({"memory_budget": size}, rf"^memory_budget=.* {SIZE}")
+        ({"memory_budget": size}, rf'^memory_budget=.* {SIZE} "auto"$')
         for size in (
             0, -5, "0", "-5", "0.4", "", "MB", "12 parsecs", "400 megapixels", "4 MB 2", "1e3", "nan", "inf", True, 0.5,
-            4e8, [400], {}, b"400MB", "400,000,000",
+            4e8, [400], {}, b"400MB", "400,000,000", "Auto", "adaptive",
         )
     ),
+    *(
+        ({"pool_growth": size}, rf'^pool_growth=.* {SIZE} "adaptive"$')
+        for size in (0, -1, None, "", "auto", True, 1.5, "12 parsecs", [1])
+    ),
+    ({"min_precision": 3}, rf"^min_precision=3 is not allowed; {LEAST}"),
+    ({"min_precision": 16}, rf"^min_precision=16 .*{LEAST}"),
+    ({"min_precision": -1}, rf"^min_precision=-1 .*{LEAST}"),
+    ({"min_precision": True}, rf"^min_precision=True .*{LEAST}"),
+    ({"min_precision": False}, rf"^min_precision=False .*{LEAST}"),
+    ({"min_precision": 2.0}, rf"^min_precision=2\.0 .*{LEAST}"),
+    ({"min_precision": "2"}, rf"^min_precision='2' .*{LEAST}"),
+    ({"min_precision": "exact"}, rf"^min_precision='exact' .*{LEAST}"),
+    ({"min_precision": 8}, r"^min_precision=8 is not allowed: it is above precision=4$"),
+    ({"spill_dir": "/no/such/folder"}, r"^spill_dir='/no/such/folder' is no folder; make it, or name another$"),
+    ({"spill_dir": ""}, r"^spill_dir='' is no folder; make it, or name another$"),
+    ({"spill_dir": __file__}, r"^spill_dir='.*test_config\.py' is no folder; make it, or name another$"),
+    ({"spill_dir": 4}, r"^spill_dir=4 is not allowed; give the path of a folder$"),
+    ({"spill_dir": True}, r"^spill_dir=True is not allowed; give the path of a folder$"),
+    ({"spill_dir": ["x"]}, r"^spill_dir=\['x'\] is not allowed; give the path of a folder$"),
     ({"precison": 4}, r"^unknown option 'precison'; did you mean 'precision'\? Allowed: precision, rounding, "),
-    ({"budget": 4}, r"^unknown option 'budget'.* Allowed: precision, rounding, memory_budget, seed, backend$"),
+    ({"budget": 4}, rf"^unknown option 'budget'.* Allowed: {NAMES}$"),
     ({"zzz": 4}, r"^unknown option 'zzz' Allowed: |^unknown option 'zzz'; "),
 ]  # fmt: skip
 
@@ -100,23 +121,68 @@ SIZES: dict[Any, int] = {
 
 @pytest.mark.parametrize(("given_size", "size"), SIZES.items(), ids=repr)
 def test_sizes(given_size: Any, size: int) -> None:
-    """Numbers, decimal and binary units."""
-    config = DAFConfig(memory_budget=given_size)
-    assert config.memory_budget == config.budget_bytes == size
+    """Numbers, decimal and binary units; kept as numbers, so that equal budgets are equal configurations."""
+    config = DAFConfig(memory_budget=given_size, pool_growth=given_size)
+    assert config.memory_budget == config.pool_growth == size
+    assert config == DAFConfig(memory_budget=size, pool_growth=size)
 
 
 def test_no_budget() -> None:
-    """None means that there is no limit, and is the default."""
-    assert DAFConfig().budget_bytes is None
+    """None means that there is no limit, and is the default; words are kept."""
+    assert DAFConfig().memory_budget is None
+    assert DAFConfig().pool_growth == "adaptive"
+    assert DAFConfig(memory_budget="auto").memory_budget == "auto"
 
 
-configs = st.builds(
-    DAFConfig,
-    precision=st.sampled_from(["exact", 8, 4, 2, 1]),
-    rounding=st.sampled_from(["nearest", "stochastic"]),
-    memory_budget=st.none() | st.integers(1, 2**50) | st.sampled_from(["400MB", "1.5GiB"]),
-    seed=st.integers(0, 2**64 - 1),
-    backend=st.sampled_from(["auto", "reference"]),
+KEPT: list[tuple[Any, Any, bool, int]] = [
+    (4, None, False, 0),
+    (4, None, True, 4),
+    (8, None, True, 8),
+    (1, None, True, 1),
+    (4, 0, True, 0),
+    (4, 2, True, 2),
+    (4, 2, False, 2),
+    (4, 4, False, 4),
+    (8, 1, False, 1),
+    ("exact", None, False, 0),
+    ("exact", None, True, 0),
+]
+
+
+@pytest.mark.parametrize(("precision", "least", "spills", "kept"), KEPT)
+def test_kept_precision(precision: Any, least: Any, spills: bool, kept: int, tmp_path: Path) -> None:
+    """Without a word about it the budget may take every plane, or none where it can spill."""
+    folder = str(tmp_path) if spills else None
+    assert DAFConfig(precision=precision, min_precision=least, spill_dir=folder).kept_precision == kept
+
+
+@pytest.mark.parametrize("least", [0, 1, 8])
+def test_exact_has_no_least_precision(least: Any) -> None:
+    """Nothing is dropped there: the option would be without effect."""
+    message = f'^min_precision={least} means nothing with precision="exact", which drops no bits; leave it out$'
+    with pytest.raises(ConfigError, match=message):
+        DAFConfig(precision="exact", min_precision=least)
+
+
+def test_spill_folder_is_kept_as_text(tmp_path: Path) -> None:
+    """A path object gives the same configuration as its text, which JSON and YAML can hold."""
+    config = DAFConfig(spill_dir=tmp_path)
+    assert config == DAFConfig(spill_dir=str(tmp_path))
+    assert config.to_dict()["spill_dir"] == str(tmp_path)
+    config.to_yaml(tmp_path / "daf.yaml")
+    assert DAFConfig.from_yaml(tmp_path / "daf.yaml") == config
+
+
+OPTIONS: dict[str, Any] = {
+    "rounding": st.sampled_from(["nearest", "stochastic"]),
+    "memory_budget": st.none() | st.integers(1, 2**50) | st.sampled_from(["400MB", "1.5GiB", "auto"]),
+    "spill_dir": st.sampled_from([None, "."]),
+    "pool_growth": st.integers(1, 2**50) | st.sampled_from(["adaptive", "100MB"]),
+    "seed": st.integers(0, 2**64 - 1),
+    "backend": st.sampled_from(["auto", "reference"]),
+}
+configs = st.builds(DAFConfig, precision=st.sampled_from(["exact", 8, 4, 2, 1]), **OPTIONS) | st.builds(
+    DAFConfig, precision=st.sampled_from([8, 4, 2]), min_precision=st.sampled_from([0, 1, 2]), **OPTIONS
 )
 
 
@@ -205,4 +271,6 @@ def test_budget_error_survives_pickling() -> None:
     """Launchers send the errors of their workers on."""
     error = pickle.loads(pickle.dumps(ActivationBudgetError(3_000_000, 1_000_000)))
     assert (error.needed, error.allowed) == (3_000_000, 1_000_000)
-    assert str(error).startswith("saved activations need 3.0 MB, and memory_budget allows 1.0 MB. Raise memory_budget")
+    text = str(error)
+    assert text.startswith("saved activations need 3 MB with everything dropped and spilled that may be, and ")
+    assert "memory_budget allows 1 MB. Raise memory_budget, set spill_dir or lower min_precision, or " in text

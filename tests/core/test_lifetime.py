@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.core.harness import (
     gradients,
     make_model,
     normal,
+    pager_of,
     watch,
 )
 
@@ -234,3 +236,35 @@ def test_rule_5_backward_while_another_thread_runs_forward() -> None:
     for result in results:
         assert_same(result, expected)
     assert_empty(engine)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("spills", [False, True], ids=["memory", "spill"])
+@pytest.mark.parametrize("step", ["none", "forward", "backward"])
+def test_memory_is_freed_with_its_engine(step: str, spills: bool, tmp_path: Path) -> None:
+    """Pages go back to the system at once, by reference counting: the collector may be off, or late."""
+    model, loss_of = make_model("transformer")
+    options: dict[str, Any] = {"memory_budget": "200KB", "spill_dir": tmp_path} if spills else {}
+    engine = engine_for(model, 4, **options)
+    with _no_collection():
+        pager = weakref.ref(pager_of(engine))
+        pool = weakref.ref(pager_of(engine).pool)
+        if step == "backward":
+            backward(model, loss_of, engine)
+        elif step == "forward":
+            with engine.compress():
+                loss = loss_of(model, 0)
+            del loss
+        assert (engine.finish_step().spilled_bytes > 0) == (spills and step != "none")
+        engine.close()
+        del engine
+        assert (pager(), pool()) == (None, None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
-from tests.core.harness import LARGE, Scale, assert_same, engine_for, error, make_model, normal, train, watch
+from tests.core.harness import LARGE, Scale, assert_same, engine_for, error, make_model, normal, pager_of, train, watch
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -32,15 +32,15 @@ def _bytes(passes: int = 1, **options: Any) -> list[Tensor]:
         with engine.compress():
             loss = model(normal(*LARGE))
         del loss
-    return [item.pool.read(item.pages) for item in stored if item is not None]
+    return [item.pager.pool.read(item.lease.pages) for item in stored if item is not None]
 
 
 def _clear_pages(engine: ActivationEngine) -> None:
     """Zeroes the pages that are leased next: what an activation leaves of its last page is what was there before."""
-    (pool,) = engine._pools.values()
-    pages = pool.lease(16)
+    pool = pager_of(engine).pool
+    pages = pool.take(16)
     pool.write(pages, torch.zeros(16, pool.page_bytes, dtype=torch.uint8))
-    pool.release(pages)
+    pool.give(pages)
 
 
 def test_rule_11_bytes_repeat_and_depend_on_the_seed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -79,12 +81,12 @@ def test_raw_views_hold_their_whole_storage_once() -> None:
 
 
 def test_narrowed_indices_are_counted_narrow() -> None:
-    """Indices below 256 take a byte each."""
+    """Indices below 256 take a byte each, in whole pages."""
     model = nn.Embedding(100, 8)
     engine = engine_for(model, "exact")
     with engine.compress():
         loss = model(integers(100, 5000)).sum()
-    assert engine.held_bytes == 5000
+    assert engine.held_bytes == 2 * PAGE_BYTES
     assert engine.finish_step().raw_bytes == 8 * 5000
     loss.backward()
     assert_empty(engine)
@@ -141,6 +143,38 @@ def test_finish_step_starts_anew() -> None:
     del loss
     assert engine.finish_step().held_bytes == PAGES
     assert engine.finish_step() == StepStatistics()
+
+
+def test_statistics_of_what_was_dropped() -> None:
+    """Planes and bytes of what a budget took, before or after they were written, counted anew each step."""
+    model = Scale()
+    engine = engine_for(model, 4, memory_budget=PAGES + 2 * PAGE_BYTES)
+    with engine.compress():
+        loss = model(normal(*LARGE)) + model(normal(*LARGE, seed=1))
+    statistics = engine.finish_step()
+    assert (statistics.dropped_planes, statistics.dropped_bytes) == (2, 2 * PAGE_BYTES)
+    assert (statistics.held_bytes, statistics.spilled_bytes) == (PAGES + 2 * PAGE_BYTES, 0)
+    assert statistics.pager_seconds > 0
+    del loss
+    with engine.compress():
+        model(normal(*LARGE))
+    statistics = engine.finish_step()
+    assert (statistics.dropped_planes, statistics.dropped_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("precision", ["exact", 4])
+def test_statistics_of_what_was_spilled(precision: object, tmp_path: Path) -> None:
+    """Each activation is written once, however often it is read back."""
+    size = BYTES if precision == "exact" else PAGES
+    model = Scale()
+    engine = engine_for(model, precision, memory_budget=size, spill_dir=tmp_path)
+    with engine.compress():
+        first, second = model(normal(*LARGE)), model(normal(*LARGE, seed=1))
+    for output in (first, second, first, second):
+        output.sum().backward(retain_graph=True)
+    statistics = engine.finish_step()
+    assert (statistics.spilled_bytes, statistics.held_bytes) == (2 * size, size)
+    assert (statistics.dropped_planes, statistics.dropped_bytes) == (0, 0)
 
 
 def test_ratio_of_nothing_is_one() -> None:

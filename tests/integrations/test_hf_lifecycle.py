@@ -149,6 +149,9 @@ class TestCheckpoints:
             "precision": 8,
             "rounding": "nearest",
             "memory_budget": 4_000_000,
+            "min_precision": None,
+            "spill_dir": None,
+            "pool_growth": "adaptive",
             "seed": 0,
             "backend": "auto",
         }

@@ -1,0 +1,56 @@
+"""Exact: a copy of every byte, on pages."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from typing_extensions import Self, override
+
+from daf_core.codecs.base import PagedActivation
+from daf_core.memory.lease import Lease
+from daf_core.memory.pager import Pager
+
+CHUNK_PAGES = 256
+"""Pages that are copied at a time: 1 MB."""
+
+
+class VerbatimActivation(PagedActivation):
+    """What would be kept raw, on pages, from where it can move to the spill file; the tensor itself cannot move."""
+
+    codec: ClassVar[str] = "verbatim"
+
+    def __init__(self, pager: Pager, lease: Lease, dtype: torch.dtype) -> None:
+        super().__init__(pager, lease)
+        self._dtype = dtype
+
+    @classmethod
+    def copy(cls, values: Tensor, pager: Pager) -> Self:
+        """Copies `values` to pages.
+
+        Raises:
+            ActivationBudgetError: The pages do not fit in the budget.
+        """
+        pool = pager.pool
+        content = values.contiguous().view(-1).view(torch.uint8)
+        with pager.writing(-(-content.numel() // pool.page_bytes)) as lease:
+            for start in range(0, lease.size, CHUNK_PAGES):
+                pages = lease.pages[start : start + CHUNK_PAGES]
+                part = content[start * pool.page_bytes :][: pages.size * pool.page_bytes]
+                full = pad(part, (0, pages.size * pool.page_bytes - part.numel()))
+                pool.write(pages, full.view(pages.size, pool.page_bytes))
+        return cls(pager, lease, values.dtype)
+
+    @override
+    def _decode(self, out: Tensor, lease: Lease) -> None:
+        pool = self.pager.pool
+        in_place = out.is_contiguous() and out.dtype is self._dtype
+        dense = out if in_place else torch.empty(out.shape, dtype=self._dtype, device=out.device)
+        content = dense.view(-1).view(torch.uint8)
+        for start in range(0, lease.size, CHUNK_PAGES):
+            part = content[start * pool.page_bytes :][: CHUNK_PAGES * pool.page_bytes]
+            part.copy_(pool.read(lease.pages[start : start + CHUNK_PAGES]).view(-1)[: part.numel()])
+        if not in_place:
+            out.copy_(dense)

@@ -1,0 +1,131 @@
+"""How much memory is really available, and a budget that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+RESERVE_SHARE = 0.05
+LEAST_RESERVE = 128 << 20
+"""Of all memory, this share and at least these bytes stay free: passing a control group's limit is no exception that
+could be caught, it ends the process."""
+
+HEAD_ROOM = 1.3
+PATIENCE = 10
+"""A budget is lowered at once, and raised when there was this many times more room in as many steps in a row."""
+
+PROC = Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
+
+
+class AutoBudget:
+    """A memory budget for one device: what is available there beside a reserve.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._budget: int | None = None
+        self._room = 0
+        self._roomy_steps = 0
+
+    def update(self, own: int) -> int:
+        """Returns the budget for the next forward pass.
+
+        Args:
+            own: Bytes on the device that saved activations hold or held: they may be used again.
+        """
+        total, available = device_memory(self._device)
+        reserve = max(int(total * RESERVE_SHARE), LEAST_RESERVE)
+        self._room = max(available + own - reserve, 0)
+        if self._budget is None or self._room < self._budget:
+            self._budget, self._roomy_steps = self._room, 0
+        return self._budget
+
+    def finish_step(self) -> None:
+        """Ends a step: the budget is raised after `PATIENCE` steps with head-room."""
+        if self._budget is None or self._room <= HEAD_ROOM * self._budget:
+            self._roomy_steps = 0
+            return
+        self._roomy_steps += 1
+        if self._roomy_steps >= PATIENCE:
+            self._budget, self._roomy_steps = self._room, 0
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Returns the total and the available bytes of a device's memory; the host's for a device without its own."""
+    if device.type != "cuda":
+        return host_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return total, free + cached
+
+
+def host_memory(proc: Path = PROC, mount: Path = MOUNT) -> tuple[int, int]:
+    """Returns the total and the available bytes of main memory, within the limits of all control groups.
+
+    Args:
+        proc: The file that names this process's control groups; where it is missing there are none.
+        mount: Where control groups are mounted, versions 1 and 2.
+    """
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for limit, used in _limits(proc, mount):
+        total, available = min(total, limit), min(available, max(limit - used, 0))
+    return total, available
+
+
+def _limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
+    """Yields the limit and the use of each control group that this process is in, and of those above them.
+
+    What the kernel can take back from a group's file cache does not count as used.
+    """
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _limits_of(mount, path, ("memory.max", "memory.high"), "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            yield from _limits_of(
+                mount / "memory", path, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+            )
+
+
+def _limits_of(
+    root: Path, path: str, limit_files: tuple[str, ...], usage_file: str, cache: str
+) -> Iterator[tuple[int, int]]:
+    group = root / path.lstrip("/")
+    # Inside a container the path is that of the host, and only the root of the mount is there.
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(root):
+            return
+        used = _number(folder / usage_file)
+        if used is None:
+            continue
+        used -= _cache(folder / "memory.stat", cache)
+        yield from ((limit, used) for name in limit_files if (limit := _number(folder / name)) is not None)
+
+
+def _number(file: Path) -> int | None:
+    """Returns the number in a file; None where there is no file, or no limit."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cache(file: Path, name: str) -> int:
+    try:
+        fields = dict(line.split(" ", 1) for line in file.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get(name, 0))

@@ -1,0 +1,94 @@
+"""The pagers of all devices that a model's activations lie on."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from daf_core.config import DAFConfig
+from daf_core.memory.available import AutoBudget
+from daf_core.memory.growth import AdaptiveGrowth, FixedGrowth
+from daf_core.memory.pager import Pager, PagerAccount
+from daf_core.memory.pool import PAGE_BYTES, PagePool
+from daf_core.memory.spill import SpillFile
+from daf_kernels import PRECISIONS
+
+
+class DevicePagers:
+    """One pager for each device, made when the first activation lies there.
+
+    Args:
+        config: Budget, spill folder and growth.
+
+    Raises:
+        SpillError: The spill folder takes no file.
+    """
+
+    def __init__(self, config: DAFConfig) -> None:
+        self._budget = config.memory_budget
+        self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
+        self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
+        self._spill = None if config.spill_dir is None else SpillFile(config.spill_dir, PAGE_BYTES)
+        self._pagers: dict[torch.device, Pager] = {}
+        self._available: dict[torch.device, AutoBudget] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device: torch.device) -> Pager:
+        """Returns the device's pager."""
+        pager = self._pagers.get(device)
+        return self._add(device) if pager is None else pager
+
+    def set_budget(self, budget: int | str | None) -> None:
+        """Changes the budget of every device; "auto" follows what is available.
+
+        Raises:
+            ActivationBudgetError: What a device holds does not fit even if everything is given up that may be; its
+                budget stays as it was.
+            SpillError: The spill file cannot be written.
+        """
+        for device, pager in list(self._pagers.items()):
+            pager.set_budget(self._bytes(budget, device, pager))
+        self._budget = budget
+        if budget != "auto":
+            self._available.clear()
+
+    def follow_available_memory(self) -> None:
+        """Adapts an "auto" budget to the memory that is available now; the errors are those of `set_budget`."""
+        if self._budget == "auto":
+            self.set_budget("auto")
+
+    def finish_step(self) -> list[PagerAccount]:
+        """Ends a step on all devices and returns what was done in it."""
+        for available in self._available.values():
+            available.finish_step()
+        return [pager.finish_step() for pager in list(self._pagers.values())]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held on all devices."""
+        return sum(pager.settle() for pager in list(self._pagers.values()))
+
+    @property
+    def leased_pages(self) -> int:
+        """Pages that are in use on all devices."""
+        return sum(pager.leased_pages for pager in list(self._pagers.values()))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the page pools of all devices."""
+        return sum(pager.pool.reserved_bytes for pager in list(self._pagers.values()))
+
+    def _add(self, device: torch.device) -> Pager:
+        with self._lock:
+            if device not in self._pagers:
+                pager = Pager(PagePool(device, self._growth), None, self._least_planes, self._spill)
+                pager.set_budget(self._bytes(self._budget, device, pager))
+                self._pagers[device] = pager
+            return self._pagers[device]
+
+    def _bytes(self, budget: int | str | None, device: torch.device, pager: Pager) -> int | None:
+        if not isinstance(budget, str):
+            return budget
+        outside = pager.settle() - pager.pool.used_pages * pager.pool.page_bytes
+        return self._available.setdefault(device, AutoBudget(device)).update(pager.pool.resident_bytes + outside)

@@ -1,0 +1,85 @@
+"""Numbers of free pages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from daf_kernels import Pages
+
+
+class FreeList:
+    """A stack of page numbers: what was given back last is taken first, while it is in the cache.
+
+    Taking and giving a page is one copy of its number. Every number is known to be free or taken, so that giving one
+    back twice is an error and not a page with two owners.
+    """
+
+    def __init__(self) -> None:
+        self._stack = np.empty(0, np.int64)
+        self._taken = np.empty(0, np.bool_)
+        self.count = 0
+
+    @property
+    def total(self) -> int:
+        """Pages, free or taken; their numbers count from 0."""
+        return self._taken.size
+
+    def take(self, count: int) -> Pages:
+        """Returns the numbers of `count` pages, in ascending order.
+
+        Raises:
+            ValueError: Fewer are free.
+        """
+        if count > self.count:
+            raise ValueError(f"{count} pages were asked for, and {self.count} of {self.total} are free")
+        self.count -= count
+        numbers = np.sort(self._stack[self.count : self.count + count])
+        self._taken[numbers] = True
+        return numbers
+
+    def give(self, numbers: Pages) -> None:
+        """Takes pages back.
+
+        Raises:
+            ValueError: One of them is free already, or named twice.
+        """
+        ascending = bool((numbers[1:] > numbers[:-1]).all())
+        if not self._taken[numbers].all() or not (ascending or np.unique(numbers).size == numbers.size):
+            raise ValueError(f"some of the pages {numbers.tolist()} are given back twice")
+        self._taken[numbers] = False
+        self._stack[self.count : self.count + numbers.size] = numbers[::-1]
+        self.count += numbers.size
+
+    def extend(self, count: int) -> None:
+        """Adds `count` pages beneath those that are free, lowest on top, so that used ones are used again first."""
+        fresh = np.arange(self.total + count - 1, self.total - 1, -1)
+        grown = np.empty(self.total + count, np.int64)
+        grown[:count] = fresh
+        grown[count : count + self.count] = self._stack[: self.count]
+        self._stack = grown
+        self._taken = np.concatenate([self._taken, np.zeros(count, np.bool_)])
+        self.count += count
+
+    def truncate(self, total: int) -> None:
+        """Forgets the pages from number `total` on.
+
+        Raises:
+            ValueError: One of them is taken.
+        """
+        if self._taken[total:].any():
+            raise ValueError(f"pages from {total} on are in use")
+        kept = self._stack[: self.count]
+        kept = kept[kept < total]
+        self.count = kept.size
+        self._stack = np.concatenate([kept, np.empty(total - kept.size, np.int64)])
+        self._taken = self._taken[:total].copy()
+
+    def free_from(self, first: int) -> bool:
+        """Says whether all pages from number `first` on are free."""
+        return not self._taken[first:].any()
+
+    def check(self) -> None:
+        """Raises AssertionError where the stack and the marks disagree."""
+        found = np.bincount(self._stack[: self.count], minlength=self.total)
+        if not np.array_equal(found, ~self._taken):
+            raise AssertionError("the free list does not hold every free page exactly once")

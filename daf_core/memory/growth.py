@@ -1,0 +1,70 @@
+"""How the page pool grows, and when it gives memory back."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+WINDOW = 10
+"""Steps without a peak after which the memory for it is given back."""
+
+SLACK = 1.15
+"""Reserved bytes over the largest recent peak that are not worth giving back."""
+
+
+class Growth(Protocol):
+    """Decides how much is reserved when the pool has no free page left."""
+
+    def step(self, reserved: int) -> int:
+        """Returns the bytes to add to `reserved` bytes; the pool takes more where more is missing."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdaptiveGrowth:
+    """Grows by a share of what is reserved, so that the last step wastes no more than that share.
+
+    Attributes:
+        share: Step over reserved bytes.
+        least: Smallest step in bytes.
+    """
+
+    share: float = 1 / 8
+    least: int = 1 << 20
+
+    def step(self, reserved: int) -> int:
+        """See `Growth.step`."""
+        return max(int(reserved * self.share), self.least)
+
+
+@dataclass(frozen=True)
+class FixedGrowth:
+    """Grows by the same number of bytes each time.
+
+    Attributes:
+        size: The step in bytes; DAF's paper (arXiv 2507.07149) uses 100 MB.
+    """
+
+    size: int = 100_000_000
+
+    def step(self, reserved: int) -> int:
+        """See `Growth.step`."""
+        return self.size
+
+
+class PeakWatch:
+    """Remembers the peaks of the last `WINDOW` steps."""
+
+    def __init__(self) -> None:
+        self._peaks: deque[int] = deque(maxlen=WINDOW)
+
+    def add(self, peak: int) -> None:
+        """Adds the most bytes that were in use in a step."""
+        self._peaks.append(peak)
+
+    def worth_keeping(self, reserved: int) -> int:
+        """Returns how many of the reserved bytes are likely to be needed again."""
+        if len(self._peaks) < WINDOW or reserved <= SLACK * max(self._peaks):
+            return reserved
+        return max(self._peaks)

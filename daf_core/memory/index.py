@@ -1,0 +1,103 @@
+"""Where the pager finds the lease to drop from, to spill or to read back next."""
+
+from __future__ import annotations
+
+from sortedcontainers import SortedDict, SortedList
+
+from daf_core.memory.lease import Lease
+
+Entry = tuple[float, int, Lease]
+"""Importance of a lease's next drop, its serial number, the lease."""
+
+
+class LeaseIndex:
+    """All leases that are not in the middle of a move, in order. Every action is O(log n) in their number.
+
+    A lease is *resident* (its pages are its only copy), *copied* (it lies in the spill file too) or *spilled* (it lies
+    only there). Only resident ones are ranked by importance: dropping frees nothing of the others that giving up their
+    pages would not free as well. Of each, only the next drop is in the order, because its others are more important.
+
+    Attributes:
+        spilled: The spilled leases by serial number.
+        resident_pages: Pages of resident leases.
+        droppable_pages: Those of them that may be dropped.
+        copied_pages: Pages of copied leases.
+    """
+
+    def __init__(self) -> None:
+        self._order: SortedList[Entry] = SortedList()
+        self._resident: SortedDict[int, Lease] = SortedDict()
+        self._copied: SortedDict[int, Lease] = SortedDict()
+        self.spilled: SortedDict[int, Lease] = SortedDict()
+        self.resident_pages = 0
+        self.droppable_pages = 0
+        self.copied_pages = 0
+
+    def add(self, lease: Lease) -> None:
+        """Enters a lease where it belongs."""
+        if not lease.resident:
+            self.spilled[lease.serial] = lease
+        elif lease.slots is not None:
+            self._copied[lease.serial] = lease
+            self.copied_pages += lease.size
+        else:
+            self._resident[lease.serial] = lease
+            self.resident_pages += lease.size
+            self.droppable_pages += lease.size - lease.least
+            if lease.drops:
+                self._order.add(_entry(lease))
+
+    def remove(self, lease: Lease) -> None:
+        """Takes a lease out: before anything about it changes."""
+        if not lease.resident:
+            del self.spilled[lease.serial]
+        elif lease.slots is not None:
+            del self._copied[lease.serial]
+            self.copied_pages -= lease.size
+        else:
+            del self._resident[lease.serial]
+            self.resident_pages -= lease.size
+            self.droppable_pages -= lease.size - lease.least
+            if lease.drops:
+                self._order.remove(_entry(lease))
+
+    def least_important(self) -> Lease | None:
+        """Returns the lease whose next drop costs least, the oldest of equals, among those that nobody reads."""
+        return next((lease for _, _, lease in self._order if not lease.readers), None)
+
+    def needed_last(self, copied: bool = False) -> Lease | None:
+        """Returns the resident or copied lease that backward needs last, among those that nobody reads."""
+        leases = self._copied if copied else self._resident
+        return next((lease for lease in leases.values() if not lease.readers), None)
+
+    @property
+    def largest(self) -> int:
+        """Pages of the largest lease; O(n)."""
+        everywhere = (self._resident, self._copied, self.spilled)
+        return max((lease.size for leases in everywhere for lease in leases.values()), default=0)
+
+    def spilled_before(self, serial: int) -> Lease | None:
+        """Returns the spilled lease that backward needs first after lease `serial`."""
+        position = self.spilled.bisect_left(serial) - 1
+        return None if position < 0 else self.spilled.peekitem(position)[1]
+
+    def check(self) -> None:
+        """Raises AssertionError where a lease is in the wrong place or a count is off."""
+        resident, copied, spilled = list(self._resident.values()), list(self._copied.values()), self.spilled.values()
+        facts = {
+            "order": list(self._order) == sorted(_entry(lease) for lease in resident if lease.drops),
+            "resident pages": self.resident_pages == sum(lease.size for lease in resident),
+            "droppable pages": self.droppable_pages == sum(lease.size - lease.least for lease in resident),
+            "copied pages": self.copied_pages == sum(lease.size for lease in copied),
+            "page lists": all(lease.pages.size == lease.size for lease in [*resident, *copied]),
+            "resident": all(lease.slots is None for lease in resident),
+            "copied": all(lease.slots is not None for lease in copied),
+            "spilled": all(not lease.resident and lease.slots is not None for lease in spilled),
+        }
+        wrong = [name for name, holds in facts.items() if not holds]
+        if wrong:
+            raise AssertionError(f"the pager's books are wrong: {', '.join(wrong)}")
+
+
+def _entry(lease: Lease) -> Entry:
+    return lease.drops[-1][0], lease.serial, lease

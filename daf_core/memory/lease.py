@@ -1,0 +1,101 @@
+"""The pages of one activation, and what it may lose of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from daf_kernels import Pages
+
+Drop = tuple[float, int]
+"""Importance of a drop, and the planes that are left after it."""
+
+NOWHERE: Pages = np.empty(0, np.int64)
+
+
+class Lease:
+    """Pages of the pool that belong to one activation, from when it is encoded until its last handle dies.
+
+    The page list begins with the pages that the activation cannot do without (its header; all of a mask), followed by
+    those of its planes, most significant first. The fields belong to the pager, except that who reads or writes the
+    pages inside `Pager.reading` or `Pager.writing` may rely on `pages` and `planes`.
+
+    Attributes:
+        serial: Leases count up in the order of encoding; backward needs them in the opposite order.
+        pages: Page numbers; empty while the activation is not in memory.
+        planes: How many leading planes are stored.
+        drops: What may be dropped, the next one last.
+        readers: Reads and writes in progress; nothing is taken from the lease meanwhile.
+        slots: Its place in the spill file, or None.
+        loading: Set when a read from the spill file, now in progress, ends; None without one.
+        released: Whether its last handle died.
+    """
+
+    __slots__ = ("_ends", "drops", "loading", "pages", "planes", "readers", "released", "serial", "slots")
+
+    def __init__(self, serial: int, fixed: int, planes: Sequence[int], drops: list[Drop]) -> None:
+        if fixed < 1:
+            raise ValueError(f"an activation has at least one page that it cannot do without, got {fixed}")
+        self.serial = serial
+        self.pages: Pages = NOWHERE
+        self.planes = len(planes)
+        self.drops = drops
+        self.readers = 0
+        self.slots: Pages | None = None
+        self.loading: threading.Event | None = None
+        self.released = False
+        self._ends = [fixed, *(fixed + int(end) for end in np.cumsum(planes))]
+
+    @property
+    def resident(self) -> bool:
+        """Whether it is in memory."""
+        return self.pages.size > 0
+
+    @property
+    def size(self) -> int:
+        """Pages of the planes that are stored, and of what comes before them."""
+        return self._ends[self.planes]
+
+    @property
+    def least(self) -> int:
+        """Pages that are left when everything was dropped that may be."""
+        return self._ends[self.drops[0][1]] if self.drops else self.size
+
+    def drop(self) -> int:
+        """Gives the next planes up and returns how many there are; their pages are those beyond `size`."""
+        before = self.planes
+        _, self.planes = self.drops.pop()
+        return before - self.planes
+
+
+def plan_drops(planes: Sequence[int], importances: Sequence[float], least: int) -> list[Drop]:
+    """Returns in which portions planes are dropped, the next one last.
+
+    Planes can only be dropped from the end, so a plane that is less important than the one behind it goes together with
+    that one, at their common importance. The portions' importances fall from the first plane to the last, and taking
+    always the least important portion of all leases gives the least error for the bytes that are freed.
+
+    Args:
+        planes: Pages of each plane.
+        importances: Growth of the error if the plane is dropped, per byte that this frees.
+        least: Leading planes that are kept in any case.
+
+    Raises:
+        ValueError: A plane has no page, there is not one importance for each, or one is NaN or negative.
+    """
+    if min(planes, default=1) < 1:
+        raise ValueError(f"a plane has at least one page, got {list(planes)}")
+    if len(planes) != len(importances) or not all(importance >= 0 for importance in importances):
+        raise ValueError(f"{len(planes)} planes need as many importances of 0 or more, got {list(importances)}")
+    portions: list[tuple[float, int, int]] = []  # importance, pages, planes left
+    for plane in range(least, len(planes)):
+        importance, pages, left = importances[plane], planes[plane], plane
+        while portions and portions[-1][0] < importance:
+            before, more, left = portions.pop()
+            importance = (importance * pages + before * more) / (pages + more) if importance < math.inf else math.inf
+            pages += more
+        portions.append((importance, pages, left))
+    return [(importance, left) for importance, _, left in portions]

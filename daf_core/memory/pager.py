@@ -1,0 +1,398 @@
+"""The pager: keeps what activations hold inside a budget, by giving up the least important bits first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from daf_core.errors import ActivationBudgetError
+from daf_core.memory.index import LeaseIndex
+from daf_core.memory.lease import NOWHERE, Lease, plan_drops
+from daf_core.memory.pool import PagePool
+from daf_core.memory.spill import ReadAhead, SpillFile
+from daf_kernels import Pages
+
+
+@dataclass
+class PagerAccount:
+    """What the pager did during a step.
+
+    Attributes:
+        peak_bytes: The most bytes that were held at once.
+        dropped_planes: Planes given up under pressure, before or after they were written.
+        dropped_bytes: Bytes of their pages.
+        spilled_bytes: Bytes written to the spill file.
+        seconds: Time spent on leases and drops, and on writing and waiting for the spill file.
+    """
+
+    peak_bytes: int = 0
+    dropped_planes: int = 0
+    dropped_bytes: int = 0
+    spilled_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Pager:
+    """Leases pages to activations on one device, and counts all bytes that activations hold.
+
+    Under pressure it acts in this order: pages that also lie in the spill file are given up; planes are dropped, the
+    least important of all leases first, the new one's included; whole activations move to the spill file, those needed
+    last in backward first. Where all that is not enough, `ActivationBudgetError` is raised before anything is given up.
+
+    Thread-safe. Releasing may happen inside a garbage collection and takes no lock: it is counted with the next call.
+
+    Args:
+        pool: Where the pages come from; the pager is its only user.
+        budget: Bytes that may be held at once, pages and outside tensors together; None for no limit.
+        least_planes: Leading planes that are never dropped.
+        spill: Where activations move that do not fit; None for nowhere.
+    """
+
+    def __init__(
+        self, pool: PagePool, budget: int | None = None, least_planes: int = 0, spill: SpillFile | None = None
+    ) -> None:
+        self.pool = pool
+        self.budget = budget
+        self.held_bytes = 0
+        self._outside_bytes = 0
+        self._writing = 0
+        self._least_planes = least_planes
+        self._spill = spill
+        self._read_ahead = ReadAhead(self._load_next)
+        self._serial = 0
+        self._account = PagerAccount()
+        self._index = LeaseIndex()
+        self._read: set[Lease] = set()
+        self._returned: deque[Lease | int] = deque()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def writing(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> Generator[Lease]:
+        """Leases pages to a new activation; inside, its planes are written. They may be fewer than asked for.
+
+        An exception inside releases the lease; otherwise it is held until `release`.
+
+        Args:
+            fixed: Pages that it cannot do without.
+            planes: Pages of each plane, most significant first.
+            importances: Growth of the error if a plane is dropped, per byte that this frees.
+
+        Raises:
+            ActivationBudgetError: It does not fit even if everything is given up that may be.
+            SpillError: The spill file cannot be written.
+        """
+        lease = self._open(fixed, planes, importances)
+        try:
+            yield lease
+        except BaseException:
+            self._publish(lease)
+            self.release(lease)
+            raise
+        self._publish(lease)
+
+    @contextmanager
+    def reading(self, lease: Lease) -> Generator[Lease]:
+        """Brings an activation back if it was spilled; inside, its pages and planes stay as they are.
+
+        Raises:
+            ActivationBudgetError: It does not fit beside what cannot be spilled.
+            SpillError: The spill file cannot be read.
+        """
+        self._pin(lease)
+        try:
+            yield lease
+        finally:
+            with self._lock:
+                lease.readers -= 1
+                if not lease.readers:
+                    self._read.discard(lease)
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back, once."""
+        self._returned.append(lease)
+
+    def hold(self, size: int) -> None:
+        """Counts `size` bytes of an activation that lies outside the pool.
+
+        Raises:
+            ActivationBudgetError: They do not fit even if everything is given up that may be.
+            SpillError: The spill file cannot be written.
+        """
+        with self._pressing():
+            self._make_room(size, size, self.budget, drop=True)
+            self._count(size)
+            self._outside_bytes += size
+
+    def let_go(self, size: int) -> None:
+        """Counts `size` bytes outside the pool as freed."""
+        self._returned.append(size)
+
+    def set_budget(self, budget: int | None) -> None:
+        """Changes the budget; if less is allowed than is held, the least important bits are given up now.
+
+        Raises:
+            ActivationBudgetError: What is held does not fit even so; the budget stays as it was.
+            SpillError: The spill file cannot be written.
+        """
+        with self._pressing():
+            largest = 0 if self._spill is None else self._index.largest * self.pool.page_bytes
+            if budget is not None and largest > budget:  # it could be spilled, and never be read back
+                raise ActivationBudgetError(largest, budget)
+            self._make_room(0, 0, budget, drop=True)
+            self.budget = budget
+
+    def settle(self) -> int:
+        """Counts what was released meanwhile and returns the bytes that are held now."""
+        with self._lock:
+            self._collect()
+            return self.held_bytes
+
+    def finish_step(self) -> PagerAccount:
+        """Ends a step and returns what was done in it."""
+        with self._lock:
+            self._collect()
+            account, self._account = self._account, PagerAccount(peak_bytes=self.held_bytes)
+        self.pool.finish_step()
+        return account
+
+    @property
+    def leased_pages(self) -> int:
+        """Pages that are in use."""
+        self.settle()
+        return self.pool.used_pages
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held at once in this step."""
+        return self._account.peak_bytes
+
+    def check(self) -> None:
+        """Raises AssertionError where a page, a byte or a lease is lost, counted twice or in the wrong place.
+
+        Not to be called while an activation is being read back.
+        """
+        with self._lock:
+            self._collect()
+            self.pool.check()
+            self._index.check()
+            if self.held_bytes != self._outside_bytes + self.pool.used_pages * self.pool.page_bytes:
+                raise AssertionError("the bytes that are held are not those of the pages in use and outside of them")
+            if not self._writing and self.pool.used_pages != self._index.resident_pages + self._index.copied_pages:
+                raise AssertionError("the pages in use are not those of the leases")
+            if self.budget is not None and self.held_bytes > self.budget:
+                raise AssertionError(f"{self.held_bytes} bytes are held, and {self.budget} are allowed")
+
+    @contextmanager
+    def _pressing(self) -> Generator[None]:
+        """Holds the lock for what may drop planes, and adds the time to the account."""
+        started = time.perf_counter()
+        if self._spill is not None:
+            self._read_ahead.stop()  # the drops would depend on how far it has come
+        with self._lock:
+            self._collect()
+            yield
+            self._account.seconds += time.perf_counter() - started
+
+    def _open(self, fixed: int, planes: Sequence[int], importances: Sequence[float]) -> Lease:
+        drops = plan_drops(planes, importances, self._least_planes)
+        with self._pressing():
+            lease = Lease(self._serial, fixed, planes, drops)
+            self._serial += 1
+            page = self.pool.page_bytes
+            self._make_room(lease.size * page, lease.least * page, self.budget, drop=True, incoming=lease)
+            lease.pages = self.pool.take(lease.size, self.budget)
+            lease.readers = 1
+            self._writing += 1
+            self._count(lease.size * page)
+            return lease
+
+    def _publish(self, lease: Lease) -> None:
+        with self._lock:
+            lease.readers -= 1
+            self._writing -= 1
+            self._index.add(lease)
+
+    def _pin(self, lease: Lease) -> None:
+        started = time.perf_counter()
+        while not self._pin_resident(lease, started):
+            if (loading := lease.loading) is not None:
+                loading.wait()
+            else:
+                self._read_ahead.stop()  # what it is loading takes room that cannot be given up before it is there
+                if self._claim(lease):
+                    self._load(lease)
+        if self._index.spilled:
+            self._read_ahead.start(lease.serial)
+
+    def _pin_resident(self, lease: Lease, started: float) -> bool:
+        with self._lock:
+            self._collect()
+            if lease.resident:
+                lease.readers += 1
+                self._read.add(lease)
+                self._account.seconds += time.perf_counter() - started
+            return lease.resident
+
+    def _claim(self, lease: Lease) -> bool:
+        """Begins to load a lease, unless another thread has done so."""
+        with self._lock:
+            if lease.resident or lease.loading is not None:
+                return False
+            self._begin_load(lease)
+            return True
+
+    def _load_next(self, serial: int) -> int | None:
+        """Reads back the spilled activation that backward needs next before `serial`, if there is room for it.
+
+        Returns its serial number, or None where none was read.
+        """
+        with self._lock:
+            self._collect()
+            lease = self._index.spilled_before(serial)
+            if lease is None:
+                return None
+            if self.budget is not None and self.held_bytes + lease.size * self.pool.page_bytes > self.budget:
+                return None
+            self._begin_load(lease)
+        self._load(lease)
+        return lease.serial
+
+    def _begin_load(self, lease: Lease) -> None:
+        """Claims a spilled lease and the room for it; `_load` must follow, without the lock."""
+        size = lease.size * self.pool.page_bytes
+        self._make_room(size, size, self.budget, drop=False)
+        self._index.remove(lease)
+        lease.loading = threading.Event()
+        self._count(size)
+
+    def _load(self, lease: Lease) -> None:
+        assert self._spill is not None
+        assert lease.slots is not None
+        pages = None
+        try:
+            pages = self.pool.take(lease.size, self.budget)
+            self._spill.read(lease.slots[: lease.size], self.pool, pages)
+        except BaseException:
+            with self._lock:
+                if pages is not None:
+                    self.pool.give(pages)
+                self.held_bytes -= lease.size * self.pool.page_bytes
+                self._finish_load(lease)
+            raise
+        with self._lock:
+            lease.pages = pages
+            self._finish_load(lease)
+
+    def _finish_load(self, lease: Lease) -> None:
+        loading, lease.loading = lease.loading, None
+        if lease.released:
+            self._free(lease)
+        else:
+            self._index.add(lease)
+        if loading is not None:
+            loading.set()
+
+    def _make_room(
+        self, wanted: int, least: int, budget: int | None, drop: bool, incoming: Lease | None = None
+    ) -> None:
+        """Gives up as little as possible so that `wanted` bytes fit, which may shrink to `least` with `incoming`."""
+        if budget is None or self.held_bytes + wanted <= budget:
+            return
+        self._check_possible(least, budget, drop)
+        page = self.pool.page_bytes
+
+        def excess() -> int:
+            size = wanted if incoming is None else incoming.size * page
+            return self.held_bytes + size - budget
+
+        while excess() > 0 and (copied := self._index.needed_last(copied=True)) is not None:
+            self._evict(copied)
+        while drop and excess() > 0 and (lease := self._least_important(incoming)) is not None:
+            self._drop(lease)
+        while self._spill is not None and excess() > 0 and (last := self._index.needed_last()) is not None:
+            self._write_out(self._spill, last)
+        if excess() > 0:
+            raise ActivationBudgetError(budget + excess(), budget)
+
+    def _check_possible(self, least: int, budget: int, drop: bool) -> None:
+        """Raises before anything is given up in vain."""
+        pages = self._index.copied_pages
+        if self._spill is not None:
+            pages += self._index.resident_pages - sum(lease.size for lease in self._read)
+        elif drop:
+            pages += self._index.droppable_pages - sum(lease.size - lease.least for lease in self._read)
+        needed = self.held_bytes - pages * self.pool.page_bytes + least
+        if needed > budget:
+            raise ActivationBudgetError(needed, budget)
+
+    def _least_important(self, incoming: Lease | None) -> Lease | None:
+        """Returns the lease whose next drop costs least; the incoming one is the youngest among equals."""
+        resident = self._index.least_important()
+        if incoming is None or not incoming.drops:
+            return resident
+        return resident if resident is not None and resident.drops[-1][0] <= incoming.drops[-1][0] else incoming
+
+    def _drop(self, lease: Lease) -> None:
+        """Drops the next planes of a lease; one without pages yet will be written without them."""
+        before = lease.size
+        if not lease.resident:
+            self._account.dropped_planes += lease.drop()
+        else:
+            self._index.remove(lease)
+            self._account.dropped_planes += lease.drop()
+            self._give(lease.pages[lease.size :])
+            lease.pages = lease.pages[: lease.size]
+            self._index.add(lease)
+        self._account.dropped_bytes += (before - lease.size) * self.pool.page_bytes
+
+    def _write_out(self, spill: SpillFile, lease: Lease) -> None:
+        slots = spill.write(self.pool, lease.pages)
+        self._account.spilled_bytes += lease.size * self.pool.page_bytes
+        self._index.remove(lease)
+        lease.slots = slots
+        self._vacate(lease)
+
+    def _evict(self, lease: Lease) -> None:
+        """Gives up pages whose content lies in the spill file."""
+        self._index.remove(lease)
+        self._vacate(lease)
+
+    def _vacate(self, lease: Lease) -> None:
+        self._give(lease.pages)
+        lease.pages = NOWHERE
+        self._index.add(lease)
+
+    def _collect(self) -> None:
+        """Counts what was released."""
+        while self._returned:
+            item = self._returned.popleft()
+            if isinstance(item, int):
+                self.held_bytes -= item
+                self._outside_bytes -= item
+            elif item.loading is not None:
+                item.released = True  # the read that is in progress frees it
+            else:
+                self._index.remove(item)
+                self._free(item)
+
+    def _free(self, lease: Lease) -> None:
+        if lease.resident:
+            self._give(lease.pages)
+            lease.pages = NOWHERE
+        if lease.slots is not None and self._spill is not None:
+            self._spill.free(lease.slots)
+            lease.slots = None
+
+    def _give(self, pages: Pages) -> None:
+        self.pool.give(pages)
+        self.held_bytes -= pages.size * self.pool.page_bytes
+
+    def _count(self, size: int) -> None:
+        self.held_bytes += size
+        if self.budget is not None and self.held_bytes > self.budget:
+            raise AssertionError(f"{self.held_bytes} bytes are held, and {self.budget} are allowed")
+        self._account.peak_bytes = max(self._account.peak_bytes, self.held_bytes)

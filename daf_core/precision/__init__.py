@@ -1,0 +1,1 @@
+"""How many bits an activation deserves."""
