@@ -28,9 +28,9 @@ from benchmarks.finetune import (
     step_count,
 )
 from benchmarks.machine import core_count, describe_machine
-from benchmarks.memory import loaded_allocator
 from benchmarks.methods import DAF_PRECISIONS
 from benchmarks.options import method_names, whole_number
+from benchmarks.process_memory import loaded_allocator
 
 METHODS = ("plain", *DAF_PRECISIONS)
 DEFAULT_DATA = Path("../shared/data/glue/mrpc")

@@ -104,7 +104,7 @@ def finetune(
         recipe: How to train.
         on_step: Called after each training step.
     """
-    model = _build_encoder(seed)
+    model = build_encoder(seed)
     method = open_method(method_name, model)
     _train(model, method, splits[TRAINING_SPLIT], recipe, seed, on_step)
     method.close()
@@ -123,7 +123,7 @@ def _train(
     steps = step_count(len(rows), recipe)
     schedule = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
     model.train()
-    for number, batch in enumerate(_training_batches(rows, recipe, seed)):
+    for number, batch in enumerate(training_batches(rows, recipe, seed)):
         torch.manual_seed(seed * steps + number)
         with method.compress():
             loss = model(**batch).loss
@@ -135,7 +135,8 @@ def _train(
         on_step()
 
 
-def _build_encoder(seed: int) -> nn.Module:
+def build_encoder(seed: int) -> nn.Module:
+    """Returns the pre-trained encoder with new adapters and a new classifier."""
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(encoder_folder(), num_labels=2, local_files_only=True)
     config = LoraConfig(
@@ -148,7 +149,8 @@ def _build_encoder(seed: int) -> nn.Module:
     return get_peft_model(model, config)
 
 
-def _training_batches(rows: Split, recipe: Recipe, seed: int) -> Iterator[dict[str, Tensor]]:
+def training_batches(rows: Split, recipe: Recipe, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yields the padded batches of all epochs, shuffled anew in each."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(recipe.epochs):
         order = torch.randperm(len(rows), generator=generator).tolist()

@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.machine import core_count, describe_machine
-from benchmarks.memory import loaded_allocator
 from benchmarks.options import whole_number
+from benchmarks.process_memory import loaded_allocator
 from benchmarks.summary import paired_ratio
 from daf_core.memory.pool import PAGE_BYTES
 from daf_kernels import PRECISIONS, FixedPages, PlaneLayout, plane_layout, planes_for

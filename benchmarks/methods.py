@@ -1,5 +1,7 @@
 """Ways to keep activations for the backward pass that the benchmarks compare."""
 
+import re
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.resnet.modeling_resnet import ResNetBasicLayer
 
-from benchmarks.memory import SavedTensorCounter
+from benchmarks.process_memory import SavedTensorCounter
 
 Precision = Literal["exact", 8, 4, 2, 1]
 
@@ -22,7 +24,12 @@ DAF_PRECISIONS: dict[str, Precision] = {
     "daf-1bit": 1,
 }
 METHODS: tuple[str, ...] = ("plain", "checkpoint", *DAF_PRECISIONS)
-"""Names of all methods; ``plain`` is the one that the others are compared with."""
+"""Names of all methods; ``plain`` is the one that the others are compared with.
+
+A DAF method may be given a memory budget, as in ``daf-4bit@40MB``, and a spill file, as in ``daf-4bit@40MB+spill``.
+"""
+
+_BUDGETED = re.compile(r"(?P<name>daf-\w+)@(?P<budget>[\w.]+)(?P<spill>\+spill)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,9 @@ class StoredBytes:
     held_bytes: int
     pack_seconds: float = 0.0
     unpack_seconds: float = 0.0
+    dropped_bytes: int = 0
+    spilled_bytes: int = 0
+    pager_seconds: float = 0.0
 
 
 class Method(Protocol):
@@ -55,6 +65,12 @@ class Method(Protocol):
         ...
 
 
+def is_method(name: str) -> bool:
+    """Says whether `open_method` knows the name."""
+    budgeted = _BUDGETED.fullmatch(name)
+    return name in METHODS or (budgeted is not None and budgeted["name"] in DAF_PRECISIONS)
+
+
 def open_method(name: str, model: nn.Module) -> Method:
     """Returns the named method, at work on the model.
 
@@ -63,9 +79,12 @@ def open_method(name: str, model: nn.Module) -> Method:
     while backward recomputes that block, do not count.
 
     Args:
-        name: One of ``METHODS``.
+        name: One of ``METHODS``, or a DAF method with a budget.
         model: A model of ``benchmarks.models``.
     """
+    budgeted = _BUDGETED.fullmatch(name)
+    if budgeted:
+        return _Compressed(model, DAF_PRECISIONS[budgeted["name"]], budgeted["budget"], bool(budgeted["spill"]))
     if name in DAF_PRECISIONS:
         return _Compressed(model, DAF_PRECISIONS[name])
     if name == "checkpoint":
@@ -96,12 +115,15 @@ class _Uncompressed:
 
 
 class _Compressed:
-    """Stores the saved tensors with DAF, all at one precision."""
+    """Stores the saved tensors with DAF, at one precision or less where a budget asks for it."""
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
+    def __init__(self, model: nn.Module, precision: Precision, budget: str | None = None, spill: bool = False) -> None:
         from daf_core import ActivationEngine, DAFConfig  # the other methods run without DAF
 
-        self._engine = ActivationEngine(model, DAFConfig(precision=precision))
+        spill_dir = tempfile.gettempdir() if spill else None
+        self._engine = ActivationEngine(
+            model, DAFConfig(precision=precision, memory_budget=budget, spill_dir=spill_dir)
+        )
 
     def compress(self) -> AbstractContextManager[object]:
         return self._engine.compress()
@@ -119,6 +141,9 @@ class _Compressed:
             held_bytes=step.held_bytes,
             pack_seconds=step.pack_seconds,
             unpack_seconds=step.unpack_seconds,
+            dropped_bytes=step.dropped_bytes,
+            spilled_bytes=step.spilled_bytes,
+            pager_seconds=step.pager_seconds,
         )
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from benchmarks.methods import METHODS
+from benchmarks.methods import METHODS, is_method
 
 
 def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], int]:
@@ -38,10 +38,11 @@ def method_names(allowed: tuple[str, ...] = METHODS) -> Callable[[str], tuple[st
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(name.strip() for name in text.split(","))
-        unknown = [name for name in names if name not in allowed]
+        unknown = [name for name in names if name.partition("@")[0] not in allowed or not is_method(name)]
         if unknown:
             raise argparse.ArgumentTypeError(
-                f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}, separated by commas"
+                f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}, "
+                "those of DAF also with a budget, as in daf-4bit@40MB, or daf-4bit@40MB+spill; separated by commas"
             )
         if len(set(names)) < len(names):
             raise argparse.ArgumentTypeError(f"got {text!r}, which repeats a method; name each one once")

@@ -29,6 +29,7 @@ class MethodResult:
     ``step_ratio`` the median over rounds of the step time over that of ``plain`` in the same round.
     ``gradient_error`` and ``gradient_cosine`` are over all trained parameters; the classifier of an encoder with
     random weights outweighs its adapters there, so these have figures of their own, or None without adapters.
+    ``dropped_bytes``, ``spilled_bytes`` and ``pager_seconds`` are what a memory budget costs in a step.
     ``rounds`` has the measurements that the medians are of.
     """
 
@@ -46,6 +47,9 @@ class MethodResult:
     gradients_identical: bool
     pack_seconds: float
     unpack_seconds: float
+    dropped_bytes: int
+    spilled_bytes: int
+    pager_seconds: float
     rounds: list[dict[str, float]]
 
 
@@ -133,6 +137,9 @@ def summarize(
         gradients_identical=gradients.identical,
         pack_seconds=_median(rounds, "pack_seconds"),
         unpack_seconds=_median(rounds, "unpack_seconds"),
+        dropped_bytes=int(_median(rounds, "dropped_bytes")),
+        spilled_bytes=int(_median(rounds, "spilled_bytes")),
+        pager_seconds=_median(rounds, "pager_seconds"),
         rounds=[
             {"step_seconds": measured.step_seconds, "peak_rss_bytes": measured.peak_rss_bytes} for measured in rounds
         ],

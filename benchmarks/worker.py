@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.memory import (
+from benchmarks.methods import Method, open_method
+from benchmarks.models import SEED, build_batch, build_model
+from benchmarks.process_memory import (
     loaded_allocator,
     peak_bytes,
     release_free_memory,
     reset_peak,
     resident_bytes,
 )
-from benchmarks.methods import Method, open_method
-from benchmarks.models import SEED, build_batch, build_model
 
 LEARNING_RATE = 1e-4
 
@@ -64,6 +64,9 @@ class Measurement:
     peak_rss_bytes: int
     step_seconds: float
     allocator: str
+    dropped_bytes: int = 0
+    spilled_bytes: int = 0
+    pager_seconds: float = 0.0
 
 
 class TrainingStep:
@@ -91,6 +94,8 @@ class TrainingStep:
             loss = self.forward()
         loss.backward()
         self._method.finish_step()
+        if not loss.isfinite():
+            raise ArithmeticError(f"the loss is {float(loss)}; train at a higher precision")
 
     def timed_run(self, seed: int) -> float:
         """Sets the gradients, updates the weights and returns the seconds that this took."""

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accuracy, training
+from benchmarks import accuracy, memory, training
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
-from benchmarks.memory import SavedTensorCounter
 from benchmarks.models import build_batch, build_model
+from benchmarks.process_memory import SavedTensorCounter
 from benchmarks.summary import (
     GradientComparison,
     compare_gradients,
@@ -235,10 +235,50 @@ def test_training_writes_its_figures(tmp_path: Path) -> None:
     assert report["settings"]["methods"] == ["plain", "daf-4bit"]
 
 
+def test_a_budget_is_part_of_a_methods_name(tmp_path: Path) -> None:
+    files = {method: tmp_path / f"{method}.pt" for method in ("daf-4bit", "daf-4bit@300KB", "daf-4bit@300KB+spill")}
+    measured = {method: measure(tiny_task(method, gradients=str(file))) for method, file in files.items()}
+    free, dropped, spilled = measured.values()
+    assert dropped.held_bytes <= 300_000 < free.held_bytes
+    assert (dropped.dropped_bytes > 0, dropped.spilled_bytes) == (True, 0)
+    assert (spilled.dropped_bytes, spilled.spilled_bytes > 0) == (0, True)
+    loaded = [load_gradients(file) for file in files.values()]
+    assert compare_gradients(loaded[2], loaded[0]).identical
+    assert not compare_gradients(loaded[1], loaded[0]).identical
+
+
+def test_stress_finds_no_fragmentation() -> None:
+    stressed = memory.stress(400)
+    assert stressed.encodes > 200
+    assert 0.95 < stressed.least_payload <= stressed.mean_payload < 1
+    assert stressed.refused_with_room == 0
+
+
+def test_lowering_a_precision_gives_up_planes_and_moves_nothing() -> None:
+    assert memory.lowering_seconds(rounds=1) > 0
+
+
 def write_split(file: Path, rows: int) -> None:
     sentences = [{"sentence": f"a {'good' if row % 2 else 'bad'} film", "label": row % 2} for row in range(rows)]
     with gzip.open(file, "wt", encoding="utf-8") as lines:
         lines.writelines(json.dumps(sentence) + "\n" for sentence in sentences)
+
+
+@pytest.mark.skipif(find_spec(ENCODER_PACKAGE) is None, reason=f"{ENCODER_PACKAGE} is not installed")
+def test_memory_writes_its_figures(tmp_path: Path) -> None:
+    for task in ("sst2", "mrpc"):
+        (tmp_path / task).mkdir()
+        for split in ("train", "dev"):
+            write_split(tmp_path / task / f"{split}.jsonl.gz", rows=96)
+    report, picture = tmp_path / "memory.json", tmp_path / "memory.png"
+    short = ["--actions", "300", "--steps", "2", "--data", str(tmp_path)]
+    memory.main([*short, "--json", str(report), "--picture", str(picture)])
+    growth = json.loads(report.read_text())["growth"]
+    assert [(trace["task"], trace["growth"], trace["budget"] is None) for trace in growth] == [
+        (task, step, free) for task in ("sst2", "mrpc") for free in (True, False) for step in ("adaptive", "100MB")
+    ]
+    assert all(trace["dropped_planes"] == 0 or trace["budget"] for trace in growth)
+    assert picture.stat().st_size > 0
 
 
 @pytest.mark.skipif(find_spec(ENCODER_PACKAGE) is None, reason=f"{ENCODER_PACKAGE} is not installed")
