@@ -21,6 +21,7 @@ from daf_core.codecs import (
     VerbatimActivation,
 )
 from daf_core.config import DAFConfig, parse_size
+from daf_core.derivation import Peek, derive
 from daf_core.eligibility import Eligibility, Form
 from daf_core.errors import ActivationBudgetError, NothingToTrainError, UnsupportedDeviceError
 from daf_core.geometry import Geometry, geometry_of
@@ -61,6 +62,7 @@ class ActivationEngine:
         self._pagers = DevicePagers(self.config)
         self._eligibility = Eligibility(model)
         self._sharing = SharingTable()
+        self._peek = Peek()
         self._scopes = ModuleScopes()
         self._hooks = follow_modules(model, self._scopes)
         self._recorder = StepRecorder()
@@ -161,7 +163,7 @@ class ActivationEngine:
         shared = self._sharing.find(tensor, geometry)
         kept = None
         try:
-            stored = shared or self._store(tensor, geometry, form, site)
+            stored = shared or self._derive(tensor, form) or self._store(tensor, geometry, form, site)
             if stored is None:
                 kept = self._sharing.keep(tensor, self._pagers.on(tensor.device))
         except ActivationBudgetError:
@@ -175,6 +177,12 @@ class ActivationEngine:
         self._sharing.add(tensor, geometry, stored)
         self._recorder.stored_as["shared" if shared else stored.codec] += 1
         return Handle(stored, geometry, tensor.dtype, tensor.device)
+
+    def _derive(self, tensor: Tensor, form: Form) -> StoredActivation | None:
+        """Returns a recipe for a tensor that follows from what is stored."""
+        if form is not Form.LOSSY:
+            return None
+        return derive(tensor, self._peek.look, self.config.precision == "exact")
 
     def _store(
         self, tensor: Tensor, geometry: Geometry, form: Form, site: Site, finite: bool = True
@@ -198,6 +206,8 @@ class ActivationEngine:
         return stored
 
     def _unpack(self, packed: Handle | RawActivation) -> Tensor:
+        if self._peek.intercept(packed):
+            return torch.empty(0)
         if isinstance(packed, RawActivation):
             return packed.tensor()
         started = time.perf_counter()

@@ -32,6 +32,16 @@ class Geometry:
     compact_strides: tuple[int, ...]
     row: int
 
+    @property
+    def row_major(self) -> bool:
+        """Whether the tensor is contiguous."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
     def compact(self, tensor: Tensor) -> Tensor:
         """Returns the compact form of a tensor of this geometry, a view."""
         return tensor.detach().as_strided(self.compact_shape, self.compact_strides)

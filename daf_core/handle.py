@@ -24,6 +24,11 @@ class Handle:
         self._dtype = dtype
         self._device = device
 
+    def is_dense(self, like: Tensor) -> bool:
+        """Says whether it is stored as one dense run of the elements of `like`, in row-major order, of its type."""
+        geometry = self._geometry
+        return self._dtype is like.dtype and geometry.compact_shape == (like.numel(),) and geometry.row_major
+
     def unpack(self) -> Tensor:
         """Returns the saved tensor: same shape, strides, type and device.
 

@@ -1,7 +1,12 @@
-"""How an activation is stored: raw, verbatim, bitmask and narrow_int are exact, planes and rectified are lossy."""
+"""How an activation is stored.
+
+raw, verbatim, bitmask and narrow_int are exact, planes and rectified are lossy, product and normalized are not stored
+themselves but follow from others.
+"""
 
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.derived import NormalizedActivation, ProductActivation
 from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import RawActivation
@@ -11,7 +16,9 @@ from daf_core.codecs.verbatim import VerbatimActivation
 __all__ = [
     "BitmaskActivation",
     "NarrowIntActivation",
+    "NormalizedActivation",
     "PlanesActivation",
+    "ProductActivation",
     "RawActivation",
     "RectifiedActivation",
     "StoredActivation",

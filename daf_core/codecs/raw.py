@@ -41,6 +41,11 @@ class RawActivation:
         self._version = tensor._version
         self._kept = kept
 
+    def is_dense(self, like: Tensor) -> bool:
+        """Says whether it is contiguous, and has as many elements as `like`, of its type."""
+        tensor = self._tensor
+        return tensor.dtype is like.dtype and tensor.numel() == like.numel() and tensor.is_contiguous()
+
     def tensor(self) -> Tensor:
         """Returns the saved tensor.
 

@@ -23,7 +23,7 @@ def test_rule_1_exact_mode_is_bit_identical(name: str, backend: str) -> None:
 def test_exact_mode_still_shrinks_masks_and_indices() -> None:
     """The forms that are exact by themselves are used, so that the comparison above says something about them."""
     seen = {name: {saved.form for saved in _watch(name, "exact")} for name in ("transformer", "convnet")}
-    assert seen["transformer"] == {"parameter", "raw", "bitmask"}
+    assert seen["transformer"] == {"parameter", "raw", "bitmask", "product"}
     assert seen["convnet"] == {"parameter", "raw", "narrow_int"}
 
 
