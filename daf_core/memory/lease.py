@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Lease:
         self.slots: Pages | None = None
         self.loading: threading.Event | None = None
         self.released = False
-        self._ends = [fixed, *(fixed + int(end) for end in np.cumsum(planes))]
+        self._ends = list(accumulate(planes, initial=fixed))
 
     @property
     def resident(self) -> bool:
