@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from daf_core.codecs import NormalizedActivation, ProductActivation, RawActivation, StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.derived import Source
 from daf_core.handle import Handle
+from daf_core.sites import ModuleScopes
+from daf_core.torch_internals import packed_for
+
+UnpackHook = Callable[[Any], Tensor]
 
 Node = Any
 """A node of the autograd graph; torch has no type for the kinds that are looked at here."""
@@ -20,84 +24,90 @@ _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "Expa
 """Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
 
 
-class Peek(threading.local):
-    """Shows what the pack hook put in place of a saved tensor.
-
-    Reading a node's saved tensor calls the unpack hook. While a look is being taken, the hook hands over what it was
-    given here and returns an empty tensor, so nothing is decoded.
-    """
-
-    def __init__(self) -> None:
-        self._looking = False
-        self._seen: object = None
-
-    def intercept(self, packed: object) -> bool:
-        """Says whether the unpack hook was called by a look, and notes what it was given."""
-        if self._looking:
-            self._seen = packed
-        return self._looking
-
-    def look(self, node: Node, name: str) -> object:
-        """Returns what stands in for a saved tensor of a node; None where the node has none of that name any more."""
-        self._looking, self._seen = True, None
-        try:
-            getattr(node, name, None)
-        except RuntimeError:  # its graph has run backward, or the tensor was changed in place
-            return None
-        finally:
-            self._looking = False
-        seen, self._seen = self._seen, None
-        return seen
+SAMPLES = 64
+"""Elements of a product that are compared with its factors, where these are there to be looked at."""
 
 
-def derive(tensor: Tensor, look: Callable[[Node, str], object], exact: bool) -> StoredActivation | None:
-    """Returns a recipe for a tensor that is about to be saved, or None.
-
-    It knows the result of a dropout on something that saves its result (a softmax) or its input (a layer
-    normalization), and the result of a layer normalization itself. Backward needs the sources anyway, and later, so
-    that nothing is kept for longer than without the recipe.
+class Derivation:
+    """Recognizes tensors that follow from others.
 
     Args:
-        tensor: A tensor as autograd saves it.
-        look: `Peek.look`.
-        exact: Whether the recipe must give the same bits.
+        scopes: Knows the latest result of a layer normalization.
     """
-    if not tensor.is_contiguous() or tensor._version:  # changed in place after its node made it
-        return None
-    node = _before_views(tensor.grad_fn)
-    mask: Source | None = None
-    if node is not None and node.name() == "MulBackward0" and node.next_functions[1][0] is None:
-        mask = _source(look(node, "_saved_other"), tensor)
-        if not isinstance(mask, BitmaskActivation | RawActivation):
+
+    def __init__(self, scopes: ModuleScopes) -> None:
+        self._scopes = scopes
+
+    def derive(self, tensor: Tensor, exact: bool, unpack: UnpackHook) -> StoredActivation | None:
+        """Returns a recipe for a tensor that is about to be saved, or None.
+
+        It knows the result of a dropout on something that saves its result (a softmax) or its input (a layer
+        normalization), and the result of a layer normalization itself. Backward needs the sources anyway, and usually
+        later.
+
+        Args:
+            tensor: A tensor as autograd saves it.
+            exact: Whether the recipe must give the same bits.
+            unpack: The unpack hook whose packed tensors are looked at; other people's are left alone.
+        """
+        if not tensor.is_contiguous() or tensor._version:  # changed in place after its node made it
             return None
-        node = _before_views(node.next_functions[0][0])
-    source = None if node is None else _result(node, tensor, look, exact)
-    if source is None or mask is None:
-        return source if isinstance(source, NormalizedActivation) else None
-    return ProductActivation(source, mask)
+        node = _before_views(tensor.grad_fn)
+        if node is None or node.name() != "MulBackward0" or node.next_functions[1][0] is not None:
+            # A result that its own node saves is the same storage, and shared.
+            return None if exact or node is None else self._normalized(node, tensor, unpack)
+        mask = _source(node, "other", tensor, unpack)
+        factor_node = _before_views(node.next_functions[0][0])
+        if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
+            return None
+        factor = _source(factor_node, "result", tensor, unpack)
+        if factor is None and not exact:
+            factor = self._normalized(factor_node, tensor, unpack)
+        if factor is None or not _agree(tensor, factor, mask):
+            return None
+        return ProductActivation(factor, mask)
+
+    def _normalized(self, node: Node, tensor: Tensor, unpack: UnpackHook) -> NormalizedActivation | None:
+        if node.name() != "NativeLayerNormBackward0" or not self._is_unchanged_result(node):
+            return None
+        source = _source(node, "input", tensor, unpack)
+        rest = [_packed(node, name, unpack) for name in ("result1", "result2", "weight", "bias")]
+        if source is None or None in rest:
+            return None
+        return NormalizedActivation(source, *(packed.unpack for packed in rest if packed is not None))
+
+    def _is_unchanged_result(self, node: Node) -> bool:
+        """Says whether the result of a normalization is still there to be looked at, and as the operator made it."""
+        result = self._scopes.last_normalized
+        return result is not None and result.grad_fn is node and not result._version
 
 
-def _result(node: Node, tensor: Tensor, look: Callable[[Node, str], object], exact: bool) -> Source | None:
-    """Returns the result of a node, if it is stored or follows from what is."""
-    if node.name() == "NativeLayerNormBackward0":
-        return None if exact else _normalized(node, tensor, look)
-    return _source(look(node, "_saved_result"), tensor)
+def _packed(node: Node, name: str, unpack: UnpackHook) -> Handle | RawActivation | None:
+    packed = packed_for(node, name, unpack)
+    return packed if isinstance(packed, Handle | RawActivation) else None
 
 
-def _normalized(node: Node, tensor: Tensor, look: Callable[[Node, str], object]) -> NormalizedActivation | None:
-    source = _source(look(node, "_saved_input"), tensor)
-    names = ("_saved_result1", "_saved_result2", "_saved_weight", "_saved_bias")
-    rest = [packed for name in names if isinstance(packed := look(node, name), RawActivation)]
-    return NormalizedActivation(source, *rest) if source is not None and len(rest) == len(names) else None
+def _source(node: Node, name: str, like: Tensor, unpack: UnpackHook) -> Source | None:
+    """Returns what is stored for a node's saved tensor, if it is dense and as long as `like`, and of its type."""
+    packed = _packed(node, name, unpack)
+    if packed is None or not packed.is_dense(like):
+        return None
+    return packed.stored if isinstance(packed, Handle) else packed
 
 
-def _source(packed: object, like: Tensor) -> Source | None:
-    """Returns what is stored for a saved tensor, if it is dense and as long as `like`, and of its type."""
-    if isinstance(packed, Handle) and packed.is_dense(like):
-        return packed.stored
-    if isinstance(packed, RawActivation) and packed.is_dense(like):
-        return packed
-    return None
+def _agree(tensor: Tensor, factor: Source, mask: BitmaskActivation | RawActivation) -> bool:
+    """Compares some elements of a product with its factors, where they are raw, bit by bit.
+
+    This finds what was changed behind autograd's back, as through ``tensor.data``.
+    """
+    if not isinstance(factor, RawActivation):
+        return True
+    step = max(tensor.numel() // SAMPLES, 1)
+    found, factors = (values.detach().view(-1)[::step] for values in (tensor, factor.unpack()))
+    if isinstance(mask, RawActivation):
+        return torch.equal(found, factors * mask.unpack().view(-1)[::step])
+    low, high = mask.values(tensor.dtype).to(tensor.device)
+    return bool(((found == factors * low) | (found == factors * high)).all())
 
 
 def _before_views(node: Node) -> Node:

@@ -21,7 +21,7 @@ from daf_core.codecs import (
     VerbatimActivation,
 )
 from daf_core.config import DAFConfig, parse_size
-from daf_core.derivation import Peek, derive
+from daf_core.derivation import Derivation
 from daf_core.eligibility import Eligibility, Form
 from daf_core.errors import ActivationBudgetError, NothingToTrainError, UnsupportedDeviceError
 from daf_core.geometry import Geometry, geometry_of
@@ -62,8 +62,8 @@ class ActivationEngine:
         self._pagers = DevicePagers(self.config)
         self._eligibility = Eligibility(model)
         self._sharing = SharingTable()
-        self._peek = Peek()
         self._scopes = ModuleScopes()
+        self._derivation = Derivation(self._scopes)
         self._hooks = follow_modules(model, self._scopes)
         self._recorder = StepRecorder()
         self._inside = threading.local()
@@ -182,7 +182,7 @@ class ActivationEngine:
         """Returns a recipe for a tensor that follows from what is stored."""
         if form is not Form.LOSSY:
             return None
-        return derive(tensor, self._peek.look, self.config.precision == "exact")
+        return self._derivation.derive(tensor, self.config.precision == "exact", self._unpack)
 
     def _store(
         self, tensor: Tensor, geometry: Geometry, form: Form, site: Site, finite: bool = True
@@ -206,10 +206,8 @@ class ActivationEngine:
         return stored
 
     def _unpack(self, packed: Handle | RawActivation) -> Tensor:
-        if self._peek.intercept(packed):
-            return torch.empty(0)
         if isinstance(packed, RawActivation):
-            return packed.tensor()
+            return packed.unpack()
         started = time.perf_counter()
         tensor = packed.unpack()
         self._recorder.unpack_seconds += time.perf_counter() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 import zlib
 from functools import partial
 from typing import NamedTuple
@@ -60,6 +61,7 @@ class ModuleScopes(threading.local):
 
     def __init__(self) -> None:
         self._calls: list[ModuleCall] | None = None
+        self._normalized: weakref.ref[Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[ModuleScopes], tuple[()]]:
         """Copies as a new one: a copy of the model, whose hooks hold this, is followed by nobody."""
@@ -83,6 +85,16 @@ class ModuleScopes(threading.local):
         if self._calls is not None:
             self._calls.append(ModuleCall(name))
 
+    @property
+    def last_normalized(self) -> Tensor | None:
+        """The latest result of a layer normalization, if it still exists."""
+        return None if self._normalized is None else self._normalized()
+
+    def note_result(self, module: nn.Module, result: object) -> None:
+        """A module has given a result."""
+        if self._calls is not None and isinstance(module, nn.LayerNorm) and isinstance(result, Tensor):
+            self._normalized = weakref.ref(result)
+
     def leave(self) -> None:
         """The innermost module's forward ended."""
         if self._calls is not None and len(self._calls) > 1:
@@ -102,5 +114,6 @@ def _enter(scopes: ModuleScopes, name: str, _module: nn.Module, _inputs: object)
     scopes.enter(name)
 
 
-def _leave(scopes: ModuleScopes, _module: nn.Module, _inputs: object, _outputs: object) -> None:
+def _leave(scopes: ModuleScopes, module: nn.Module, _inputs: object, result: object) -> None:
+    scopes.note_result(module, result)
     scopes.leave()

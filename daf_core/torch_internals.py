@@ -29,6 +29,20 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:
+    """Returns what was put in place of an autograd node's saved tensor by the pack hook that belongs to `unpack`.
+
+    None where the node saved nothing of that name, has released it, or other hooks or none were active, and on a torch
+    that does not tell. No unpack hook is called: that of a checkpoint would recompute a block.
+    """
+    try:
+        saved: Any = getattr(node, f"_raw_saved_{name}", None)
+        # In this order: torch 2.13 crashes where data is asked for without hooks.
+        return saved.data if getattr(saved, "unpack_hook", None) == unpack else None
+    except RuntimeError:
+        return None
+
+
 def storage_id(tensor: Tensor) -> int:
     """Returns the address of the control block of a tensor's storage.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
+import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -37,6 +39,11 @@ class BitmaskActivation(PagedActivation):
             exact = backend.encode_mask(values, two, pager.pool, lease.pages)
         stored = cls(pager, lease, backend, two)
         return stored if exact else None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Returns the two values, as `dtype`, which is that of the mask, of shape (2,)."""
+        signed = np.array(self._two, f"u{dtype.itemsize}").view(f"i{dtype.itemsize}")
+        return torch.from_numpy(signed).view(dtype)
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,10 @@ from daf_core.codecs.raw import RawActivation
 
 Source = StoredActivation | RawActivation
 """What an activation is derived from: the same number of elements, dense, in the same order."""
+
+
+Unpack = Callable[[], Tensor]
+"""Gives a small exact tensor."""
 
 
 class ProductActivation(StoredActivation):
@@ -43,9 +48,7 @@ class NormalizedActivation(StoredActivation):
 
     codec: ClassVar[str] = "normalized"
 
-    def __init__(
-        self, source: Source, mean: RawActivation, scale: RawActivation, weight: RawActivation, bias: RawActivation
-    ) -> None:
+    def __init__(self, source: Source, mean: Unpack, scale: Unpack, weight: Unpack, bias: Unpack) -> None:
         self._source = source
         self._mean, self._scale = mean, scale
         self._weight, self._bias = weight, bias
@@ -53,14 +56,16 @@ class NormalizedActivation(StoredActivation):
     @override
     def decode_into(self, out: Tensor) -> None:
         _load(self._source, out)
-        weight, bias = self._weight.tensor(), self._bias.tensor()
-        rows = out.view(-1, weight.numel())
-        rows.sub_(self._mean.tensor().view(-1, 1)).mul_(self._scale.tensor().view(-1, 1))
+        weight, bias = self._weight(), self._bias()
+        rows = out.view(-1, weight.numel()).float()  # as the operator: in 16 bits a difference may overflow
+        rows.sub_(self._mean().view(-1, 1)).mul_(self._scale().view(-1, 1))
         torch.addcmul(bias.view(-1), rows, weight.view(-1), out=rows)
+        if out.dtype is not rows.dtype:
+            out.copy_(rows.view(-1))
 
 
 def _load(source: Source, out: Tensor) -> None:
     if isinstance(source, RawActivation):
-        out.copy_(source.tensor().view(-1))
+        out.copy_(source.unpack().view(-1))
     else:
         source.decode_into(out)

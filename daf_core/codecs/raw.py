@@ -46,7 +46,7 @@ class RawActivation:
         tensor = self._tensor
         return tensor.dtype is like.dtype and tensor.numel() == like.numel() and tensor.is_contiguous()
 
-    def tensor(self) -> Tensor:
+    def unpack(self) -> Tensor:
         """Returns the saved tensor.
 
         Raises:

@@ -275,7 +275,7 @@ class Pager:
         pages = None
         try:
             pages = self.pool.take(lease.size, self.budget)
-            self._spill.read(lease.slots[: lease.size], self.pool, pages)
+            self._spill.read(lease.slots, self.pool, pages)
         except BaseException:
             with self._lock:
                 if pages is not None:
@@ -376,6 +376,7 @@ class Pager:
             elif item.loading is not None:
                 item.released = True  # the read that is in progress frees it
             else:
+                self._read.discard(item)
                 self._index.remove(item)
                 self._free(item)
 

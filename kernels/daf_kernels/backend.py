@@ -73,10 +73,17 @@ def _reserve(size: int, device: torch.device) -> Tensor:
 
     On a CPU they are a mapping of their own, which takes memory when it is written to and gives all of it back when it
     dies. An allocator may keep what is freed: glibc does, below 32 MB.
+
+    Raises:
+        MemoryError: The system has no memory for it.
     """
     if device.type != "cpu" or os.name != "posix":
         return torch.empty(size, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system gives no {size / 1e6:.0f} MB for pages: {error}") from error
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class Backend(Protocol):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
 
@@ -79,7 +81,8 @@ def _normalize(model: Operands) -> Tensor:
 
 
 def _normalize_and_drop(model: Operands) -> Tensor:
-    return model.linear(F.dropout(model.norm(2 * model.inputs), 0.25)).square().sum()
+    normalized = model.norm(2 * model.inputs)  # alive while its dropped copy is saved, as with adapters
+    return model.linear(F.dropout(normalized, 0.25)).square().sum()
 
 
 @pytest.mark.parametrize("loss", [_attend, _attend_through_views, _squash])
@@ -101,7 +104,7 @@ def test_derived_gradient_is_as_good_as_a_stored_one(
     plain = _train(loss)[0]
     derived, stored_as = _train(loss, precision=precision)
     assert stored_as[form] == 1
-    monkeypatch.setattr("daf_core.engine.derive", lambda *_: None)
+    monkeypatch.setattr("daf_core.engine.Derivation.derive", lambda *_: None)
     stored, without = _train(loss, precision=precision)
     assert form not in without
     assert _error(derived, plain) < min(bound, 1.5 * _error(stored, plain))
@@ -119,6 +122,18 @@ def _changed_unseen(model: Operands) -> Tensor:
     with torch.no_grad():
         dropped.mul_(3)
     return (dropped @ model.values).square().sum()
+
+
+def _changed_between(model: Operands) -> Tensor:
+    normalized = model.norm(2 * model.inputs)
+    with torch.no_grad():
+        normalized.mul_((torch.arange(WIDE[-1]) % 2) * 3.0)
+    return model.linear(F.dropout(normalized, 0.25)).square().sum()
+
+
+def _functional_norm(model: Operands) -> Tensor:
+    normalized = F.layer_norm(2 * model.inputs, WIDE[-1:], model.norm.weight, model.norm.bias)
+    return model.linear(normalized).square().sum()
 
 
 def _transposed(model: Operands) -> Tensor:
@@ -148,7 +163,16 @@ def _unscaled_norm(model: Operands) -> Tensor:
 
 @pytest.mark.parametrize(
     "loss",
-    [_changed_unseen, _transposed, _part, _broadcast_mask, _of_a_product, _unscaled_norm],
+    [
+        _changed_unseen,
+        _changed_between,
+        _functional_norm,
+        _transposed,
+        _part,
+        _broadcast_mask,
+        _of_a_product,
+        _unscaled_norm,
+    ],
 )
 @pytest.mark.parametrize("precision", ["exact", 8])
 def test_what_does_not_follow_is_stored(loss: Loss, precision: object) -> None:
@@ -178,6 +202,84 @@ def test_source_of_a_graph_that_has_run_backward_is_none() -> None:
     with engine.compress():
         _ = F.dropout(weights, 0.25) @ model.values
     assert "product" not in engine.finish_step().stored_as
+
+
+def test_change_behind_autograds_back_is_found_in_exact_mode() -> None:
+    """A write through .data counts nowhere: some elements are compared."""
+
+    def loss_of(model: Operands) -> Tensor:
+        dropped = F.dropout(model.scores.softmax(-1), 0.25)
+        dropped.data.mul_(3)
+        return (dropped @ model.values).square().sum()
+
+    exact, stored_as = _train(loss_of, precision="exact")
+    assert "product" not in stored_as
+    assert _same(exact, _train(loss_of)[0])
+
+
+def test_node_whose_tensors_were_saved_without_hooks() -> None:
+    """What was made before the scope began has nothing to look at."""
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig(precision=4))
+    weights, normalized = F.dropout(model.scores.softmax(-1), 0.25), model.norm(2 * model.inputs)
+    with engine.compress():
+        loss = (weights @ model.values).square().sum() + model.linear(normalized).square().sum()
+    loss.backward()
+    assert not {"product", "normalized"} & engine.finish_step().stored_as.keys()
+
+
+def test_spill_folder_changes_no_bit_of_many_rows(tmp_path: Path) -> None:
+    """The statistics of 4,096 rows and more lie on pages then, and still give the result."""
+    gradients = []
+    for options in ({}, {"memory_budget": "100MB", "spill_dir": str(tmp_path)}):
+        torch.manual_seed(0)
+        norm, linear = nn.LayerNorm(32), nn.Linear(32, 8)
+        model = nn.Sequential(norm, linear)
+        inputs = normal(4096, 32).requires_grad_()
+        engine = ActivationEngine(model, DAFConfig(precision=4, **options))
+        with engine.compress():
+            loss = model(2 * inputs).square().sum()
+        loss.backward()
+        assert engine.finish_step().stored_as["normalized"] == 1
+        gradients.append(_gradients(model))
+    assert _same(*gradients)
+
+
+def test_large_half_precision_inputs_do_not_overflow() -> None:
+    """A difference from the mean may leave the range of 16 bits; the operator computes in 32."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8)).half()
+    inputs = normal(128, 64).half()
+    inputs[:, 0], inputs[:, 1] = 60000, -60000
+    inputs.requires_grad_()
+    engine = ActivationEngine(model, DAFConfig(precision=8))
+    with engine.compress():
+        loss = model(inputs).float().square().sum()
+    loss.backward()
+    assert engine.finish_step().stored_as["normalized"] == 1
+    assert all(gradient.isfinite().all() for gradient in _gradients(model).values())
+
+
+def test_checkpointed_block_is_not_recomputed_by_a_look() -> None:
+    """The result of a block that keeps only its inputs is stored; its own saved tensors are left alone."""
+    calls: list[int] = []
+
+    def block(inputs: Tensor, model: Operands) -> Tensor:
+        calls.append(1)
+        return model.norm(2 * inputs)
+
+    def loss_of(model: Operands) -> Tensor:
+        return model.linear(checkpoint(block, model.inputs, model, use_reentrant=False)).square().sum()
+
+    for precision in ("exact", 8):
+        model = Operands()
+        engine = ActivationEngine(model, DAFConfig(precision=precision))
+        with engine.compress():
+            loss = loss_of(model)
+        assert len(calls) == 1
+        loss.backward()
+        assert len(calls) == 2
+        assert "normalized" not in engine.finish_step().stored_as
+        calls.clear()
 
 
 def test_derived_tensor_may_be_asked_for_again() -> None:
