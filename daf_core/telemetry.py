@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from daf_core.memory.pager import PagerAccount
+from daf_core.memory.account import PagerAccount
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ import threading
 import torch
 
 from daf_core.config import DAFConfig
+from daf_core.memory.account import PagerAccount
 from daf_core.memory.available import AutoBudget
 from daf_core.memory.growth import AdaptiveGrowth, FixedGrowth
-from daf_core.memory.pager import Pager, PagerAccount
+from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PAGE_BYTES, PagePool
 from daf_core.memory.spill import SpillFile
 from daf_kernels import PRECISIONS

@@ -18,6 +18,8 @@ class FreeList:
         self._stack = np.empty(0, np.int64)
         self._taken = np.empty(0, np.bool_)
         self.count = 0
+        self.untouched = 0
+        """Free pages that were never taken: those of the highest numbers, at the bottom of the stack."""
 
     @property
     def total(self) -> int:
@@ -33,6 +35,7 @@ class FreeList:
         if count > self.count:
             raise ValueError(f"{count} pages were asked for, and {self.count} of {self.total} are free")
         self.count -= count
+        self.untouched = min(self.untouched, self.count)
         numbers = np.sort(self._stack[self.count : self.count + count])
         self._taken[numbers] = True
         return numbers
@@ -59,6 +62,7 @@ class FreeList:
         self._stack = grown
         self._taken = np.concatenate([self._taken, np.zeros(count, np.bool_)])
         self.count += count
+        self.untouched += count
 
     def truncate(self, total: int) -> None:
         """Forgets the pages from number `total` on.
@@ -71,6 +75,7 @@ class FreeList:
         kept = self._stack[: self.count]
         kept = kept[kept < total]
         self.count = kept.size
+        self.untouched = max(total - (self.total - self.untouched), 0)
         self._stack = np.concatenate([kept, np.empty(total - kept.size, np.int64)])
         self._taken = self._taken[:total].copy()
 

@@ -38,7 +38,6 @@ class PagePool:
         self._addresses = np.empty(0, np.int64)
         self._watch = PeakWatch()
         self._peak_pages = 0
-        self._touched = 0
         self._lock = threading.Lock()
 
     def take(self, count: int, limit: int | None = None) -> Pages:
@@ -55,7 +54,6 @@ class PagePool:
             if count > self._free.count:
                 self._grow(count - self._free.count, limit)
             pages = self._free.take(count)
-            self._touched = max(self._touched, int(pages.max(initial=-1)) + 1)
             self._peak_pages = max(self._peak_pages, self._free.total - self._free.count)
             return pages
 
@@ -88,7 +86,8 @@ class PagePool:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the regions that take memory: on a CPU, pages that were never written to take none."""
-        return (self._touched if self._device.type == "cpu" else self._free.total) * self.page_bytes
+        untouched = self._free.untouched if self._device.type == "cpu" else 0
+        return (self._free.total - untouched) * self.page_bytes
 
     def addresses(self, pages: Pages) -> Pages:
         """Returns the memory address of each page."""
@@ -141,7 +140,6 @@ class PagePool:
             if not self._free.free_from(first):
                 return
             self._free.truncate(first)
-            self._touched = min(self._touched, first)
             self._addresses = self._addresses[:first].copy()
             self._regions.pop()
             self._first_page.pop()
