@@ -17,6 +17,8 @@ class FreeList:
     def __init__(self) -> None:
         self._stack = np.empty(0, np.int64)
         self._taken = np.empty(0, np.bool_)
+        self._last = np.empty(0, np.int64)
+        """Where a page stood in the list that was given back last; only its last place if it stood there twice."""
         self.count = 0
         self.untouched = 0
         """Free pages that were never taken: those of the highest numbers, at the bottom of the stack."""
@@ -46,8 +48,8 @@ class FreeList:
         Raises:
             ValueError: One of them is free already, or named twice.
         """
-        ascending = bool((numbers[1:] > numbers[:-1]).all())
-        if not self._taken[numbers].all() or not (ascending or np.unique(numbers).size == numbers.size):
+        self._last[numbers] = places = np.arange(numbers.size)
+        if not self._taken[numbers].all() or not np.array_equal(self._last[numbers], places):
             raise ValueError(f"some of the pages {numbers.tolist()} are given back twice")
         self._taken[numbers] = False
         self._stack[self.count : self.count + numbers.size] = numbers[::-1]
@@ -61,6 +63,7 @@ class FreeList:
         grown[count : count + self.count] = self._stack[: self.count]
         self._stack = grown
         self._taken = np.concatenate([self._taken, np.zeros(count, np.bool_)])
+        self._last = np.empty(self.total, np.int64)
         self.count += count
         self.untouched += count
 
@@ -78,6 +81,7 @@ class FreeList:
         self.untouched = max(total - (self.total - self.untouched), 0)
         self._stack = np.concatenate([kept, np.empty(total - kept.size, np.int64)])
         self._taken = self._taken[:total].copy()
+        self._last = np.empty(total, np.int64)
 
     def free_from(self, first: int) -> bool:
         """Says whether all pages from number `first` on are free."""

@@ -294,8 +294,11 @@ class Pager:
 
         while excess() > 0 and (copied := self._index.needed_last(copied=True)) is not None:
             self._evict(copied)
+        dropped: list[Pages] = []
         while drop and excess() > 0 and (lease := self._least_important(incoming)) is not None:
-            self._drop(lease)
+            dropped.append(self._drop(lease))
+        if dropped:
+            self.pool.give(np.concatenate(dropped))
         while self._spill is not None and excess() > 0 and (last := self._index.needed_last()) is not None:
             self._write_out(self._spill, last)
         if excess() > 0:
@@ -319,18 +322,22 @@ class Pager:
             return resident
         return resident if resident is not None and resident.drops[-1][0] <= incoming.drops[-1][0] else incoming
 
-    def _drop(self, lease: Lease) -> None:
-        """Drops the next planes of a lease; one without pages yet will be written without them."""
-        before = lease.size
+    def _drop(self, lease: Lease) -> Pages:
+        """Drops the next planes of a lease and returns their pages, which the pool is still to be given.
+
+        A lease without pages yet will be written without the planes.
+        """
+        before, pages = lease.size, NOWHERE
         if not lease.resident:
             self._account.dropped_planes += lease.drop()
         else:
             self._index.remove(lease)
             self._account.dropped_planes += lease.drop()
-            self._give(lease.pages[lease.size :])
-            lease.pages = lease.pages[: lease.size]
+            pages, lease.pages = lease.pages[lease.size :], lease.pages[: lease.size]
+            self.held_bytes -= pages.size * self.pool.page_bytes
             self._index.add(lease)
         self._account.dropped_bytes += (before - lease.size) * self.pool.page_bytes
+        return pages
 
     def _write_out(self, spill: SpillFile, lease: Lease) -> None:
         slots = spill.write(self.pool, lease.pages)
