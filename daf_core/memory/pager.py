@@ -298,7 +298,7 @@ class Pager:
         while drop and excess() > 0 and (lease := self._least_important(incoming)) is not None:
             dropped.append(self._drop(lease))
         if dropped:
-            self.pool.give(np.concatenate(dropped))
+            self.pool.give(np.concatenate(dropped[::-1]))
         while self._spill is not None and excess() > 0 and (last := self._index.needed_last()) is not None:
             self._write_out(self._spill, last)
         if excess() > 0:
