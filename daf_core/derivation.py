@@ -13,7 +13,7 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.derived import Source
 from daf_core.handle import Handle
 from daf_core.sites import ModuleScopes
-from daf_core.torch_internals import packed_for
+from daf_core.torch_internals import packed_for, skip_nodes
 
 UnpackHook = Callable[[Any], Tensor]
 
@@ -52,12 +52,12 @@ class Derivation:
         """
         if not tensor.is_contiguous() or tensor._version:  # changed in place after its node made it
             return None
-        node = _before_views(tensor.grad_fn)
+        node = skip_nodes(tensor.grad_fn, _VIEWS)
         if node is None or node.name() != "MulBackward0" or node.next_functions[1][0] is not None:
             # A result that its own node saves is the same storage, and shared.
             return None if exact or node is None else self._normalized(node, tensor, unpack)
         mask = _source(node, "other", tensor, unpack)
-        factor_node = _before_views(node.next_functions[0][0])
+        factor_node = skip_nodes(node.next_functions[0][0], _VIEWS)
         if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
             return None
         factor = _source(factor_node, "result", tensor, unpack)
@@ -108,9 +108,3 @@ def _agree(tensor: Tensor, factor: Source, mask: BitmaskActivation | RawActivati
         return torch.equal(found, factors * mask.unpack().view(-1)[::step])
     low, high = mask.values(tensor.dtype).to(tensor.device)
     return bool(((found == factors * low) | (found == factors * high)).all())
-
-
-def _before_views(node: Node) -> Node:
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-    return node

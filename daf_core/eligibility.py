@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core.codecs.planes import DTYPES
-from daf_core.torch_internals import storage_id
+from daf_core.torch_internals import skip_nodes, storage_id
 
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""
@@ -75,9 +75,7 @@ class Eligibility:
         """
         if tensor.dtype not in _LOW_PRECISION or tuple(sorted(tensor.shape)) not in self._wide_shapes:
             return False
-        node = tensor.grad_fn
-        while node is not None and node.name() in _VIEWS:
-            node = node.next_functions[0][0]
+        node = skip_nodes(tensor.grad_fn, _VIEWS)
         if node is None:
             return not tensor.requires_grad
         source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None

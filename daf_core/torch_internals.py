@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -27,6 +27,13 @@ def drop_innermost_hooks() -> None:
 def in_backward() -> bool:
     """Says whether this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def skip_nodes(node: Any, names: Collection[str]) -> Any:
+    """Returns the first autograd node from `node` on, towards the leaves, with none of the names; None at the end."""
+    while node is not None and node.name() in names:
+        node = node.next_functions[0][0]
+    return node
 
 
 def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:

@@ -28,6 +28,11 @@ class FreeList:
         """Pages, free or taken; their numbers count from 0."""
         return self._taken.size
 
+    @property
+    def used(self) -> int:
+        """Pages that are taken."""
+        return self.total - self.count
+
     def take(self, count: int) -> Pages:
         """Returns the numbers of `count` pages, in ascending order.
 

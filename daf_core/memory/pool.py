@@ -54,7 +54,7 @@ class PagePool:
             if count > self._free.count:
                 self._grow(count - self._free.count, limit)
             pages = self._free.take(count)
-            self._peak_pages = max(self._peak_pages, self._free.total - self._free.count)
+            self._peak_pages = max(self._peak_pages, self._free.used)
             return pages
 
     def give(self, pages: Pages) -> None:
@@ -70,13 +70,13 @@ class PagePool:
         """Ends a step: regions that only a peak needed which did not return go back to the system."""
         with self._lock:
             self._watch.add(self._peak_pages * self.page_bytes)
-            self._peak_pages = self._free.total - self._free.count
+            self._peak_pages = self._free.used
             self._shrink(self._watch.worth_keeping(self._free.total * self.page_bytes))
 
     @property
     def used_pages(self) -> int:
         """Pages that are taken."""
-        return self._free.total - self._free.count
+        return self._free.used
 
     @property
     def reserved_bytes(self) -> int:

@@ -46,6 +46,7 @@ class SpillFile:
         self._end = 0
         self._lock = threading.Lock()
         try:
+            # Open for as long as this object lives: no block of code ends with it.
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise SpillError(
@@ -59,7 +60,7 @@ class SpillFile:
     @property
     def used_slots(self) -> int:
         """Slots that hold a page."""
-        return self._slots.total - self._slots.count
+        return self._slots.used
 
     def write(self, memory: PageMemory, pages: Pages) -> Pages:
         """Copies pages into the file and returns their slots.

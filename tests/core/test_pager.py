@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,8 +23,7 @@ from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PagePool
 from daf_core.memory.spill import SpillFile
 from tests.core.harness import wait_for_read_ahead as wait
-
-PAGE = 128
+from tests.core.leases import PAGE, content, write
 
 
 def make_pager(budget: int | None, least_planes: int = 0, folder: Path | None = None) -> Pager:
@@ -32,19 +31,6 @@ def make_pager(budget: int | None, least_planes: int = 0, folder: Path | None = 
     pool = PagePool(torch.device("cpu"), AdaptiveGrowth(least=4 * PAGE), PAGE)
     spill = None if folder is None else SpillFile(folder, PAGE)
     return Pager(pool, None if budget is None else budget * PAGE, least_planes, spill)
-
-
-def write(pager: Pager, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> Lease:
-    """Leases pages and fills them with what `intact` expects."""
-    with pager.writing(fixed, planes, importances) as lease:
-        pager.pool.write(lease.pages, content(lease))
-    return lease
-
-
-def content(lease: Lease) -> torch.Tensor:
-    """Rows that differ from page to page and from lease to lease."""
-    first = torch.arange(lease.size)[:, None] + 31 * lease.serial
-    return ((first + torch.arange(PAGE)) % 251).to(torch.uint8)
 
 
 def intact(pager: Pager, lease: Lease) -> bool:

@@ -6,7 +6,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,8 +26,8 @@ from daf_core.memory.pool import PagePool
 from daf_core.memory.spill import ReadAhead, SpillFile
 from daf_kernels import PageMemory, Pages
 from tests.core.harness import wait_for_read_ahead as wait
+from tests.core.leases import PAGE, content, write
 
-PAGE = 128
 SECONDS = 1.0
 """How long the threads of one test work; 30 for a thorough look."""
 
@@ -56,19 +56,6 @@ def make_pager(budget: int | None, spill: SpillFile | None = None) -> Pager:
     """A pager with a budget in pages."""
     pool = PagePool(torch.device("cpu"), AdaptiveGrowth(least=4 * PAGE), PAGE)
     return Pager(pool, None if budget is None else budget * PAGE, 0, spill)
-
-
-def write(pager: Pager, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> Lease:
-    """Leases pages and fills them with what `read` expects."""
-    with pager.writing(fixed, planes, importances) as lease:
-        pager.pool.write(lease.pages, content(lease))
-    return lease
-
-
-def content(lease: Lease) -> torch.Tensor:
-    """Rows that differ from page to page and from lease to lease."""
-    first = torch.arange(lease.size)[:, None] + 31 * lease.serial
-    return ((first + torch.arange(PAGE)) % 251).to(torch.uint8)
 
 
 def read(pager: Pager, lease: Lease) -> None:

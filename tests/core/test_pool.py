@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -260,12 +261,12 @@ def test_used_pages_are_used_again_first() -> None:
         (lambda free: free.truncate(1), "pages from 1 on are in use"),
     ],
 )
-def test_free_list_refuses_what_it_cannot_do(refused: object, message: str) -> None:
+def test_free_list_refuses_what_it_cannot_do(refused: Callable[[FreeList], object], message: str) -> None:
     """An error changes nothing."""
     free = FreeList()
     free.extend(5)
     free.take(2)
     with pytest.raises(ValueError, match=message):
-        refused(free)  # type: ignore[operator]
+        refused(free)
     assert (free.total, free.count) == (5, 3)
     free.check()
