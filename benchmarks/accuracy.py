@@ -1,4 +1,6 @@
-"""Compares the accuracy that methods reach when they fine-tune a pre-trained encoder, seed by seed.
+"""Compares the accuracy that methods reach when they train, seed by seed.
+
+A pre-trained encoder on sentences, or with a folder of images ResNet-18 from random weights.
 
 Run ``python -m benchmarks.accuracy --methods plain,daf-4bit --seeds 5 --json mrpc.json --markdown mrpc.md``.
 """
@@ -8,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,11 +24,11 @@ from benchmarks.finetune import (
     TRAINING_SPLIT,
     MissingEncoderError,
     Recipe,
-    Split,
     finetune,
     load_splits,
     step_count,
 )
+from benchmarks.images import TRAINING_FILE, ImageRecipe, image_steps, load_images, train_images
 from benchmarks.machine import core_count, describe_machine
 from benchmarks.methods import DAF_PRECISIONS
 from benchmarks.options import method_names, whole_number
@@ -38,12 +40,16 @@ DEFAULT_DATA = Path("../shared/data/glue/mrpc")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The accuracy that one method reached with one seed, on each split that it was evaluated on."""
+    """The accuracy that one method reached with one seed, on each split that it was evaluated on.
+
+    ``figures`` is what the method logged: bytes, time and the error of the gradient.
+    """
 
     method: str
     seed: int
     accuracy: dict[str, float]
     seconds: float
+    figures: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +75,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks.accuracy", description="Compares accuracies seed by seed."
     )
     cores = core_count()
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with train.jsonl.gz and dev.jsonl.gz")
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with texts or images")
     parser.add_argument("--methods", type=method_names(METHODS), default="plain,daf-4bit", help="separated by commas")
     parser.add_argument("--seeds", type=whole_number(1), default=5, help="how many")
     parser.add_argument("--first-seed", type=whole_number(0), default=0, help="they count from here")
-    parser.add_argument("--epochs", type=whole_number(1), default=Recipe.epochs)
+    parser.add_argument("--epochs", type=whole_number(1), help="how often the rows are seen")
     parser.add_argument("--train-rows", type=whole_number(1), help="train on the first rows only")
     parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -84,22 +90,41 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run_all(options: argparse.Namespace, splits: dict[str, Split]) -> list[Run]:
+Training = Callable[[str, int, Callable[[], None]], tuple[dict[str, float], dict[str, float]]]
+"""Trains with a method and a seed, tells of each step, and returns accuracies and what was logged."""
+
+
+def load_training(options: argparse.Namespace) -> tuple[Training, int]:
+    """Returns what trains on the data that was asked for, and its number of steps.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        MissingEncoderError: The pre-trained encoder is not installed.
+    """
+    epochs = {} if options.epochs is None else {"epochs": options.epochs}
+    if (options.data / TRAINING_FILE).exists():
+        images, image_recipe = load_images(options.data, options.train_rows), ImageRecipe(**epochs)
+        steps = image_steps(len(images[TRAINING_SPLIT].labels), image_recipe)
+        return lambda method, seed, on_step: train_images(method, seed, images, image_recipe, on_step), steps
+    splits, recipe = load_splits(options.data, options.train_rows), Recipe(**epochs)
+    steps = step_count(len(splits[TRAINING_SPLIT]), recipe)
+    return lambda method, seed, on_step: finetune(method, seed, splits, recipe, on_step), steps
+
+
+def run_all(options: argparse.Namespace, train: Training, steps: int) -> list[Run]:
     """Trains with every method and seed and returns what each run reached.
 
     The files asked for are written after every seed: an interrupted benchmark keeps what it has measured.
     """
-    recipe = Recipe(epochs=options.epochs)
-    steps = step_count(len(splits[TRAINING_SPLIT]), recipe)
     runs: list[Run] = []
     with Progress(console=Console(stderr=True)) as progress:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             for method in options.methods:
                 bar = progress.add_task(f"seed {seed}, {method}", total=steps)
                 start = time.perf_counter()
-                accuracy = finetune(method, seed, splits, recipe, lambda bar=bar: progress.advance(bar))
+                accuracy, figures = train(method, seed, lambda bar=bar: progress.advance(bar))
                 seconds = time.perf_counter() - start
-                runs.append(Run(method=method, seed=seed, accuracy=accuracy, seconds=seconds))
+                runs.append(Run(method=method, seed=seed, accuracy=accuracy, seconds=seconds, figures=figures))
             write_reports(options, runs)
     return runs
 
@@ -138,10 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     try:
-        splits = load_splits(options.data, options.train_rows)
+        train, steps = load_training(options)
     except (FileNotFoundError, MissingEncoderError) as error:
         sys.exit(f"error: {error}")
-    Console().print(Markdown(markdown_report(summarize(run_all(options, splits)))))
+    Console().print(Markdown(markdown_report(summarize(run_all(options, train, steps)))))
 
 
 def _summarize_split(runs: Sequence[Run], method: str, split: str) -> SplitSummary:
@@ -182,7 +207,7 @@ def _json_report(options: argparse.Namespace, runs: Sequence[Run], summaries: Se
             "train_rows": options.train_rows,
             "seeds": options.seeds,
             "threads": options.threads,
-            "recipe": asdict(Recipe(epochs=options.epochs)),
+            "epochs": options.epochs,
         },
     }
     return json.dumps(report, indent=2) + "\n"

@@ -91,8 +91,8 @@ def finetune(
     splits: dict[str, Split],
     recipe: Recipe,
     on_step: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Trains the encoder and returns its accuracy on each evaluation split, and on both together.
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Trains the encoder and returns its accuracy on each evaluation split and on both together, and what was logged.
 
     LoRA adapters on query and value, the pooler and the classifier are trained. The seed fixes the initial
     weights, the order of the rows and, step by step, the dropout masks, whatever the method.
@@ -107,8 +107,10 @@ def finetune(
     model = build_encoder(seed)
     method = open_method(method_name, model)
     _train(model, method, splits[TRAINING_SPLIT], recipe, seed, on_step)
+    figures = method.figures()
     method.close()
-    return _accuracies(model, {name: rows for name, rows in splits.items() if name in EVALUATION_SPLITS})
+    evaluated = {name: rows for name, rows in splits.items() if name in EVALUATION_SPLITS}
+    return _accuracies(model, evaluated), figures
 
 
 def step_count(rows: int, recipe: Recipe) -> int:
@@ -124,6 +126,7 @@ def _train(
     schedule = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
     model.train()
     for number, batch in enumerate(training_batches(rows, recipe, seed)):
+        method.audit(batch, lambda rows: model(**rows).loss)
         torch.manual_seed(seed * steps + number)
         with method.compress():
             loss = model(**batch).loss

@@ -26,7 +26,7 @@ from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PAGE_BYTES, PagePool
-from daf_core.precision.importance import plane_importances
+from daf_core.precision.importance import plane_importances, rounding_errors
 from daf_kernels import PRECISIONS, PlaneLayout, plane_layout, planes_for
 from daf_kernels.layout import BLOCK, HEADER_BYTES
 
@@ -252,7 +252,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def _lease(pager: Pager, layout: PlaneLayout, numbers: random.Random, precision: int | None = None) -> Lease:
     planes = planes_for(precision or numbers.choice(PRECISIONS))
     pages = [layout.plane_pages(plane) for plane in range(planes)]
-    importances = plane_importances(numbers.uniform(12, 60), layout.elements, [PAGE_BYTES * count for count in pages])
+    errors = rounding_errors(numbers.uniform(12, 60), layout.elements)
+    importances = plane_importances(errors, [PAGE_BYTES * count for count in pages])
     with pager.writing(layout.header_pages, pages, importances) as lease:
         return lease
 

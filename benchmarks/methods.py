@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,9 +14,10 @@ from transformers.models.resnet.modeling_resnet import ResNetBasicLayer
 
 from benchmarks.process_memory import SavedTensorCounter
 
-Precision = Literal["exact", 8, 4, 2, 1]
+Precision = Literal["auto", "exact", 8, 4, 2, 1]
 
 DAF_PRECISIONS: dict[str, Precision] = {
+    "daf-auto": "auto",
     "daf-exact": "exact",
     "daf-8bit": 8,
     "daf-4bit": 4,
@@ -26,10 +27,13 @@ DAF_PRECISIONS: dict[str, Precision] = {
 METHODS: tuple[str, ...] = ("plain", "checkpoint", *DAF_PRECISIONS)
 """Names of all methods; ``plain`` is the one that the others are compared with.
 
-A DAF method may be given a memory budget, as in ``daf-4bit@40MB``, and a spill file, as in ``daf-4bit@40MB+spill``.
+A DAF method may be given a memory budget, as in ``daf-4bit@40MB``, and a spill file, as in ``daf-4bit@40MB+spill``;
+``daf-auto`` a bound for the error of the gradient, as in ``daf-auto<0.05``, or ``daf-auto<0.05/5`` with an audit every
+5 steps.
 """
 
 _BUDGETED = re.compile(r"(?P<name>daf-\w+)@(?P<budget>[\w.]+)(?P<spill>\+spill)?")
+_BOUNDED = re.compile(r"daf-auto<(?P<bound>[\d.]+)(/(?P<every>\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +47,16 @@ class StoredBytes:
     dropped_bytes: int = 0
     spilled_bytes: int = 0
     pager_seconds: float = 0.0
+    audit_seconds: float = 0.0
+    audited_error: float | None = None
 
 
 class Method(Protocol):
     """What a training loop needs of a method."""
+
+    def audit(self, batch: dict[str, Tensor], loss_function: Callable[[dict[str, Tensor]], Tensor]) -> None:
+        """Measures the error of the gradient on some rows of the batch, if the method does that now."""
+        ...
 
     def compress(self) -> AbstractContextManager[object]:
         """Returns the context that forward and loss run in."""
@@ -60,6 +70,10 @@ class Method(Protocol):
         """Runs one more forward and backward pass and returns what it saved."""
         ...
 
+    def figures(self) -> dict[str, float]:
+        """Returns what the method logs about the run so far."""
+        ...
+
     def close(self) -> None:
         """Undoes what the method did to the model."""
         ...
@@ -68,7 +82,8 @@ class Method(Protocol):
 def is_method(name: str) -> bool:
     """Says whether `open_method` knows the name."""
     budgeted = _BUDGETED.fullmatch(name)
-    return name in METHODS or (budgeted is not None and budgeted["name"] in DAF_PRECISIONS)
+    budgeted_method = budgeted is not None and budgeted["name"] in DAF_PRECISIONS
+    return name in METHODS or budgeted_method or _BOUNDED.fullmatch(name) is not None
 
 
 def open_method(name: str, model: nn.Module) -> Method:
@@ -82,11 +97,15 @@ def open_method(name: str, model: nn.Module) -> Method:
         name: One of ``METHODS``, or a DAF method with a budget.
         model: A model of ``benchmarks.models``.
     """
-    budgeted = _BUDGETED.fullmatch(name)
-    if budgeted:
-        return _Compressed(model, DAF_PRECISIONS[budgeted["name"]], budgeted["budget"], bool(budgeted["spill"]))
+    if budgeted := _BUDGETED.fullmatch(name):
+        spill_dir = tempfile.gettempdir() if budgeted["spill"] else None
+        precision = DAF_PRECISIONS[budgeted["name"]]
+        return _Compressed(model, precision=precision, memory_budget=budgeted["budget"], spill_dir=spill_dir)
+    if bounded := _BOUNDED.fullmatch(name):
+        every = {} if bounded["every"] is None else {"audit_every": int(bounded["every"])}
+        return _Compressed(model, max_gradient_error=float(bounded["bound"]), **every)
     if name in DAF_PRECISIONS:
-        return _Compressed(model, DAF_PRECISIONS[name])
+        return _Compressed(model, precision=DAF_PRECISIONS[name])
     if name == "checkpoint":
         _enable_checkpointing(model)
     return _Uncompressed(model)
@@ -97,6 +116,9 @@ class _Uncompressed:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+
+    def audit(self, batch: dict[str, Tensor], loss_function: Callable[[dict[str, Tensor]], Tensor]) -> None:
+        return
 
     def compress(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -110,32 +132,39 @@ class _Uncompressed:
         loss.backward()
         return StoredBytes(raw_bytes=counter.bytes, held_bytes=counter.bytes)
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         return
 
 
 class _Compressed:
-    """Stores the saved tensors with DAF, at one precision or less where a budget asks for it."""
+    """Stores the saved tensors with DAF."""
 
-    def __init__(self, model: nn.Module, precision: Precision, budget: str | None = None, spill: bool = False) -> None:
-        from daf_core import ActivationEngine, DAFConfig  # the other methods run without DAF
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        # The other methods run without DAF.
+        from daf_core import DAFConfig
+        from daf_integrations.session import DAFSession
 
-        spill_dir = tempfile.gettempdir() if spill else None
-        self._engine = ActivationEngine(
-            model, DAFConfig(precision=precision, memory_budget=budget, spill_dir=spill_dir)
-        )
+        self._session = DAFSession(DAFConfig(**options))
+        self._session.attach(model)
+
+    def audit(self, batch: dict[str, Tensor], loss_function: Callable[[dict[str, Tensor]], Tensor]) -> None:
+        self._session.audit(batch, loss_function)
 
     def compress(self) -> AbstractContextManager[object]:
-        return self._engine.compress()
+        return self._session.scope()
 
     def finish_step(self) -> None:
-        self._engine.finish_step()
+        self._session.finish_step()
 
     def measure(self, forward: Callable[[], Tensor]) -> StoredBytes:
         with self.compress():
             loss = forward()
         loss.backward()
-        step = self._engine.finish_step()
+        step = self._session.finish_step()
+        assert step is not None
         return StoredBytes(
             raw_bytes=step.raw_bytes,
             held_bytes=step.held_bytes,
@@ -144,10 +173,16 @@ class _Compressed:
             dropped_bytes=step.dropped_bytes,
             spilled_bytes=step.spilled_bytes,
             pager_seconds=step.pager_seconds,
+            audit_seconds=self._session.totals.audit_seconds,
+            audited_error=self._session.totals.gradient_error,
         )
 
+    def figures(self) -> dict[str, float]:
+        totals = self._session.totals
+        return totals.metrics() | {"audits": totals.audits, "audits_above": totals.audits_above}
+
     def close(self) -> None:
-        self._engine.close()
+        self._session.detach()
 
 
 def _enable_checkpointing(model: nn.Module) -> None:

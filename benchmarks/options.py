@@ -1,6 +1,7 @@
 """Argument types that the benchmarks share; a wrong value is answered with what is allowed and what to do."""
 
 import argparse
+import re
 from collections.abc import Callable
 
 from benchmarks.methods import METHODS, is_method
@@ -38,11 +39,12 @@ def method_names(allowed: tuple[str, ...] = METHODS) -> Callable[[str], tuple[st
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(name.strip() for name in text.split(","))
-        unknown = [name for name in names if name.partition("@")[0] not in allowed or not is_method(name)]
+        unknown = [name for name in names if re.split("[@<]", name)[0] not in allowed or not is_method(name)]
         if unknown:
             raise argparse.ArgumentTypeError(
                 f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}, "
-                "those of DAF also with a budget, as in daf-4bit@40MB, or daf-4bit@40MB+spill; separated by commas"
+                "those of DAF also with a budget, as in daf-4bit@40MB, or daf-4bit@40MB+spill, and daf-auto with a "
+                "bound, as in daf-auto<0.05; separated by commas"
             )
         if len(set(names)) < len(names):
             raise argparse.ArgumentTypeError(f"got {text!r}, which repeats a method; name each one once")

@@ -29,7 +29,8 @@ class MethodResult:
     ``step_ratio`` the median over rounds of the step time over that of ``plain`` in the same round.
     ``gradient_error`` and ``gradient_cosine`` are over all trained parameters; the classifier of an encoder with
     random weights outweighs its adapters there, so these have figures of their own, or None without adapters.
-    ``dropped_bytes``, ``spilled_bytes`` and ``pager_seconds`` are what a memory budget costs in a step.
+    ``dropped_bytes``, ``spilled_bytes`` and ``pager_seconds`` are what a memory budget costs in a step,
+    ``audit_seconds`` what all audits of a round took, and ``audited_error`` what the last one found.
     ``rounds`` has the measurements that the medians are of.
     """
 
@@ -50,6 +51,8 @@ class MethodResult:
     dropped_bytes: int
     spilled_bytes: int
     pager_seconds: float
+    audit_seconds: float
+    audited_error: float | None
     rounds: list[dict[str, float]]
 
 
@@ -140,6 +143,8 @@ def summarize(
         dropped_bytes=int(_median(rounds, "dropped_bytes")),
         spilled_bytes=int(_median(rounds, "spilled_bytes")),
         pager_seconds=_median(rounds, "pager_seconds"),
+        audit_seconds=_median(rounds, "audit_seconds"),
+        audited_error=rounds[-1].audited_error,
         rounds=[
             {"step_seconds": measured.step_seconds, "peak_rss_bytes": measured.peak_rss_bytes} for measured in rounds
         ],

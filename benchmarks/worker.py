@@ -52,6 +52,7 @@ class Task:
 class Measurement:
     """What one process measured: bytes of one step, peak above the loaded model, median time of a step.
 
+    ``audit_seconds`` is what measuring the error of the gradient took in all steps, which the median does not show.
     ``setup_rss_bytes`` is what opening the method loaded before the level that the peak is above: compiled
     kernels and their compiler. It does not grow with the model.
     """
@@ -67,6 +68,8 @@ class Measurement:
     dropped_bytes: int = 0
     spilled_bytes: int = 0
     pager_seconds: float = 0.0
+    audit_seconds: float = 0.0
+    audited_error: float | None = None
 
 
 class TrainingStep:
@@ -81,15 +84,16 @@ class TrainingStep:
         self._method = method
         self._autocast = dtype == "bf16"
 
-    def forward(self) -> Tensor:
-        """Returns the loss."""
+    def forward(self, batch: dict[str, Tensor] | None = None) -> Tensor:
+        """Returns the loss of the batch, or of another one."""
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
-            return self._model(**self._batch).loss
+            return self._model(**batch or self._batch).loss
 
     def compute_gradients(self, seed: int) -> None:
         """Sets the gradients and leaves the weights as they are."""
         torch.manual_seed(seed)
         self._optimizer.zero_grad()
+        self._method.audit(self._batch, self.forward)
         with self._method.compress():
             loss = self.forward()
         loss.backward()

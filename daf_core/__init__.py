@@ -4,26 +4,32 @@ from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
 from daf_core.errors import (
     ActivationBudgetError,
+    AuditError,
     ConfigError,
     DAFError,
     HooksActiveError,
     ModifiedInPlaceError,
     NothingToTrainError,
     SpillError,
+    StateError,
     UnsupportedDeviceError,
 )
+from daf_core.precision.rehearsal import GradientError
 from daf_core.telemetry import StepStatistics
 
 __all__ = [
     "ActivationBudgetError",
     "ActivationEngine",
+    "AuditError",
     "ConfigError",
     "DAFConfig",
     "DAFError",
+    "GradientError",
     "HooksActiveError",
     "ModifiedInPlaceError",
     "NothingToTrainError",
     "SpillError",
+    "StateError",
     "StepStatistics",
     "UnsupportedDeviceError",
 ]

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 from daf_core.errors import ConfigError
 
-Precision = Literal["exact", 8, 4, 2, 1]
+Precision = Literal["auto", "exact", 8, 4, 2, 1]
 MinPrecision = Literal[0, 1, 2, 4, 8]
 Rounding = Literal["nearest", "stochastic"]
 BackendName = Literal["auto", "reference"]
@@ -25,16 +25,25 @@ class DAFConfig:
     """How activations are stored. All fields are keywords; `to_dict` and `from_dict` are inverse.
 
     Attributes:
-        precision: Code bits of an activation element: 8, 4, 2 or 1; "exact" stores nothing lossy, so that gradients
-            are bit-identical to training without DAF, and only masks and integers shrink.
+        precision: Code bits of an activation element: 8, 4, 2 or 1 for all alike; "auto" chooses them for each place in
+            the model by what its error does to the gradient: the fewest bytes under `max_gradient_error`, otherwise the
+            least error within `memory_budget`, otherwise the least error in the bytes that 4 bits for all would take;
+            "exact" stores nothing lossy, so that gradients are bit-identical to training without DAF, and only masks
+            and integers shrink.
+        max_gradient_error: Error of the gradient that is allowed, relative to its length, such as 0.05; None for no
+            bound. It is measured by audits. Where `memory_budget` is too small for it, the budget is kept, and a
+            warning says what the error is.
+        audit_every: Steps between audits, which measure the error on an eighth of a batch; a few more take place at the
+            beginning. None for no audits: "auto" then knows nothing of the gradient.
         rounding: "nearest", or "stochastic" for codes whose expectation is the value. Nearest gives the smaller
             gradient error below 5 bits, stochastic a slightly smaller one above.
         memory_budget: Bytes that saved activations may hold at once on each device, as a number or a size such as
             "400MB"; "auto" follows the memory that is available; None sets no limit. It is never exceeded: the least
             important bits are dropped first, then activations move to `spill_dir`, then `ActivationBudgetError` is
             raised.
-        min_precision: Bits that the budget may not take from an activation: 8, 4, 2, 1, or 0 for the means of its
-            scaling groups alone. None stands for 0, and with a `spill_dir` for `precision`: spilling loses nothing.
+        min_precision: Bits that neither "auto" nor the budget may take from an activation: 8, 4, 2, 1, or 0 for the
+            means of its scaling groups alone. None stands for 0, and with a `spill_dir` for `precision` (8 for "auto"):
+            spilling loses nothing.
         spill_dir: Folder for a file that takes what does not fit in the budget; None for none.
         pool_growth: "adaptive", or the bytes by which the page pool grows, as a number or a size such as "100MB".
         seed: Selects the random numbers of stochastic rounding. Torch's generators are never touched.
@@ -45,7 +54,9 @@ class DAFConfig:
         ConfigError: An option is unknown or a value is not allowed.
     """
 
-    precision: Precision = 4
+    precision: Precision = "auto"
+    max_gradient_error: float | None = None
+    audit_every: int | None = 100
     rounding: Rounding = "nearest"
     memory_budget: int | str | None = None
     min_precision: MinPrecision | None = None
@@ -64,6 +75,8 @@ class DAFConfig:
         _check_choice("rounding", self.rounding, get_args(Rounding))
         _check_choice("backend", self.backend, get_args(BackendName))
         _check_seed(self.seed)
+        _check_bound(self.max_gradient_error, self.precision, self.audit_every)
+        _check_interval("audit_every", self.audit_every)
         _check_min_precision(self.min_precision, self.precision)
         _check_folder("spill_dir", self.spill_dir)
         if self.spill_dir is not None:
@@ -77,7 +90,8 @@ class DAFConfig:
         """Bits that the budget may not take from an activation; 0 where `precision` is "exact"."""
         if self.precision == "exact":
             return 0
-        least = self.precision if self.spill_dir is not None else 0
+        most = 8 if self.precision == "auto" else self.precision
+        least = most if self.spill_dir is not None else 0
         return least if self.min_precision is None else self.min_precision
 
     @classmethod
@@ -159,8 +173,26 @@ def _check_min_precision(least: int | None, precision: Precision) -> None:
         raise ConfigError(
             f'min_precision={least} means nothing with precision="exact", which drops no bits; leave it out'
         )
-    if least > precision:
+    if precision != "auto" and least > precision:
         raise ConfigError(f"min_precision={least} is not allowed: it is above precision={precision}")
+
+
+def _check_bound(bound: object, precision: Precision, audit_every: object) -> None:
+    if bound is None:
+        return
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound <= 1:
+        raise ConfigError(f"max_gradient_error={bound!r} is not allowed; give a number above 0, and 1 at most")
+    if precision != "auto":
+        raise ConfigError(
+            f'max_gradient_error={bound} means nothing with precision={precision!r}; it needs precision="auto"'
+        )
+    if audit_every is None:
+        raise ConfigError(f"max_gradient_error={bound} needs audits to measure the error; set audit_every")
+
+
+def _check_interval(name: str, steps: object) -> None:
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ConfigError(f"{name}={steps!r} is not allowed; give a number of steps, 1 or more, or None")
 
 
 def _check_folder(name: str, folder: object) -> None:

@@ -35,10 +35,16 @@ class Form(enum.Enum):
 
 
 class Eligibility:
-    """Tells activations from parameters, their casts and small exact things."""
+    """Tells activations from parameters, their casts and small exact things.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: The model with the parameters.
+        least_elements: Tensors with fewer stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, least_elements: int = LEAST_ELEMENTS) -> None:
         self._model = model
+        self._least_elements = least_elements
         self._storages: set[int] = set()
         self._wide_shapes: set[tuple[int, ...]] = set()
 
@@ -58,7 +64,9 @@ class Eligibility:
         """
         if not is_plain(tensor) or storage_id(tensor) in self._storages or self._is_cast(tensor):
             return Form.PARAMETER
-        if tensor.numel() < LEAST_ELEMENTS or tensor.is_neg():  # the latter's memory holds the negative of its values
+        if (
+            tensor.numel() < self._least_elements or tensor.is_neg()
+        ):  # the latter's memory holds the negative of its values
             return Form.RAW
         if tensor.dtype in _INTEGERS:
             return Form.INTEGER

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from daf_core import hook_stack
-from daf_core.codecs import (
-    BitmaskActivation,
-    NarrowIntActivation,
-    PlanesActivation,
-    RawActivation,
-    RectifiedActivation,
-    StoredActivation,
-    VerbatimActivation,
-)
 from daf_core.config import DAFConfig, parse_size
-from daf_core.derivation import Derivation
-from daf_core.eligibility import Eligibility, Form
-from daf_core.errors import ActivationBudgetError, NothingToTrainError, UnsupportedDeviceError
-from daf_core.geometry import Geometry, geometry_of
-from daf_core.handle import Handle
+from daf_core.eligibility import Eligibility
+from daf_core.errors import NothingToTrainError, StateError, UnsupportedDeviceError
+from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.memory.devices import DevicePagers
-from daf_core.sharing import SharingTable
-from daf_core.sites import ModuleScopes, Site, follow_modules
+from daf_core.packing import LossyStore, Packer
+from daf_core.precision.audit import Auditor
+from daf_core.precision.census import LastPass
+from daf_core.precision.policy import PrecisionPolicy
+from daf_core.precision.rehearsal import GradientError, Rehearsal
+from daf_core.sites import ModuleScopes, follow_modules
 from daf_core.telemetry import StepRecorder, StepStatistics
-from daf_core.torch_internals import in_backward
-from daf_kernels import Backend, NoKernelError, Seed, load_backend
+from daf_core.undisturbed import undisturbed
+from daf_kernels import Backend, NoKernelError, load_backend
+
+REHEARSED_ELEMENTS = 128
+REHEARSED_PAGE_BYTES = 128
+"""A rehearsal encodes what a batch of 32 times as many rows would."""
 
 
 class ActivationEngine:
@@ -59,15 +57,19 @@ class ActivationEngine:
         _check_trainable(model)
         devices = {parameter.device for parameter in model.parameters()}
         self._backends = {device: _load_backend(device, self.config.backend) for device in devices}
+        self._model = model
         self._pagers = DevicePagers(self.config)
         self._eligibility = Eligibility(model)
-        self._sharing = SharingTable()
         self._scopes = ModuleScopes()
-        self._derivation = Derivation(self._scopes)
         self._hooks = follow_modules(model, self._scopes)
         self._recorder = StepRecorder()
+        self._policy = PrecisionPolicy(self.config)
+        self._auditor = Auditor(self.config, self._policy)
+        self._streams = RandomStreams(self.config)
+        self._store = TrainingStore(self._policy, self._streams)
+        self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
+        self._last_pass = LastPass()
         self._inside = threading.local()
-        self._passes = 0
 
     @contextmanager
     def compress(self) -> Generator[None]:
@@ -87,13 +89,93 @@ class ActivationEngine:
         hook_stack.refuse_foreign_hooks()
         try:
             self._begin_pass()
-            with hook_stack.installed(self._pack, self._unpack):
+            with hook_stack.installed(self._packer.pack, self._packer.unpack):
                 yield
         finally:
             self._end_pass()
 
+    @contextmanager
+    def rehearse(self, loss_function: Callable[[], Tensor]) -> Generator[Rehearsal]:
+        """Runs a forward pass whose gradient can be taken at any precision, to measure errors.
+
+        Training is not disturbed: random generators, buffers and gradients stay as they are. All activations are kept
+        exactly meanwhile, so it takes the memory of plain training on the rows that the function uses.
+
+        Args:
+            loss_function: Returns a scalar loss of a few rows of the current batch.
+
+        Raises:
+            HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
+            ActivationBudgetError: The activations of so many rows do not fit in the memory budget.
+        """
+        hook_stack.refuse_foreign_hooks()
+        store = RehearsalStore(self._streams)
+        # A few rows make small tensors of those that are compressed in training, and pages would swallow them.
+        eligibility = Eligibility(self._model, REHEARSED_ELEMENTS)
+        pagers = DevicePagers(self._room_left(), REHEARSED_PAGE_BYTES)
+        packer = self._make_packer(eligibility, pagers, store, StepRecorder())
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        with undisturbed(self._model), torch.enable_grad():
+            eligibility.refresh()
+            self._scopes.start()
+            try:
+                with hook_stack.installed(packer.pack, packer.unpack):
+                    loss = loss_function()
+            finally:
+                self._scopes.stop()
+                packer.finish_pass()
+            yield Rehearsal(loss, parameters, store.activations, store.reads, store.census.sizes, packer.unpack)
+
+    @property
+    def audit_due(self) -> bool:
+        """Whether `audit` is to be called before the forward pass of this step."""
+        return self.config.precision != "exact" and self._auditor.due
+
+    def audit(self, loss_function: Callable[[], Tensor]) -> GradientError | None:
+        """Measures the error of the compressed gradient, and adapts the precision of each site to what it finds.
+
+        Takes a forward pass and two backward passes on the rows that the function uses, and about ten at a calibration.
+
+        Args:
+            loss_function: Returns a scalar loss of a few rows of the step's batch.
+
+        Returns:
+            The error at the precisions of the pass before; None where the gradient is zero or not finite, or, without
+            `max_gradient_error`, before the first pass.
+
+        Raises:
+            HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
+            ActivationBudgetError: The activations of so many rows do not fit, as they are, in the memory budget.
+        """
+        started = time.perf_counter()
+        with self.rehearse(loss_function) as rehearsal:
+            measured = self._auditor.audit(rehearsal, self._last_pass)
+        self._recorder.add_audit(measured, time.perf_counter() - started)
+        return measured
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was learned about the model's sites, as JSON-able values."""
+        parts = {"policy": self._policy, "auditor": self._auditor, "last_pass": self._last_pass}
+        return {name: part.state() for name, part in parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned.
+
+        Raises:
+            StateError: It is something else.
+        """
+        missing = [name for name in ("policy", "auditor", "last_pass") if not isinstance(state.get(name), Mapping)]
+        if missing:
+            raise StateError(f"this is no saved state of an engine: it has no {' and no '.join(missing)}")
+        auditor = Auditor(self.config, self._policy)
+        auditor.load(state["auditor"])
+        last_pass = LastPass.from_state(state["last_pass"])
+        self._policy.load(state["policy"])
+        self._auditor, self._last_pass = auditor, last_pass
+
     def finish_step(self) -> StepStatistics:
         """Returns the statistics since the last call, and starts counting anew."""
+        self._auditor.finish_step()
         return self._recorder.finish(self._pagers.finish_step())
 
     def set_memory_budget(self, budget: int | str | None) -> None:
@@ -115,6 +197,11 @@ class ActivationEngine:
         return self._pagers.held_bytes
 
     @property
+    def lossy_bytes(self) -> int:
+        """The part of `held_bytes` that is lossy, of the last forward pass in this thread."""
+        return self._store.census.held_bytes
+
+    @property
     def leased_pages(self) -> int:
         """Pages that saved activations occupy now; 0 after a step."""
         return self._pagers.leased_pages
@@ -130,9 +217,22 @@ class ActivationEngine:
             hook.remove()
         self._hooks = []
 
+    def _room_left(self) -> DAFConfig:
+        """Returns the configuration of a rehearsal's memory: what the budget leaves, and nothing may be given up."""
+        budget = self._pagers.budget
+        if isinstance(budget, int):
+            budget = max(budget - self.held_bytes, 1)
+        return DAFConfig(precision=8, min_precision=8, memory_budget=budget)
+
+    def _make_packer(
+        self, eligibility: Eligibility, pagers: DevicePagers, store: LossyStore, recorder: StepRecorder
+    ) -> Packer:
+        return Packer(self.config, eligibility, self._scopes, self._backends, pagers, store, recorder)
+
     def _begin_pass(self) -> None:
         self._inside.scope = True
-        self._passes += 1
+        self._store.begin_pass()
+        self._streams.passes += 1
         self._pagers.follow_available_memory()
         self._eligibility.refresh()
         self._recorder.enter_scope()
@@ -140,85 +240,19 @@ class ActivationEngine:
 
     def _end_pass(self) -> None:
         self._scopes.stop()
-        self._sharing.clear()
+        self._packer.finish_pass()
         self._inside.scope = False
+        census = self._store.census
+        if census.sizes:
+            self._last_pass = LastPass(census.precisions(), census.sizes)
+            self._policy.follow(census.sizes, self._room())
 
-    def _pack(self, tensor: Tensor) -> Handle | RawActivation:
-        started = time.perf_counter()
-        call = self._scopes.current
-        form = self._eligibility.form(tensor, call.largest)
-        # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
-        if form is Form.PARAMETER or in_backward():
-            return RawActivation(tensor, None)
-        site = call.next_site(tensor)
-        if self._sharing.is_new_storage(tensor):
-            self._recorder.add_raw(tensor.untyped_storage().nbytes())
-        packed = self._pack_activation(tensor, form, site)
-        self._recorder.pack_seconds += time.perf_counter() - started
-        return packed
-
-    def _pack_activation(self, tensor: Tensor, form: Form, site: Site) -> Handle | RawActivation:
-        """Packs an activation in the first form that can hold it: shared, a codec's, or raw."""
-        geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        shared = self._sharing.find(tensor, geometry)
-        kept = None
-        try:
-            stored = shared or self._derive(tensor, form) or self._store(tensor, geometry, form, site)
-            if stored is None:
-                kept = self._sharing.keep(tensor, self._pagers.on(tensor.device))
-        except ActivationBudgetError:
-            # Perhaps not finite, and too large to stay as it is: gradient scalers need to see that, not where.
-            stored = self._store(tensor, geometry, form, site, finite=False)
-            if stored is None:
-                raise
-        if stored is None:
-            self._recorder.stored_as[RawActivation.codec] += 1
-            return RawActivation(tensor, kept)
-        self._sharing.add(tensor, geometry, stored)
-        self._recorder.stored_as["shared" if shared else stored.codec] += 1
-        return Handle(stored, geometry, tensor.dtype, tensor.device)
-
-    def _derive(self, tensor: Tensor, form: Form) -> StoredActivation | None:
-        """Returns a recipe for a tensor that follows from what is stored."""
-        if form is not Form.LOSSY:
+    def _room(self) -> int | None:
+        """Returns the bytes that the budget leaves to lossy activations; None where nothing limits them."""
+        budget = self._pagers.total_budget
+        if budget is None or self.config.spill_dir is not None:
             return None
-        return self._derivation.derive(tensor, self.config.precision == "exact", self._unpack)
-
-    def _store(
-        self, tensor: Tensor, geometry: Geometry, form: Form, site: Site, finite: bool = True
-    ) -> StoredActivation | None:
-        """Encodes a tensor in the form it may take; None keeps it raw."""
-        backend = self._backends.get(tensor.device)
-        if form is Form.RAW or backend is None:
-            return None
-        values, pager = geometry.compact(tensor), self._pagers.on(tensor.device)
-        stored: StoredActivation | None
-        if form is Form.INTEGER:
-            stored = NarrowIntActivation.encode(values, pager)
-        else:
-            stored = BitmaskActivation.encode(values, pager, backend)
-        if stored is None and form is Form.LOSSY and self.config.precision != "exact":
-            lossy = RectifiedActivation if site.op.startswith("ReluBackward") else PlanesActivation
-            precision, seed = self.config.precision, self._seed(site)
-            stored = lossy.encode(values, geometry.row, precision, pager, backend, seed, finite)
-        if stored is None and self.config.spill_dir is not None and pager.budget is not None:
-            return VerbatimActivation.copy(values, pager)
-        return stored
-
-    def _unpack(self, packed: Handle | RawActivation) -> Tensor:
-        if isinstance(packed, RawActivation):
-            return packed.unpack()
-        started = time.perf_counter()
-        tensor = packed.unpack()
-        self._recorder.unpack_seconds += time.perf_counter() - started
-        return tensor
-
-    def _seed(self, site: Site) -> Seed | None:
-        """Returns the random stream of a site in this forward pass: the same in every run with the same seed."""
-        if self.config.rounding == "nearest":
-            return None
-        seed = self.config.seed
-        return seed & 0xFFFFFFFF, seed >> 32, site.number, self._passes & 0xFFFFFFFF
+        return max(budget - (self.held_bytes - self.lossy_bytes), 0)
 
 
 def _check_trainable(model: nn.Module) -> None:

@@ -27,6 +27,14 @@ class ModifiedInPlaceError(DAFError, RuntimeError):
     """A tensor that was saved for backward was changed in place before backward used it."""
 
 
+class StateError(DAFError, ValueError):
+    """A saved state is not one that DAF wrote."""
+
+
+class AuditError(DAFError, RuntimeError):
+    """The gradient error that `max_gradient_error` bounds cannot be measured."""
+
+
 class SpillError(DAFError, OSError):
     """The spill file cannot be made, written or read."""
 

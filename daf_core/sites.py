@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +30,18 @@ class Site(NamedTuple):
     def number(self) -> int:
         """A number of 32 bits for the name, equal in every process."""
         return zlib.crc32(f"{self.module}/{self.op}/{self.save}".encode())
+
+    @classmethod
+    def from_state(cls, values: Sequence[Any]) -> Site:
+        """Returns the site with these fields, as they are saved.
+
+        Raises:
+            ValueError: They are something else.
+        """
+        module, op, save = values
+        if not (isinstance(module, str) and isinstance(op, str) and isinstance(save, int)):
+            raise ValueError(f"{values!r} names no site")
+        return cls(module, op, save)
 
 
 class ModuleCall:

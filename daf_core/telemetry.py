@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from daf_core.memory.account import PagerAccount
+from daf_core.precision.rehearsal import GradientError
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class StepStatistics:
         dropped_bytes: Bytes of their pages.
         spilled_bytes: Bytes written to the spill file to keep the memory budget.
         pager_seconds: Time spent on keeping it, a part of encoding and decoding.
+        gradient_error: What the step's last audit measured; None without one.
+        audit_seconds: Time spent on audits.
     """
 
     raw_bytes: int = 0
@@ -36,6 +39,8 @@ class StepStatistics:
     dropped_bytes: int = 0
     spilled_bytes: int = 0
     pager_seconds: float = 0.0
+    gradient_error: GradientError | None = None
+    audit_seconds: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -52,6 +57,8 @@ class StepRecorder:
     stored_as: Counter[str] = field(default_factory=Counter)
     pack_seconds: float = 0.0
     unpack_seconds: float = 0.0
+    gradient_error: GradientError | None = None
+    audit_seconds: float = 0.0
 
     def enter_scope(self) -> None:
         """Starts a forward pass."""
@@ -61,6 +68,11 @@ class StepRecorder:
         """Counts a storage that plain training would keep."""
         self.scope_raw_bytes += size
         self.raw_bytes = max(self.raw_bytes, self.scope_raw_bytes)
+
+    def add_audit(self, measured: GradientError | None, seconds: float) -> None:
+        """Counts an audit."""
+        self.gradient_error = measured or self.gradient_error
+        self.audit_seconds += seconds
 
     def finish(self, accounts: Sequence[PagerAccount]) -> StepStatistics:
         """Returns the step's statistics, with those of the pagers of all devices, and forgets them."""
@@ -74,6 +86,8 @@ class StepRecorder:
             dropped_bytes=sum(account.dropped_bytes for account in accounts),
             spilled_bytes=sum(account.spilled_bytes for account in accounts),
             pager_seconds=sum(account.seconds for account in accounts),
+            gradient_error=self.gradient_error,
+            audit_seconds=self.audit_seconds,
         )
         self.__init__()
         return statistics

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -56,3 +56,79 @@ def storage_id(tensor: Tensor) -> int:
     Unlike the address of its data it is not reused while a weak reference to the storage exists.
     """
     return tensor.untyped_storage()._cdata
+
+
+def all_nodes(node: Any) -> list[Any]:
+    """Returns the autograd node and all that follow it towards the leaves, each once."""
+    found, pending = {node: None}, [node]
+    while pending:
+        for following, _ in pending.pop().next_functions:
+            if following is not None and following not in found:
+                found[following] = None
+                pending.append(following)
+    return list(found)
+
+
+def run_again(node: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns the gradients that an autograd node makes for its inputs; what it saved must still be there.
+
+    Like autograd's engine it sums what was broadcast, and casts to the type of the input.
+    """
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        together = _run_python_node(node, gradients)
+    else:
+        found = node(*gradients)
+        together = found if isinstance(found, tuple) else (found,)
+    return [_as_input(gradient, *edge) for gradient, edge in zip(together, node.next_functions, strict=True)]
+
+
+def _run_python_node(node: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Runs the backward of a ``torch.autograd.Function``: it expects zeros, and answers for arguments of any type."""
+    full = [
+        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if gradient is None else gradient
+        for gradient, meta in zip(gradients, node._input_metadata, strict=True)
+    ]
+    found = node.apply(*full)
+    answers = found if isinstance(found, tuple) else (found,)
+    wanted = iter([answer for answer, needed in zip(answers, node.needs_input_grad, strict=False) if needed])
+    return [None if following is None else next(wanted, None) for following, _ in node.next_functions]
+
+
+def _as_input(gradient: Tensor | None, node: Any, place: int) -> Tensor | None:
+    if gradient is None or node is None:
+        return None
+    expected = node._input_metadata[place]
+    if gradient.shape != expected.shape:
+        gradient = gradient.sum_to_size(expected.shape)
+    return gradient.to(expected.dtype)
+
+
+def output_count(node: Any) -> int:
+    """Returns the number of gradients that enter an autograd node."""
+    return len(node._input_metadata)
+
+
+def is_leaf_node(node: Any) -> bool:
+    """Says whether an autograd node accumulates the gradient of a leaf."""
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """Returns the leaf whose gradient an autograd node accumulates; None for other nodes."""
+    return node.variable if is_leaf_node(node) else None
+
+
+def order_of(node: Any) -> int:
+    """Returns a number that is larger for nodes that backward runs earlier; 0 for leaves."""
+    return 0 if is_leaf_node(node) else node._sequence_nr()
+
+
+def keeps_only_for(node: Any, unpack: Callable[[Any], Tensor]) -> bool:
+    """Says whether nothing that an autograd node saved goes through an unpack hook other than `unpack`."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            several = saved if isinstance(saved, tuple | list) else (saved,)
+            if any(getattr(each, "unpack_hook", None) not in (None, unpack) for each in several):
+                return False
+    return True

@@ -6,6 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from logging import getLogger
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers.trainer_callback import ExportableState
 from typing_extensions import override
 
 from daf_core import DAFConfig, StepStatistics, UnsupportedDeviceError
-from daf_integrations.session import DAFSession, RunTotals
+from daf_integrations.session import DAFSession
+from daf_integrations.totals import RunTotals
 
 FRAMES = 8
 """How far up the trainer is looked for; in transformers 5 it is three frames up."""
@@ -28,8 +30,9 @@ class DAFCallback(TrainerCallback, ExportableState):
     """Compresses the activations of a training run; nothing else in the script changes.
 
     It covers `Trainer.compute_loss`, that is the forward pass and the loss, whoever computes it. Each log entry gets
-    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms``, ``daf/unpack_ms``, ``daf/dropped_mb`` and
-    ``daf/spilled_mb``.
+    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms``, ``daf/unpack_ms``, ``daf/dropped_mb``,
+    ``daf/spilled_mb`` and ``daf/audit_ms``, and after the first audit ``daf/gradient_error`` and
+    ``daf/gradient_cosine``. Audits call `Trainer.compute_loss` once more, with a part of the batch.
 
     Example:
         >>> Trainer(model, args, train_dataset=data, callbacks=[DAFCallback(precision=4)]).train()
@@ -45,6 +48,7 @@ class DAFCallback(TrainerCallback, ExportableState):
     def __init__(self, config: DAFConfig | None = None, **options: Any) -> None:
         self.config = config or DAFConfig.from_dict(options)
         self.totals: dict[str, Any] = {}
+        self.engine_state: dict[str, Any] | None = None
         self._session = DAFSession(self.config)
         self._patches: list[_Patch] = []
 
@@ -56,7 +60,7 @@ class DAFCallback(TrainerCallback, ExportableState):
     @override
     def state(self) -> dict[str, Any]:
         """Returns what `restore_callback_states_from_checkpoint` makes the callback from again."""
-        return {"args": self.config.to_dict(), "attributes": {"totals": self._session.state()}}
+        return {"args": self.config.to_dict(), "attributes": self._session.state()}
 
     @override
     def on_train_begin(
@@ -71,7 +75,8 @@ class DAFCallback(TrainerCallback, ExportableState):
             )
         # Restored totals are those of this run: the next one counts anew.
         totals, self.totals = RunTotals(**self.totals), {}
-        self._session = DAFSession(self.config, totals)
+        engine_state, self.engine_state = self.engine_state, None
+        self._session = DAFSession(self.config, totals, engine_state)
         self._session.attach(kwargs["model"])
         self._install(kwargs["model"])
         if state.is_world_process_zero:
@@ -98,7 +103,7 @@ class DAFCallback(TrainerCallback, ExportableState):
             )
             self._patches = [_Patch(model, "forward", self._compressed)]
             return
-        self._patches = [_Patch(trainer, "compute_loss", self._compressed), _Patch(trainer, "log", self._logged)]
+        self._patches = [_Patch(trainer, "compute_loss", self._audited), _Patch(trainer, "log", self._logged)]
 
     def _uninstall(self) -> None:
         for patch in self._patches:
@@ -113,6 +118,18 @@ class DAFCallback(TrainerCallback, ExportableState):
                 return function(*args, **kwargs)
 
         return compressed
+
+    def _audited(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        compressed = self._compressed(compute_loss)
+
+        @functools.wraps(compute_loss)
+        def audited(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if model.training:
+                with getattr(model, "no_sync", nullcontext)():  # the audit's gradients are its own, on every rank
+                    self._session.audit(inputs, lambda rows: compute_loss(model, rows, *args, **kwargs))
+            return compressed(model, inputs, *args, **kwargs)
+
+        return audited
 
     def _logged(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -7,15 +7,17 @@ import io
 from rich.console import Console
 from rich.table import Table
 
+from daf_integrations.totals import RunTotals
 
-def render(title: str, metrics: dict[str, float], steps: int) -> str:
+
+def render(title: str, totals: RunTotals) -> str:
     """Returns a table of a run's figures as text, without colours.
 
     Args:
         title: A line above the table.
-        metrics: Figures under their log names.
-        steps: Steps they were taken over.
+        totals: The figures.
     """
+    metrics = totals.metrics()
     table = Table("saved activations", "", title_justify="left")
     table.add_row("plain training keeps", f"{metrics['daf/raw_mb']:,.1f} MB")
     table.add_row("DAF held at most", f"{metrics['daf/held_mb']:,.1f} MB")
@@ -24,9 +26,14 @@ def render(title: str, metrics: dict[str, float], steps: int) -> str:
     if metrics["daf/spilled_mb"]:
         table.add_row("moved to the spill file, in a step", f"{metrics['daf/spilled_mb']:,.1f} MB")
     table.add_row("ratio", f"{metrics['daf/ratio']:.2f}")
+    if "daf/gradient_error" in metrics:
+        error, cosine = metrics["daf/gradient_error"], metrics["daf/gradient_cosine"]
+        table.add_row("gradient error, measured last", f"{error:.3g} (cosine {cosine:.4f})")
+        table.add_row("audits, and those above the bound", f"{totals.audits:,}, {totals.audits_above:,}")
     table.add_row("encoding, a step", f"{metrics['daf/pack_ms']:.1f} ms")
     table.add_row("decoding, a step", f"{metrics['daf/unpack_ms']:.1f} ms")
-    table.add_row("steps", f"{steps:,}")
+    table.add_row("measuring the error, a step", f"{metrics['daf/audit_ms']:.1f} ms")
+    table.add_row("steps", f"{totals.steps:,}")
     text = io.StringIO()
     console = Console(file=text, width=100, no_color=True)
     console.print(title, highlight=False, soft_wrap=True)

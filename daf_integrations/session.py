@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from logging import getLogger
+from typing import Any
 
 import torch
 from humanfriendly import format_size
-from torch import nn
+from torch import Tensor, nn
 
-from daf_core import ActivationEngine, DAFConfig, StepStatistics
+from daf_core import (
+    ActivationBudgetError,
+    ActivationEngine,
+    AuditError,
+    DAFConfig,
+    GradientError,
+    HooksActiveError,
+    StepStatistics,
+)
 from daf_core.hook_stack import refuse_foreign_hooks
+from daf_integrations.rows import SHARE, few_rows
+from daf_integrations.totals import RunTotals
+
+LOW_COSINE = 0.5
+"""Of the angle between compressed and exact gradient; below it a step goes mostly elsewhere, and a warning says so."""
+
+LEAST_SHARE = 1 / 1024
+"""Part of a batch below which an audit is given up that does not fit in the memory budget."""
 
 log = getLogger("daf")
-
-
-@dataclass
-class RunTotals:
-    """Sums over the steps of a run, as plain numbers that can be saved with a checkpoint.
-
-    Attributes:
-        steps: Training steps.
-        raw_bytes: The most bytes of saved activations that plain training would have kept.
-        held_bytes: The most bytes that were held instead.
-        pack_seconds: Time spent encoding.
-        unpack_seconds: Time spent decoding.
-        dropped_bytes: The most bytes that were given up in a step to keep the memory budget.
-        spilled_bytes: The most bytes that were written to the spill file in a step.
-    """
-
-    steps: int = 0
-    raw_bytes: int = 0
-    held_bytes: int = 0
-    pack_seconds: float = 0.0
-    unpack_seconds: float = 0.0
-    dropped_bytes: int = 0
-    spilled_bytes: int = 0
-
-    def add(self, step: StepStatistics) -> None:
-        """Adds a step."""
-        self.steps += 1
-        self.raw_bytes = max(self.raw_bytes, step.raw_bytes)
-        self.held_bytes = max(self.held_bytes, step.held_bytes)
-        self.pack_seconds += step.pack_seconds
-        self.unpack_seconds += step.unpack_seconds
-        self.dropped_bytes = max(self.dropped_bytes, step.dropped_bytes)
-        self.spilled_bytes = max(self.spilled_bytes, step.spilled_bytes)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the figures under the names that trainers log: megabytes, their ratio, milliseconds a step."""
-        steps = max(self.steps, 1)
-        return {
-            "daf/raw_mb": self.raw_bytes / 1e6,
-            "daf/held_mb": self.held_bytes / 1e6,
-            "daf/ratio": self.raw_bytes / self.held_bytes if self.held_bytes else 1.0,
-            "daf/pack_ms": self.pack_seconds * 1e3 / steps,
-            "daf/unpack_ms": self.unpack_seconds * 1e3 / steps,
-            "daf/dropped_mb": self.dropped_bytes / 1e6,
-            "daf/spilled_mb": self.spilled_bytes / 1e6,
-        }
 
 
 class DAFSession:
@@ -69,11 +41,17 @@ class DAFSession:
     Args:
         config: How activations are stored.
         totals: Figures of an earlier part of the run, when it is resumed.
+        engine_state: What the engine had learned then.
     """
 
-    def __init__(self, config: DAFConfig, totals: RunTotals | None = None) -> None:
+    def __init__(
+        self, config: DAFConfig, totals: RunTotals | None = None, engine_state: Mapping[str, Any] | None = None
+    ) -> None:
         self.config = config
         self.totals = totals or RunTotals()
+        self._engine_state = engine_state
+        self._share: float | None = SHARE
+        self._warned = False
         self.last_step: StepStatistics | None = None
         self._recent = RunTotals()
         self._engine: ActivationEngine | None = None
@@ -85,16 +63,20 @@ class DAFSession:
         Raises:
             HooksActiveError: Saved-tensor hooks of someone else are active.
             NothingToTrainError: No parameter requires a gradient.
+            StateError: What was learned before is no saved state.
             UnsupportedDeviceError: There are no kernels for the model's device.
         """
         self.detach()
         refuse_foreign_hooks()
         self._engine = ActivationEngine(model, self.config)
+        if self._engine_state is not None:
+            self._engine.load_state_dict(self._engine_state)
         self._description = _describe(model)
 
     def detach(self) -> None:
         """Removes everything from the model."""
         if self._engine is not None:
+            self._engine_state = self._engine.state_dict()
             self._engine.close()
             self._engine = None
 
@@ -106,6 +88,62 @@ class DAFSession:
             return
         with self._engine.compress():
             yield
+
+    def audit(self, batch: Any, loss_function: Callable[[Any], Tensor]) -> None:
+        """Measures the error of the gradient on a few rows, where that is due and a gradient is recorded.
+
+        To be called before the forward pass of a step, outside of `scope`.
+
+        Args:
+            batch: The step's batch.
+            loss_function: Returns the loss of a part of it.
+
+        Raises:
+            AuditError: It cannot be measured, and `max_gradient_error` is set.
+        """
+        if self._engine is None or self._share is None or not self._engine.audit_due or not torch.is_grad_enabled():
+            return
+        try:
+            self._warn(self._audit(self._engine, batch, loss_function))
+        except HooksActiveError:
+            raise
+        except Exception as error:  # whatever a model does with a part of a batch: training must not end for it
+            self._share = None
+            reason = f"DAF cannot measure the error of the gradient on a part of the batch: {error!r}"
+            if self.config.max_gradient_error is not None:
+                raise AuditError(f"{reason}. max_gradient_error cannot be kept without; leave it out") from error
+            log.warning("%s. Training goes on without audits; audit_every=None turns them off", reason)
+
+    def _audit(
+        self, engine: ActivationEngine, batch: Any, loss_function: Callable[[Any], Tensor]
+    ) -> GradientError | None:
+        """Audits as many rows as fit in the memory budget."""
+        while True:
+            assert self._share is not None
+            try:
+                return engine.audit(partial(loss_function, few_rows(batch, self._share)))
+            except ActivationBudgetError:
+                if self._share < LEAST_SHARE:
+                    raise
+                self._share /= 2
+
+    def _warn(self, measured: GradientError | None) -> None:
+        if measured is None:
+            return
+        bound = self.config.max_gradient_error
+        self.totals.audits += 1
+        self.totals.audits_above += bound is not None and measured.error > bound
+        low = measured.cosine < LOW_COSINE
+        if low and not self._warned:
+            log.warning(
+                "DAF's compressed gradient differs from the exact one by %.0f%% of its length, and the cosine of the "
+                "angle between them is %.2f: training will be slow or fail. Raise memory_budget or precision",
+                100 * measured.error,
+                measured.cosine,
+            )
+        elif bound is not None and measured.error > bound:
+            log.warning("DAF measured a gradient error of %.3g; max_gradient_error=%.3g", measured.error, bound)
+        self._warned = low
 
     def finish_step(self) -> StepStatistics | None:
         """Ends an optimizer step and returns its statistics, or None when not attached."""
@@ -124,14 +162,23 @@ class DAFSession:
         return step
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the figures of the steps since the last call, for the trainer's log; {} if there were none."""
+        """Returns the figures of the steps since the last call, for the trainer's log; {} if there were none.
+
+        The error of the gradient is the one measured last, perhaps before.
+        """
         recent, self._recent = self._recent, RunTotals()
+        recent.gradient_error, recent.gradient_cosine = self.totals.gradient_error, self.totals.gradient_cosine
         return recent.metrics() if recent.steps else {}
 
     def start_line(self) -> str:
         """Says what is about to happen, in one line."""
         config = self.config
-        stored = "exact forms only" if config.precision == "exact" else f"{config.precision} bits, {config.rounding}"
+        stored = {
+            "exact": "exact forms only",
+            "auto": f"as many bits as each place needs, {config.rounding}",
+        }.get(str(config.precision), f"{config.precision} bits, {config.rounding}")
+        if config.max_gradient_error is not None:
+            stored += f", gradient error at most {config.max_gradient_error:g}"
         size = config.memory_budget
         budget = f"budget {format_size(size)}" if isinstance(size, int) else f"{size or 'no'} budget"
         return f"DAF stores saved activations in {stored}; {budget}; {self._description}"
@@ -140,11 +187,12 @@ class DAFSession:
         """Returns the table at the end of a run."""
         from daf_integrations.report import render
 
-        return render(self.start_line(), self.totals.metrics(), self.totals.steps)
+        return render(self.start_line(), self.totals)
 
-    def state(self) -> dict[str, float]:
-        """Returns the totals as JSON-able numbers."""
-        return asdict(self.totals)
+    def state(self) -> dict[str, Any]:
+        """Returns the totals and what the engine has learned, as JSON-able values."""
+        learned = self._engine_state if self._engine is None else self._engine.state_dict()
+        return {"totals": asdict(self.totals), "engine_state": learned}
 
 
 def _describe(model: nn.Module) -> str:

@@ -85,7 +85,7 @@ def tiny_task(method: str, *, dtype: Literal["fp32", "bf16"] = "fp32", gradients
         (["--model", "tiny", "--seq", "65"], "got 65; tiny takes 2 to 64; pass a smaller one"),
         (["--image", "8"], "allowed is a whole number, 32 or more"),
         (["--lora-dropout", "1"], "got '1'; allowed is a number from 0 to below 1"),
-        (["--methods", "plain,daf-3bit"], "got 'daf-3bit'; allowed are plain, checkpoint, daf-exact"),
+        (["--methods", "plain,daf-3bit"], "got 'daf-3bit'; allowed are plain, checkpoint, daf-auto"),
         (["--methods", "daf-4bit"], "got 'daf-4bit' without 'plain'"),
         (["--methods", "plain,plain"], "repeats a method; name each one once"),
     ],
@@ -101,7 +101,7 @@ def test_training_refuses(arguments: list[str], message: str, capsys: pytest.Cap
     ("arguments", "message"),
     [
         (["--data", "no-such-folder"], "got 'no-such-folder', which is no folder"),
-        (["--methods", "plain,checkpoint"], "got 'checkpoint'; allowed are plain, daf-exact"),
+        (["--methods", "plain,checkpoint"], "got 'checkpoint'; allowed are plain, daf-auto"),
         (["--seeds", "0"], "got '0'; allowed is a whole number, 1 or more"),
     ],
 )
@@ -168,7 +168,7 @@ def test_checkpoint_has_the_raw_bytes_of_plain() -> None:
 def test_accuracy_summary() -> None:
     reached = {"plain": [0.8, 0.7], "daf-4bit": [0.7, 0.76]}
     runs = [
-        Run(method=method, seed=seed, accuracy={"dev": value}, seconds=1.0)
+        Run(method=method, seed=seed, accuracy={"dev": value}, seconds=1.0, figures={})
         for method, values in reached.items()
         for seed, value in enumerate(values)
     ]

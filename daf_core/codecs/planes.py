@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -11,7 +13,7 @@ from typing_extensions import Self, override
 from daf_core.codecs.base import PagedActivation
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
-from daf_core.precision.importance import plane_importances
+from daf_core.precision.importance import LEVELS, plane_importances, rounding_errors
 from daf_kernels import Backend, PlaneLayout, Seed, plane_layout, planes_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,6 +34,24 @@ class PlanesActivation(PagedActivation):
         self._backend = backend
         self._layout = layout
 
+    @property
+    def precision(self) -> int:
+        """Code bits that are left."""
+        return LEVELS[self.lease.planes]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its pages, in memory or in the spill file."""
+        return self.lease.size * self.pager.pool.page_bytes
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def sizes(elements: int, row: int, element_size: int, page_bytes: int) -> list[int]:
+        """Returns the bytes of so many elements at each of `LEVELS`, and as they are, which is the most."""
+        layout = plane_layout(elements, row, page_bytes)
+        raw = elements * element_size
+        return [*(min(layout.pages(planes) * page_bytes, raw) for planes in range(len(LEVELS))), raw]
+
     @classmethod
     def encode(
         cls,
@@ -42,18 +62,21 @@ class PlanesActivation(PagedActivation):
         backend: Backend,
         seed: Seed | None,
         finite: bool = True,
+        errors: Sequence[float] | None = None,
     ) -> Self | None:
         """Encodes `values` straight into pages, at the precision that the budget leaves them.
 
         Args:
             values: Tensor of one of `DTYPES`.
             row: Elements in a row; scaling groups are rows or equal pieces of rows.
-            precision: Bits of a code at most: 1, 2, 4 or 8.
+            precision: Bits of a code at most: 8, 4, 2, 1, or 0 for the means of scaling groups alone.
             pager: Where the pages come from.
             backend: Kernels of the tensor's device.
             seed: Random stream for stochastic rounding; None rounds to nearest.
             finite: Whether scaling groups with a NaN or an infinity are refused; otherwise all their values decode to
                 NaN.
+            errors: What the values' error does at 0 bits and at each of `PRECISIONS`, squared and in any unit that is
+                the same for all activations; None estimates it from their range.
 
         Returns:
             None where pages would take no less than the values themselves, or where a value is not finite: an overflow
@@ -68,7 +91,9 @@ class PlanesActivation(PagedActivation):
             return None
         pages = [layout.plane_pages(plane) for plane in range(planes)]
         sizes = [page_bytes * count for count in pages]
-        importances = plane_importances(backend.relative_range(values, layout), values.numel(), sizes)
+        if errors is None:
+            errors = rounding_errors(backend.relative_range(values, layout), values.numel())
+        importances = plane_importances(errors, sizes)
         with pager.writing(layout.header_pages, pages, importances) as lease:
             usable = backend.encode(values, layout, lease.planes, pager.pool, lease.pages, seed)
         stored = cls(pager, lease, backend, layout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 from torch import Tensor
@@ -30,6 +32,24 @@ class RectifiedActivation(PagedActivation):
         self._backend = backend
         self._planes = planes
 
+    @property
+    def precision(self) -> int:
+        """Code bits that are left."""
+        return self._planes.precision
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its pages, in memory or in the spill file."""
+        return self._planes.held_bytes + self.lease.size * self.pager.pool.page_bytes
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def sizes(elements: int, row: int, element_size: int, page_bytes: int) -> list[int]:
+        """As `PlanesActivation.sizes`."""
+        *planes, raw = PlanesActivation.sizes(elements, row, element_size, page_bytes)
+        bits = mask_pages(elements, page_bytes) * page_bytes
+        return [*(min(size + bits, raw) for size in planes), raw]
+
     @classmethod
     def encode(
         cls,
@@ -40,6 +60,7 @@ class RectifiedActivation(PagedActivation):
         backend: Backend,
         seed: Seed | None,
         finite: bool = True,
+        errors: Sequence[float] | None = None,
     ) -> Self | None:
         """Encodes `values`, none of which is negative; the arguments are those of `PlanesActivation.encode`.
 
@@ -50,7 +71,7 @@ class RectifiedActivation(PagedActivation):
             ActivationBudgetError: Not even the header and the bits fit in the budget.
         """
         count = mask_pages(values.numel(), pager.pool.page_bytes)
-        planes = PlanesActivation.encode(values, row, precision, pager, backend, seed, finite)
+        planes = PlanesActivation.encode(values, row, precision, pager, backend, seed, finite, errors)
         if planes is None or (planes.lease.size + count) * pager.pool.page_bytes >= values.nbytes:
             return None
         with pager.writing(count) as lease:

@@ -21,16 +21,18 @@ class DevicePagers:
 
     Args:
         config: Budget, spill folder and growth.
+        page_bytes: Bytes in a page.
 
     Raises:
         SpillError: The spill folder takes no file.
     """
 
-    def __init__(self, config: DAFConfig) -> None:
-        self._budget = config.memory_budget
+    def __init__(self, config: DAFConfig, page_bytes: int = PAGE_BYTES) -> None:
+        self._page_bytes = page_bytes
+        self.budget = config.memory_budget
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
         self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
-        self._spill = None if config.spill_dir is None else SpillFile(config.spill_dir, PAGE_BYTES)
+        self._spill = None if config.spill_dir is None else SpillFile(config.spill_dir, page_bytes)
         self._pagers: dict[torch.device, Pager] = {}
         self._available: dict[torch.device, AutoBudget] = {}
         self._lock = threading.Lock()
@@ -39,6 +41,13 @@ class DevicePagers:
         """Returns the device's pager."""
         pager = self._pagers.get(device)
         return self._add(device) if pager is None else pager
+
+    @property
+    def total_budget(self) -> int | None:
+        """Bytes that may be held on all devices together; None where one of them has no limit."""
+        budgets = [pager.budget for pager in list(self._pagers.values())]
+        limited = [budget for budget in budgets if budget is not None]
+        return sum(limited) if budgets and len(limited) == len(budgets) else None
 
     def set_budget(self, budget: int | str | None) -> None:
         """Changes the budget of every device; "auto" follows what is available.
@@ -50,13 +59,13 @@ class DevicePagers:
         """
         for device, pager in list(self._pagers.items()):
             pager.set_budget(self._bytes(budget, device, pager))
-        self._budget = budget
+        self.budget = budget
         if budget != "auto":
             self._available.clear()
 
     def follow_available_memory(self) -> None:
         """Adapts an "auto" budget to the memory that is available now; the errors are those of `set_budget`."""
-        if self._budget == "auto":
+        if self.budget == "auto":
             self.set_budget("auto")
 
     def finish_step(self) -> list[PagerAccount]:
@@ -83,8 +92,8 @@ class DevicePagers:
     def _add(self, device: torch.device) -> Pager:
         with self._lock:
             if device not in self._pagers:
-                pager = Pager(PagePool(device, self._growth), None, self._least_planes, self._spill)
-                pager.set_budget(self._bytes(self._budget, device, pager))
+                pager = Pager(PagePool(device, self._growth, self._page_bytes), None, self._least_planes, self._spill)
+                pager.set_budget(self._bytes(self.budget, device, pager))
                 self._pagers[device] = pager
             return self._pagers[device]
 

@@ -56,8 +56,8 @@ to nearest even. The sign is not needed, and 2**-9 of relative rounding is far b
 
 
 def planes_for(precision: int) -> int:
-    """Returns how many leading planes hold a code of `precision` bits."""
-    return PRECISIONS.index(precision) + 1
+    """Returns how many leading planes hold a code of `precision` bits; 0 bits are no plane."""
+    return PRECISIONS.index(precision) + 1 if precision else 0
 
 
 def group_size(row: int) -> int:

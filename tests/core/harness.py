@@ -217,7 +217,7 @@ class Saved(NamedTuple):
 
 def watch(engine: ActivationEngine, keep: Callable[[Any], None] = lambda packed: None) -> list[Saved]:
     """Records what the engine packs from now on: "parameter" where it passes through uncounted, else the codec."""
-    pack, seen = engine._pack, []
+    pack, seen = engine._packer.pack, []
 
     def record(tensor: Tensor) -> Any:
         packed = pack(tensor)
@@ -226,7 +226,7 @@ def watch(engine: ActivationEngine, keep: Callable[[Any], None] = lambda packed:
         keep(packed)
         return packed
 
-    engine._pack = record
+    engine._packer.pack = record
     return seen
 
 

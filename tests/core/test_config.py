@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,16 @@ from hypothesis import strategies as st
 
 from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError
 
-PRECISIONS = r"allowed: 'exact', 8, 4, 2, 1$"
-NAMES = "precision, rounding, memory_budget, min_precision, spill_dir, pool_growth, seed, backend"
+PRECISIONS = r"allowed: 'auto', 'exact', 8, 4, 2, 1$"
+NAMES = (
+    "precision, max_gradient_error, audit_every, rounding, memory_budget, min_precision, spill_dir, pool_growth, seed, "
+    "backend"
+)
 SEED = r"give an integer from 0 to 2\*\*64 - 1$"
 SIZE = r'is not a size; give a positive number of bytes or a size such as "400MB" or "1\.5GiB", or'
 LEAST = r"allowed: None, 0, 1, 2, 4, 8$"
+BOUND = "give a number above 0, and 1 at most$"
+STEPS = "give a number of steps, 1 or more, or None$"
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precision": 3}, rf"^precision=3 is not allowed; {PRECISIONS}"),
@@ -30,6 +37,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precision": None}, rf"^precision=None .*{PRECISIONS}"),
     ({"precision": "Exact"}, rf"^precision='Exact' .*{PRECISIONS}"),
     ({"precision": [4]}, rf"^precision=\[4\] .*{PRECISIONS}"),
+    ({"precision": "Auto"}, rf"^precision='Auto' .*{PRECISIONS}"),
+    *(
+        ({"max_gradient_error": bound}, rf"^max_gradient_error={re.escape(repr(bound))} is not allowed; {BOUND}")
+        for bound in (0, 0.0, -0.1, 1.01, 2, math.nan, math.inf, -math.inf, True, False, "0.05", "", [0.05], {})
+    ),
+    *(
+        ({"audit_every": steps}, rf"^audit_every={re.escape(repr(steps))} is not allowed; {STEPS}")
+        for steps in (0, -1, True, False, 1.0, 0.5, math.inf, "100", "", [100], {})
+    ),
     ({"rounding": "up"}, r"^rounding='up' is not allowed; allowed: 'nearest', 'stochastic'$"),
     ({"rounding": None}, r"^rounding=None .*'nearest', 'stochastic'$"),
     ({"backend": "cuda"}, r"^backend='cuda' is not allowed; allowed: 'auto', 'reference'$"),
@@ -58,14 +74,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"min_precision": 2.0}, rf"^min_precision=2\.0 .*{LEAST}"),
     ({"min_precision": "2"}, rf"^min_precision='2' .*{LEAST}"),
     ({"min_precision": "exact"}, rf"^min_precision='exact' .*{LEAST}"),
-    ({"min_precision": 8}, r"^min_precision=8 is not allowed: it is above precision=4$"),
+    ({"precision": 4, "min_precision": 8}, r"^min_precision=8 is not allowed: it is above precision=4$"),
+    ({"precision": 1, "min_precision": 2}, r"^min_precision=2 is not allowed: it is above precision=1$"),
     ({"spill_dir": "/no/such/folder"}, r"^spill_dir='/no/such/folder' is no folder; make it, or name another$"),
     ({"spill_dir": ""}, r"^spill_dir='' is no folder; make it, or name another$"),
     ({"spill_dir": __file__}, r"^spill_dir='.*test_config\.py' is no folder; make it, or name another$"),
     ({"spill_dir": 4}, r"^spill_dir=4 is not allowed; give the path of a folder$"),
     ({"spill_dir": True}, r"^spill_dir=True is not allowed; give the path of a folder$"),
     ({"spill_dir": ["x"]}, r"^spill_dir=\['x'\] is not allowed; give the path of a folder$"),
-    ({"precison": 4}, r"^unknown option 'precison'; did you mean 'precision'\? Allowed: precision, rounding, "),
+    ({"precison": 4}, rf"^unknown option 'precison'; did you mean 'precision'\? Allowed: {NAMES}$"),
+    ({"max_gradient_eror": 0.1}, r"^unknown option 'max_gradient_eror'; did you mean 'max_gradient_error'\? Allowed: "),
     ({"budget": 4}, rf"^unknown option 'budget'.* Allowed: {NAMES}$"),
     ({"zzz": 4}, r"^unknown option 'zzz' Allowed: |^unknown option 'zzz'; "),
 ]  # fmt: skip
@@ -87,8 +105,7 @@ def _configure(options: dict[str, Any], way: str, path: Path) -> DAFConfig:
     if way == "mapping":
         return DAFConfig.from_dict(options)
     if way == "replace":
-        (name,) = options
-        if name not in DAFConfig().to_dict():
+        if not options.keys() <= DAFConfig().to_dict().keys():
             return DAFConfig(**options)  # dataclasses has its own error for unknown fields
         return dataclasses.replace(DAFConfig(), **options)
     path.write_text(yaml.safe_dump(options))
@@ -146,6 +163,13 @@ KEPT: list[tuple[Any, Any, bool, int]] = [
     (8, 1, False, 1),
     ("exact", None, False, 0),
     ("exact", None, True, 0),
+    ("auto", None, False, 0),
+    ("auto", None, True, 8),  # whatever a site gets, it keeps
+    ("auto", 0, True, 0),
+    ("auto", 2, True, 2),
+    ("auto", 2, False, 2),
+    ("auto", 8, False, 8),
+    ("auto", 8, True, 8),
 ]
 
 
@@ -154,6 +178,42 @@ def test_kept_precision(precision: Any, least: Any, spills: bool, kept: int, tmp
     """Without a word about it the budget may take every plane, or none where it can spill."""
     folder = str(tmp_path) if spills else None
     assert DAFConfig(precision=precision, min_precision=least, spill_dir=folder).kept_precision == kept
+
+
+@pytest.mark.parametrize("bound", [0.05, 1])
+@pytest.mark.parametrize("precision", ["exact", 8, 4, 2, 1])
+def test_error_bound_needs_a_precision_that_can_follow(precision: Any, bound: float) -> None:
+    """A precision that is given leaves nothing to choose: the bound would be without effect."""
+    message = f'^max_gradient_error={bound} means nothing with precision={precision!r}; it needs precision="auto"$'
+    with pytest.raises(ConfigError, match=message):
+        DAFConfig(precision=precision, max_gradient_error=bound)
+
+
+def test_error_bound_needs_audits() -> None:
+    """Nothing else measures what is bounded."""
+    message = r"^max_gradient_error=0\.05 needs audits to measure the error; set audit_every$"
+    with pytest.raises(ConfigError, match=message):
+        DAFConfig(max_gradient_error=0.05, audit_every=None)
+
+
+@pytest.mark.parametrize("precision", ["auto", "exact", 8, 4, 2, 1])
+@pytest.mark.parametrize("steps", [None, 1, 100, 10**9])
+def test_audits_go_with_every_precision(precision: Any, steps: int | None) -> None:
+    """They measure also where nothing is steered, and can be turned off."""
+    assert DAFConfig(precision=precision, audit_every=steps).audit_every == steps
+
+
+@pytest.mark.parametrize("bound", [1e-9, 0.05, 1.0, 1])
+@pytest.mark.parametrize("budget", [None, "400MB", "auto"])
+def test_error_bounds_that_are_allowed(bound: float, budget: str | None) -> None:
+    """Above 0 and up to the gradient's length, with a memory budget and without."""
+    assert DAFConfig(max_gradient_error=bound, memory_budget=budget).max_gradient_error == bound
+
+
+def test_precision_is_chosen_by_default() -> None:
+    """For the least error, as nothing says which error is allowed; audits tell what it is."""
+    config = DAFConfig()
+    assert (config.precision, config.max_gradient_error, config.audit_every) == ("auto", None, 100)
 
 
 @pytest.mark.parametrize("least", [0, 1, 8])
@@ -174,6 +234,7 @@ def test_spill_folder_is_kept_as_text(tmp_path: Path) -> None:
 
 
 OPTIONS: dict[str, Any] = {
+    "audit_every": st.none() | st.integers(1, 10**6),
     "rounding": st.sampled_from(["nearest", "stochastic"]),
     "memory_budget": st.none() | st.integers(1, 2**50) | st.sampled_from(["400MB", "1.5GiB", "auto"]),
     "spill_dir": st.sampled_from([None, "."]),
@@ -181,8 +242,13 @@ OPTIONS: dict[str, Any] = {
     "seed": st.integers(0, 2**64 - 1),
     "backend": st.sampled_from(["auto", "reference"]),
 }
-configs = st.builds(DAFConfig, precision=st.sampled_from(["exact", 8, 4, 2, 1]), **OPTIONS) | st.builds(
-    DAFConfig, precision=st.sampled_from([8, 4, 2]), min_precision=st.sampled_from([0, 1, 2]), **OPTIONS
+AUDITED = {"audit_every": st.integers(1, 10**6), "max_gradient_error": st.floats(0, 1, exclude_min=True)}
+configs = st.one_of(
+    st.builds(DAFConfig, precision=st.sampled_from(["auto", "exact", 8, 4, 2, 1]), **OPTIONS),
+    st.builds(
+        DAFConfig, precision=st.sampled_from(["auto", 8, 4, 2]), min_precision=st.sampled_from([0, 1, 2]), **OPTIONS
+    ),
+    st.builds(DAFConfig, min_precision=st.sampled_from([None, 0, 4, 8]), **{**OPTIONS, **AUDITED}),
 )
 
 

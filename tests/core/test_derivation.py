@@ -104,7 +104,7 @@ def test_derived_gradient_is_as_good_as_a_stored_one(
     plain = _train(loss)[0]
     derived, stored_as = _train(loss, precision=precision)
     assert stored_as[form] == 1
-    monkeypatch.setattr("daf_core.engine.Derivation.derive", lambda *_: None)
+    monkeypatch.setattr("daf_core.packing.Derivation.derive", lambda *_: None)
     stored, without = _train(loss, precision=precision)
     assert form not in without
     assert _error(derived, plain) < min(bound, 1.5 * _error(stored, plain))

@@ -19,7 +19,6 @@ from tests.core.harness import (
     backward,
     engine_for,
     error,
-    make_mlp,
     make_model,
     normal,
     watch,
@@ -45,8 +44,11 @@ def test_device_without_kernels(device: str) -> None:
 
 
 def test_default_configuration() -> None:
-    """An engine without one compresses to 4 bits."""
-    assert ActivationEngine(make_mlp()).config == DAFConfig(precision=4)
+    """An engine without one chooses precisions itself, and compresses to 4 bits as long as it knows nothing."""
+    model, loss_of = make_model("mlp")
+    engine = ActivationEngine(model)
+    assert engine.config == DAFConfig(precision="auto")
+    assert_same(backward(model, loss_of, engine), backward(model, loss_of, engine_for(model, 4)))
 
 
 class _Dictionaries(nn.Module):
@@ -90,13 +92,13 @@ def test_sites_tell_calls_and_modules_apart() -> None:
     model = _Dictionaries()
     engine = engine_for(model, 4)
     sites = []
-    seed_of = engine._store
+    packer_store = engine._packer._store
 
     def store(*args: Any) -> Any:
         sites.append(args[-1])
-        return seed_of(*args)
+        return packer_store(*args)
 
-    engine._store = store
+    engine._packer._store = store
     for _ in range(2):
         with engine.compress():
             loss = _loss(model, normal(*LARGE), False)

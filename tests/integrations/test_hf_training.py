@@ -229,7 +229,7 @@ class TestCheckpointing:
         run(make_trainer(DAFCallback(), model=model, **kind))
         watch.remove()
         assert owners[True], "nothing was recomputed"
-        assert "ActivationEngine._pack" not in owners[True]
+        assert "Packer.pack" not in owners[True]
 
     def test_layers_without_a_checkpoint_are_compressed(self, make_trainer: MakeTrainer) -> None:
         whole, half, none = (trained(make_trainer, lora(), **kind) for kind in ({}, EVERY_SECOND, NON_REENTRANT))

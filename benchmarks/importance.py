@@ -1,0 +1,297 @@
+"""Holds the predicted error of each site against the truth, and measures what choosing precisions by it gains.
+
+Run ``python -m benchmarks.importance --json importance.json``. The truth is the relative error of all trained
+gradients, same batch and same dropout masks, with one site alone at a precision and all others exact.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from benchmarks.finetune import Recipe, build_encoder, load_splits, training_batches
+from benchmarks.machine import core_count, describe_machine
+from benchmarks.models import MODELS, build_batch, build_model
+from benchmarks.options import whole_number
+from benchmarks.process_memory import loaded_allocator
+from daf_core import ActivationEngine, DAFConfig
+from daf_core.derivation import Derivation
+from daf_core.precision.allocation import Choices, Frontier
+from daf_core.precision.calibration import calibrate
+from daf_core.precision.importance import LEVELS, SiteErrors
+from daf_core.precision.rehearsal import Gradients, Rehearsal, compare
+from daf_core.sites import Site
+
+LAYERS = 4
+ROWS = {"roberta-base": 4, "gpt2": 4, "resnet18": 16}
+SEQ, IMAGE = 128, 64
+BITS = (4, 2, 1)
+HOPS = (0, 4)
+SHARES = {"roberta-base": (8, 16), "gpt2": (8, 16), "resnet18": (8, 16), "minilm": (8, 10, 16, 18, 20, 23)}
+WARM_UP = 20
+"""Steps before MiniLM is measured: at the first one LoRA's second matrix is zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correlation:
+    """Rank correlation (Spearman's) of predicted and measured errors over all sites, at one precision."""
+
+    model: str
+    bits: int
+    hops: int
+    sites: int
+    correlation: float
+    predicted_total: float
+    measured_total: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualBytes:
+    """Errors of the gradient in the same share of the raw bytes: chosen precisions, and the largest that fits for all.
+
+    ``plain_error`` is that of the same codec at one precision, nothing derived.
+    """
+
+    model: str
+    share: int
+    error: float
+    cosine: float
+    adapters_error: float | None
+    plain_bits: int | None
+    plain_error: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A model and a batch in training."""
+
+    name: str
+    model: nn.Module
+    batch: dict[str, Tensor]
+
+    def loss(self) -> Tensor:
+        """Returns the loss with the same dropout masks each time."""
+        torch.manual_seed(0)
+        return self.model(**self.batch).loss
+
+    def adapters(self) -> list[int]:
+        """Returns which of the trained parameters are adapters."""
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return [index for index, name in enumerate(names) if "lora_" in name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """What a pass takes: as autograd saves it, and stored apart from lossy activations."""
+
+    raw: int
+    fixed: int
+
+
+def model_work(name: str) -> Work:
+    """Returns a model of the training benchmark, cut to a few layers so that the truth stays affordable."""
+    spec = MODELS[name]
+    with patch.dict(MODELS, {name: replace(spec, config=lambda: _shortened(spec.config()))}):
+        model = build_model(name, lora_dropout=0.1)
+    return Work(name=name, model=model, batch=build_batch(name, batch=ROWS[name], seq=SEQ, image=IMAGE))
+
+
+def minilm_work(data: Path, batches: int) -> list[Work]:
+    """Returns the encoder after some steps of training, with the batches that follow."""
+    rows, model = load_splits(data)["train"], build_encoder(0).train()
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=Recipe.learning_rate)
+    following = training_batches(rows, Recipe(), 0)
+    torch.manual_seed(0)
+    for _ in range(WARM_UP):
+        model(**next(following)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [Work(name="minilm", model=model, batch=next(following)) for _ in range(batches)]
+
+
+def measure_correlations(work: Work, rehearsal: Rehearsal) -> list[Correlation]:
+    """Compares predictions with the truth, which takes a backward pass for each site and precision."""
+    predictions = {hops: _calibrated(rehearsal, hops) for hops in HOPS}
+    sites = list(predictions[HOPS[0]])
+    results: list[Correlation] = []
+    for bits in BITS:
+        truth = [rehearsal.compare({site: bits}).error for site in sites]
+        together = rehearsal.compare(dict.fromkeys(sites, bits)).error
+        for hops, errors in predictions.items():
+            squares = [errors[site][LEVELS.index(bits)] for site in sites]
+            results.append(
+                Correlation(
+                    model=work.name,
+                    bits=bits,
+                    hops=hops,
+                    sites=len(sites),
+                    correlation=float(spearmanr(truth, squares).statistic),
+                    predicted_total=sum(squares) ** 0.5,
+                    measured_total=together,
+                )
+            )
+    return results
+
+
+def measure_equal_bytes(work: Work) -> list[EqualBytes]:
+    """Measures errors in shares of the raw bytes."""
+    plain = _plain_errors(work)
+    taken = _pass_bytes(work)
+    results: list[EqualBytes] = []
+    with _rehearse(work) as rehearsal:
+        sizes, errors, adapters = rehearsal.sizes, _calibrated(rehearsal), work.adapters()
+        frontier = Frontier([Choices(sizes[site][:-1], errors[site]) for site in sizes])
+        for share in SHARES[work.name]:
+            choice = frontier.least_error(taken.raw / share - taken.fixed)
+            found = rehearsal.gradients({site: LEVELS[index] for site, index in zip(sizes, choice, strict=True)})
+            measured = compare(found, rehearsal.exact)
+            fits = [(bits, error) for bits, size, error in plain if size <= taken.raw / share]
+            bits, error = max(fits) if fits else (None, None)
+            results.append(
+                EqualBytes(
+                    model=work.name,
+                    share=share,
+                    error=measured.error,
+                    cosine=measured.cosine,
+                    adapters_error=_part_error(found, rehearsal.exact, adapters) if adapters else None,
+                    plain_bits=bits,
+                    plain_error=error,
+                )
+            )
+    return results
+
+
+def _shortened(config: object) -> object:
+    for name in ("num_hidden_layers", "n_layer"):
+        if hasattr(config, name):
+            setattr(config, name, LAYERS)
+    return config
+
+
+def _calibrated(rehearsal: Rehearsal, hops: int = HOPS[-1]) -> SiteErrors:
+    errors = calibrate(rehearsal, hops)
+    if errors is None:
+        raise ArithmeticError("the gradient is zero or not finite")
+    return errors
+
+
+def _rehearse(work: Work) -> AbstractContextManager[Rehearsal]:
+    return ActivationEngine(work.model, DAFConfig()).rehearse(work.loss)
+
+
+def _plain_errors(work: Work) -> list[tuple[int, int, float]]:
+    """Returns (bits, bytes, error) for all sites at one precision, with nothing derived."""
+    with patch.object(Derivation, "derive", lambda *_: None):
+        fixed = _pass_bytes(work).fixed
+        with _rehearse(work) as rehearsal:
+            sizes = rehearsal.sizes
+            return [
+                (bits, fixed + _total(sizes, index), rehearsal.compare(dict.fromkeys(sizes, bits)).error)
+                for index, bits in enumerate(LEVELS)
+            ]
+
+
+def _pass_bytes(work: Work) -> Bytes:
+    engine = ActivationEngine(work.model, DAFConfig(precision=4, audit_every=None))
+    with engine.compress():
+        loss = work.loss()
+    held, lossy = engine.held_bytes, engine.lossy_bytes
+    loss.backward()
+    work.model.zero_grad()
+    engine.close()
+    return Bytes(raw=engine.finish_step().raw_bytes, fixed=held - lossy)
+
+
+def _total(sizes: Mapping[Site, Sequence[int]], index: int) -> int:
+    return sum(site_sizes[index] for site_sizes in sizes.values())
+
+
+def _part_error(found: Gradients, exact: Gradients, part: list[int]) -> float:
+    return compare([found[index] for index in part], [exact[index] for index in part]).error
+
+
+def correlation_table(results: Sequence[Correlation]) -> Table:
+    """Returns one row for each model and precision, predictions side by side."""
+    table = Table(box=SIMPLE, title="predicted and measured error of each site alone")
+    for heading in ("model", "sites", "bits", *(f"correlation, {hops} hops" for hops in HOPS), "predicted", "measured"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    by_case: dict[tuple[str, int], list[Correlation]] = {}
+    for result in results:
+        by_case.setdefault((result.model, result.bits), []).append(result)
+    for (model, bits), found in by_case.items():
+        last = found[-1]
+        figures = [f"{result.correlation:.3f}" for result in found]
+        totals = [f"{last.predicted_total:.4f}", f"{last.measured_total:.4f}"]
+        table.add_row(model, str(last.sites), str(bits), *figures, *totals)
+    return table
+
+
+def equal_bytes_table(results: Sequence[EqualBytes]) -> Table:
+    """Returns one row for each model, batch and share."""
+    table = Table(box=SIMPLE, title="error of the gradient in the same bytes")
+    for heading in ("model", "bytes", "error", "cosine", "adapters alone", "one precision", "its error", "ratio"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for result in results:
+        plain = ["", "", ""]
+        if result.plain_bits is not None and result.plain_error is not None:
+            plain = [
+                f"{result.plain_bits} bits",
+                f"{result.plain_error:.4f}",
+                f"{result.error / result.plain_error:.2f}",
+            ]
+        adapters = "" if result.adapters_error is None else f"{result.adapters_error:.3f}"
+        table.add_row(
+            result.model, f"1/{result.share}", f"{result.error:.4f}", f"{result.cosine:.4f}", adapters, *plain
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark, prints its tables and writes the file asked for."""
+    cores = core_count()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.importance", description="Predicted against true error."
+    )
+    parser.add_argument("--data", type=Path, help="folder of MRPC, for MiniLM; left out without")
+    parser.add_argument("--batches", type=whole_number(1), default=3, help="of MiniLM")
+    parser.add_argument("--threads", type=whole_number(1, cores), default=cores)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    torch.set_num_threads(options.threads)
+    started = time.perf_counter()
+    works = [model_work(name) for name in ROWS]
+    correlations: list[Correlation] = []
+    for work in works:
+        with _rehearse(work) as rehearsal:
+            correlations += measure_correlations(work, rehearsal)
+    if options.data:
+        works += minilm_work(options.data, options.batches)
+    shares = [result for work in works for result in measure_equal_bytes(work)]
+    console = Console(width=120)
+    console.print(correlation_table(correlations))
+    console.print(equal_bytes_table(shares))
+    console.print(f"{time.perf_counter() - started:.0f} s")
+    if options.json:
+        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
+        report = {
+            "correlations": [asdict(result) for result in correlations],
+            "equal_bytes": [asdict(result) for result in shares],
+            "machine": asdict(machine),
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How activations are stored that may lose precision: in training, and in a rehearsal."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+
+from daf_core.codecs import LossyActivation, RawActivation, RehearsedActivation, lossy_codec
+from daf_core.codecs.raw import KeptStorage
+from daf_core.config import DAFConfig
+from daf_core.memory.pager import Pager
+from daf_core.precision.census import Census
+from daf_core.precision.policy import PrecisionPolicy
+from daf_core.sites import Site
+from daf_kernels import Backend, Seed
+
+
+class RandomStreams:
+    """The random numbers of stochastic rounding: the same in every run with the same seed.
+
+    Attributes:
+        passes: Forward passes so far; each has streams of its own.
+    """
+
+    def __init__(self, config: DAFConfig) -> None:
+        self._seed = None if config.rounding == "nearest" else config.seed
+        self.passes = 0
+
+    def seed(self, site: Site) -> Seed | None:
+        """Returns the stream of a site in this pass; None rounds to nearest."""
+        if self._seed is None:
+            return None
+        return self._seed & 0xFFFFFFFF, self._seed >> 32, site.number, self.passes & 0xFFFFFFFF
+
+
+class TrainingStore(threading.local):
+    """Stores activations at the precision that their site has now.
+
+    Args:
+        policy: Knows that precision.
+        streams: Random numbers.
+
+    Attributes:
+        census: What was stored in this thread since `begin_pass`.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, streams: RandomStreams) -> None:
+        self._policy = policy
+        self._streams = streams
+        self.census = Census()
+
+    def begin_pass(self) -> None:
+        """Starts counting anew."""
+        self.census = Census()
+
+    def __call__(
+        self, values: Tensor, row: int, site: Site, pager: Pager, backend: Backend, finite: bool
+    ) -> LossyActivation | None:
+        """See `LossyStore`."""
+        codec, precision = lossy_codec(site.op), self._policy.precision(site)
+        stored = None
+        if precision is not None:
+            errors = None if pager.budget is None else self._policy.errors(site)
+            stored = codec.encode(values, row, precision, pager, backend, self._streams.seed(site), finite, errors)
+        self.census.add(site, codec.sizes(values.numel(), row, values.element_size(), pager.pool.page_bytes), stored)
+        return stored
+
+
+class RehearsalStore:
+    """Keeps activations as they are, and how they would be stored.
+
+    Args:
+        streams: Random numbers.
+
+    Attributes:
+        activations: What was stored, with its sites.
+        reads: Gets each of them when it is read.
+        census: What they would take.
+    """
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams = streams
+        self.activations: list[tuple[Site, RehearsedActivation]] = []
+        self.reads: list[RehearsedActivation] = []
+        self.census = Census()
+
+    def __call__(
+        self, values: Tensor, row: int, site: Site, pager: Pager, backend: Backend, finite: bool
+    ) -> RehearsedActivation:
+        """See `LossyStore`."""
+        codec, seed = lossy_codec(site.op), self._streams.seed(site)
+
+        def encode(values: Tensor, precision: int) -> LossyActivation | None:
+            return codec.encode(values, row, precision, pager, backend, seed)
+
+        kept = RawActivation(values, KeptStorage(pager, values.nbytes))
+        activation = RehearsedActivation(kept, encode, self.reads)
+        self.activations.append((site, activation))
+        self.census.add(site, codec.sizes(values.numel(), row, values.element_size(), pager.pool.page_bytes))
+        return activation

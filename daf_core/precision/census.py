@@ -1,0 +1,102 @@
+"""The lossy activations of one forward pass: what they could take, and what they take."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from daf_core.codecs import LossyActivation
+from daf_core.errors import StateError
+from daf_core.precision.importance import LEVELS
+from daf_core.sites import Site
+
+Sizes = Mapping[Site, Sequence[int]]
+"""Bytes of each site's activations at each of `LEVELS`, and as they are."""
+
+
+class Census:
+    """Counts lossy activations by site, without keeping them alive.
+
+    Attributes:
+        sizes: Bytes of each site's activations at each precision, and as they are.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[Site, list[int]] = {}
+        self._stored: list[tuple[Site, int | None, weakref.ref[LossyActivation] | None]] = []
+
+    def add(self, site: Site, sizes: Sequence[int], stored: LossyActivation | None = None) -> None:
+        """Counts an activation; None stays as it is."""
+        known = self.sizes.get(site)
+        self.sizes[site] = list(sizes) if known is None else [a + b for a, b in zip(known, sizes, strict=True)]
+        if stored is None:
+            self._stored.append((site, None, None))
+        else:
+            self._stored.append((site, stored.precision, weakref.ref(stored)))
+
+    def precisions(self) -> dict[Site, int | None]:
+        """Returns the bits that each site has now, the fewest where it occurs several times; None is exact.
+
+        Of an activation that is gone, because backward has run, it is the bits that it was stored with.
+        """
+        found: dict[Site, int | None] = {}
+        for site, bits, reference in self._stored:
+            stored = None if reference is None else reference()
+            bits = bits if stored is None else stored.precision
+            known = found.setdefault(site, bits)
+            if bits is not None:
+                found[site] = bits if known is None else min(known, bits)
+        return found
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that they hold now."""
+        alive = [reference() for _, _, reference in self._stored if reference is not None]
+        return sum(stored.held_bytes for stored in alive if stored is not None)
+
+
+@dataclass(frozen=True)
+class LastPass:
+    """What is remembered of a forward pass.
+
+    Attributes:
+        precisions: The bits that each site was stored with; None is exact.
+        sizes: Bytes of each site at each precision.
+    """
+
+    precisions: Mapping[Site, int | None] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        """Returns it as JSON-able values."""
+        return {"sites": [[*site, bits, *self.sizes[site]] for site, bits in self.precisions.items()]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> LastPass:
+        """Returns what `state` was made from.
+
+        Raises:
+            StateError: It was made from something else.
+        """
+        try:
+            sites = [Site.from_state(entry[:3]) for entry in state["sites"]]
+            bits = [checked_bits(entry[3]) for entry in state["sites"]]
+            sizes = [[int(size) for size in entry[4:]] for entry in state["sites"]]
+            if any(len(site_sizes) != len(LEVELS) + 1 or min(site_sizes) < 0 for site_sizes in sizes):
+                raise ValueError("a site has a size for each precision")
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise StateError(f"this is no saved state of a forward pass of DAF: {error!r}") from error
+        return cls(dict(zip(sites, bits, strict=True)), dict(zip(sites, sizes, strict=True)))
+
+
+def checked_bits(value: Any) -> int | None:
+    """Returns a precision that was saved, None for exact.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value is not None and (isinstance(value, bool) or value not in LEVELS):
+        raise ValueError(f"{value!r} is no precision")
+    return value

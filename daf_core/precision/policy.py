@@ -1,0 +1,195 @@
+"""The precision of each site: from the configuration, and from what calibrations have found."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from daf_core.config import DAFConfig
+from daf_core.errors import StateError
+from daf_core.precision.allocation import Choices, Frontier
+from daf_core.precision.census import Sizes, checked_bits
+from daf_core.precision.importance import LEVELS, SiteErrors
+from daf_core.sites import Site
+
+UNIFORM = 4
+"""Bits where the configuration leaves the choice and nothing is known yet."""
+
+MOST = LEVELS[-1]
+
+ALL_LEVELS = (*LEVELS, None)
+"""What may be planned for a site; None keeps its activations as they are."""
+
+NEWEST = 0.5
+"""Weight of a calibration against all before it: importances change while a model learns."""
+
+RECENT = 10
+"""Passes whose smallest the plan for a budget is made for."""
+
+ALIKE = 0.1
+"""Relative difference in bytes between passes for which one plan serves."""
+
+
+class Pass(NamedTuple):
+    """A forward pass.
+
+    Attributes:
+        raw: Bytes of its lossy activations as they are.
+        room: Bytes that they may take.
+        sizes: Bytes of each site.
+    """
+
+    raw: int
+    room: int
+    sizes: Sizes
+
+    def is_like(self, other: Pass) -> bool:
+        """Says whether a plan for one serves the other."""
+        return self.sizes.keys() == other.sizes.keys() and all(
+            math.isclose(mine, others, rel_tol=ALIKE)
+            for mine, others in ((self.raw, other.raw), (self.room, other.room))
+        )
+
+
+class PrecisionPolicy:
+    """Says in how many bits activations are stored, and what their planes are worth.
+
+    Args:
+        config: Precision, budget and error bound.
+    """
+
+    def __init__(self, config: DAFConfig) -> None:
+        self._config = config
+        self._errors: SiteErrors = {}
+        self._plan: dict[Site, int | None] = {}
+        self._recent: deque[Pass] = deque(maxlen=RECENT)
+        self._planned: Pass | None = None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether anything is known of any site."""
+        return bool(self._errors)
+
+    def precision(self, site: Site) -> int | None:
+        """Returns the code bits for a site; None leaves its activations as they are."""
+        fixed = self._config.precision
+        if fixed != "auto":
+            assert fixed != "exact"
+            return fixed
+        if self._plan:
+            return self._plan.get(site, MOST)
+        unbounded = self._config.memory_budget is None and self._config.max_gradient_error is None
+        return max(UNIFORM, self._config.min_precision or 0) if unbounded else MOST
+
+    def errors(self, site: Site) -> Sequence[float] | None:
+        """Returns the squared gradient error of a site at each of `LEVELS`; None where no site is calibrated.
+
+        A site that was never seen counts as the worst of those that were.
+        """
+        if not self._errors:
+            return None
+        return self._errors.get(site) or [max(errors) for errors in zip(*self._errors.values(), strict=True)]
+
+    def learn(self, found: SiteErrors, replace: bool = False) -> None:
+        """Takes a calibration in, averaged with those before or instead of them.
+
+        Sites that are not in it keep what is known of them.
+        """
+        for site, errors in _filled(found).items():
+            known = errors if replace else self._errors.get(site, errors)
+            self._errors[site] = [(1 - NEWEST) * old + NEWEST * new for old, new in zip(known, errors, strict=True)]
+        self._planned = None
+
+    def predict(self, precisions: Mapping[Site, int | None]) -> float:
+        """Returns the squared gradient error that these precisions are expected to give."""
+        total = 0.0
+        for site, bits in precisions.items():
+            errors = self.errors(site)
+            total += 0.0 if bits is None or errors is None else errors[LEVELS.index(bits)]
+        return total
+
+    def keep_error(self, sizes: Sizes, squared_error: float, least: int = 0) -> None:
+        """Plans the fewest bytes for a squared gradient error, with `least` bits or more or exactly."""
+        self._choose(sizes, ALL_LEVELS, least, lambda frontier: frontier.fewest_bytes(squared_error))
+
+    def fill(self, sizes: Sizes, room: int) -> None:
+        """Plans the least error in `room` bytes."""
+        self._choose(sizes, LEVELS, 0, lambda frontier: frontier.least_error(room))
+
+    def follow(self, sizes: Sizes, room: int | None) -> None:
+        """Plans anew where it is worth it, after a pass that took `sizes` and could have had `room` bytes for them.
+
+        The plan is made for the smallest of the last `RECENT` passes: larger ones lose their least important planes to
+        the budget, while planes that were never stored cannot be had back. Without a budget the room is what `UNIFORM`
+        bits everywhere would take.
+        """
+        if self._config.precision != "auto" or self._config.max_gradient_error is not None or not self.calibrated:
+            return
+        if room is None:
+            room = sum(site_sizes[LEVELS.index(UNIFORM)] for site_sizes in sizes.values())
+        self._recent.append(Pass(sum(site_sizes[-1] for site_sizes in sizes.values()), room, sizes))
+        smallest = min(self._recent, key=lambda recent: recent.raw / max(recent.room, 1))
+        if self._planned is None or not smallest.is_like(self._planned):
+            self._planned = smallest
+            self.fill(smallest.sizes, smallest.room)
+
+    @property
+    def plan(self) -> Mapping[Site, int | None]:
+        """The planned precision of each site; empty without a plan."""
+        return self._plan
+
+    def state(self) -> dict[str, Any]:
+        """Returns what is known, as JSON-able values."""
+        return {
+            "errors": [[*site, *errors] for site, errors in self._errors.items()],
+            "plan": [[*site, bits] for site, bits in self._plan.items()],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned.
+
+        Raises:
+            StateError: It is something else.
+        """
+        try:
+            errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
+            plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise StateError(f"this is no saved state of DAF's precision: {error!r}") from error
+        self._errors, self._plan = errors, plan
+
+    def _choose(
+        self, sizes: Sizes, levels: Sequence[int | None], least: int, select: Callable[[Frontier], list[int]]
+    ) -> None:
+        least = max(least, self._config.min_precision or 0)
+        kept = [index for index, bits in enumerate(levels) if bits is None or bits >= least]
+        choices: list[Choices] = []
+        for site, site_sizes in sizes.items():
+            errors = [*(self.errors(site) or ()), 0.0]
+            choices.append(Choices([site_sizes[index] for index in kept], [errors[index] for index in kept]))
+        chosen = select(Frontier(choices))
+        self._plan = {site: levels[kept[choice]] for site, choice in zip(sizes, chosen, strict=True)}
+
+
+def _filled(found: SiteErrors) -> SiteErrors:
+    """Replaces errors of 0 by those that are usual.
+
+    LoRA starts with B at zero: the gradient of A is zero then, and what A reads seems to be worth nothing; one step
+    later it is. Optimizers that divide by the gradient's size would make the most of its noise.
+    """
+    known = [errors for errors in found.values() if any(errors)]
+    if not known:
+        return {}
+    usual = [float(np.median(errors)) for errors in zip(*known, strict=True)]
+    return {site: errors if any(errors) else usual for site, errors in found.items()}
+
+
+def _errors(values: Sequence[Any]) -> list[float]:
+    errors = [float(value) for value in values]
+    if len(errors) != len(LEVELS) or not all(0 <= error < float("inf") for error in errors):
+        raise ValueError(f"a site has {len(LEVELS)} finite errors, got {values!r}")
+    return errors

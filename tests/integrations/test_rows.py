@@ -1,0 +1,145 @@
+"""The part of a batch that an audit uses: whatever a batch is made of, its rows stay together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding
+from transformers.utils.generic import ModelOutput
+
+from daf_integrations.rows import LEAST_LENGTH, SHARE, few_rows
+
+
+class Pair(NamedTuple):
+    """A batch with named parts."""
+
+    inputs: Tensor
+    labels: Tensor
+
+
+def _numbered(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def _shapes(batch: Any) -> Any:
+    """Puts shapes in the place of tensors."""
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape)
+    if isinstance(batch, dict):
+        return {key: _shapes(value) for key, value in batch.items()}
+    return [_shapes(value) for value in batch] if isinstance(batch, list | tuple) else batch
+
+
+def _texts(rows: int, length: int) -> dict[str, Tensor]:
+    return {"input_ids": _numbered(rows, length), "attention_mask": _numbered(rows, length), "labels": _numbered(rows)}
+
+
+IMAGES = torch.randn(16, 3, 8, 8)
+LABELS = _numbered(16)
+
+BATCHES: dict[str, tuple[Any, Any]] = {
+    "tensor": (IMAGES, (2, 3, 8, 8)),
+    "mapping": ({"pixel_values": IMAGES, "labels": LABELS}, {"pixel_values": (2, 3, 8, 8), "labels": (2,)}),
+    "tuple": ((IMAGES, LABELS), [(2, 3, 8, 8), (2,)]),
+    "list": ([IMAGES, LABELS], [(2, 3, 8, 8), (2,)]),
+    "nested": ({"views": [IMAGES, (IMAGES, {"y": LABELS})]}, {"views": [(2, 3, 8, 8), [(2, 3, 8, 8), {"y": (2,)}]]}),
+    "scalar tensor": ((IMAGES, torch.tensor(3.0)), [(2, 3, 8, 8), ()]),
+    "other values": ({"x": IMAGES, "name": "a", "none": None}, {"x": (2, 3, 8, 8), "name": "a", "none": None}),
+    "another first dimension": ((IMAGES, LABELS, _numbered(7, 2)), [(2, 3, 8, 8), (2,), (7, 2)]),
+    "texts": (_texts(16, 40), {"input_ids": (2, 40), "attention_mask": (2, 40), "labels": (2,)}),
+    "fewer rows than eight": ((torch.randn(3, 5, 5), _numbered(3)), [(1, 5, 5), (1,)]),
+    "no rows": ((torch.randn(0, 5, 5), _numbered(0)), [(0, 5, 5), (0,)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "expected"), BATCHES.values(), ids=BATCHES)
+def test_an_eighth_of_the_rows(batch: Any, expected: Any) -> None:
+    """At least one of those there are; what has no rows, or other ones, stays whole."""
+    assert SHARE == 1 / 8
+    assert _shapes(few_rows(batch)) == expected
+
+
+@pytest.mark.parametrize("batch", [[], {}, (), None, "text", 3, [None, "text"], {"x": torch.tensor(1.0)}])
+def test_batches_without_rows_stay_as_they_are(batch: Any) -> None:
+    """There is nothing to cut."""
+    assert few_rows(batch) == batch
+
+
+def test_rows_are_the_first_and_belong_together() -> None:
+    """Inputs and labels of the same examples, in their order."""
+    batch = few_rows({"x": _numbered(16, 3, 2), "y": _numbered(16)}, 1 / 4)
+    assert torch.equal(batch["x"], _numbered(16, 3, 2)[:4])
+    assert batch["y"].tolist() == [0, 1, 2, 3]
+
+
+def test_batch_is_left_as_it_was() -> None:
+    """Training goes on with all of it."""
+    batch = {"x": _numbered(16, 3, 2), "more": [_numbered(16)]}
+    few_rows(batch)
+    assert _shapes(batch) == {"x": (16, 3, 2), "more": [(16,)]}
+
+
+def test_named_tuples_stay_named() -> None:
+    """A loss may ask for their fields."""
+    part = few_rows(Pair(IMAGES, LABELS))
+    assert isinstance(part, Pair)
+    assert _shapes([part.inputs, part.labels]) == [(2, 3, 8, 8), (2,)]
+
+
+@pytest.mark.parametrize("kind", [BatchEncoding, ModelOutput, dict])
+def test_mappings_of_libraries(kind: Any) -> None:
+    """Tokenizers give mappings of their own: keys and rows are as in a plain one."""
+    part = few_rows(kind(_texts(16, 40)))
+    assert set(part) == {"input_ids", "attention_mask", "labels"}
+    assert part["input_ids"].shape == (2, 40)
+    assert part["labels"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "expected"),
+    [(1, 400, (1, 50)), (2, 400, (1, 100)), (7, 400, (1, 350)), (8, 400, (1, 400)), (9, 40, (1, 40))],
+)
+def test_few_texts_are_cut(rows: int, length: int, expected: tuple[int, int]) -> None:
+    """Where one row is more than an eighth, as many tokens are left as make an eighth of all."""
+    part = few_rows(_texts(rows, length))
+    assert _shapes(part) == {"input_ids": expected, "attention_mask": expected, "labels": (1,)}
+    assert part["input_ids"].flatten().tolist() == list(range(expected[1]))
+
+
+@pytest.mark.parametrize(("length", "expected"), [(100, LEAST_LENGTH), (20, LEAST_LENGTH), (16, 16), (9, 9), (1, 1)])
+def test_texts_are_not_cut_to_nothing(length: int, expected: int) -> None:
+    """Sixteen tokens stay, or all where there are fewer."""
+    assert few_rows(_texts(1, length))["input_ids"].shape == (1, expected)
+
+
+def test_labels_of_each_token_are_cut_with_them() -> None:
+    """As those of a causal language model are: the same tokens have to be left."""
+    ids = _numbered(1, 400)
+    part = few_rows({"input_ids": ids, "labels": ids.clone()})
+    assert torch.equal(part["labels"], part["input_ids"])
+    assert torch.equal(part["labels"], ids[:, :50])
+
+
+WHOLE: dict[str, list[Tensor]] = {
+    "image": [torch.randn(1, 3, 64, 64), _numbered(1)],
+    "features": [torch.randn(1, 400), _numbered(1)],
+    "texts of two lengths": [_numbered(1, 400), _numbered(1, 300)],
+    "text and image": [_numbered(1, 400), torch.randn(1, 3, 8, 8)],
+    "text and pairs of tokens": [_numbered(1, 400), torch.ones(1, 400, 400, dtype=torch.bool)],
+    "labels alone": [_numbered(1)],
+}
+
+
+@pytest.mark.parametrize("batch", WHOLE.values(), ids=WHOLE)
+def test_what_is_no_text_is_not_cut(batch: list[Tensor]) -> None:
+    """A part of an image or of a row of features is another thing than the whole, and so is a part of a pair."""
+    assert _shapes(few_rows(batch)) == _shapes(batch)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, (16, 40)), (0.5, (8, 40)), (0.01, (1, 16)), (0.05, (1, 32))])
+def test_share(share: float, expected: tuple[int, int]) -> None:
+    """A smaller one where an eighth does not fit in the memory budget."""
+    assert few_rows(_texts(16, 40), share)["input_ids"].shape == expected
