@@ -97,7 +97,7 @@ def test_states_are_the_undominated_combinations(seed: int) -> None:
         if not undominated or error < undominated[-1][1]:
             undominated.append((size, error))
     frontier = Frontier(sites)
-    assert list(zip(frontier.sizes.tolist(), frontier.errors.tolist(), strict=True)) == undominated
+    assert list(zip(frontier._sizes.tolist(), frontier._errors.tolist(), strict=True)) == undominated
 
 
 TWO = [Choices([0, 10, 30], [9, 4, 1]), Choices([5, 8, 20], [7, 5, 0])]
@@ -258,7 +258,7 @@ def test_relaxed_bound_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_least_error_of_many_sites_is_near_the_bound(seed: int) -> None:
-    """At most 2% above what no choice can beat (1% of error), whatever the room, and never more bytes than it."""
+    """At most 1% above what no choice can beat, whatever the room, and never more bytes than it."""
     sites = _network(seed, exact=False)
     frontier = Frontier(sites)
     sizes, errors = _relaxed(sites)
@@ -267,12 +267,12 @@ def test_least_error_of_many_sites_is_near_the_bound(seed: int) -> None:
         size, error = _total(sites, frontier.least_error(room))
         bound = float(np.interp(room, sizes, errors))
         assert size <= room
-        assert bound <= error <= 1.02 * bound
+        assert bound <= error <= 1.01 * bound
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_fewest_bytes_of_many_sites_are_near_the_bound(seed: int) -> None:
-    """At most 2% above what no choice can beat, whatever the error, and never more error than it."""
+    """At most 1% above what no choice can beat, whatever the error, and never more error than it."""
     sites = _network(seed, exact=True)
     frontier = Frontier(sites)
     sizes, errors = _relaxed(sites)
@@ -281,16 +281,16 @@ def test_fewest_bytes_of_many_sites_are_near_the_bound(seed: int) -> None:
         size, error = _total(sites, frontier.fewest_bytes(allowed))
         bound = float(np.interp(-allowed, -errors, sizes))
         assert error <= allowed * (1 + 1e-12)
-        assert bound <= size <= 1.02 * bound
+        assert bound <= size <= 1.01 * bound
 
 
 def test_many_sites_stay_within_the_widest_frontier() -> None:
     """What is kept does not grow with the number of sites: all of it would be 6**300 combinations. Both ends stay."""
     sites = _network(0, exact=True)
     frontier = Frontier(sites)
-    assert WIDEST / 2 < frontier.sizes.size <= WIDEST + 2
-    assert (np.diff(frontier.sizes) > 0).all()
-    assert (np.diff(frontier.errors) < 0).all()
+    assert WIDEST / 2 < frontier._sizes.size <= WIDEST + 2
+    assert (np.diff(frontier._sizes) > 0).all()
+    assert (np.diff(frontier._errors) < 0).all()
     assert frontier.least_error(0) == [0] * SITES
     assert frontier.fewest_bytes(0) == [BITS.size] * SITES
 
@@ -301,7 +301,7 @@ def test_thinning_breaks_no_limit(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("daf_core.precision.allocation.WIDEST", 16)
     sites = _case(seed)
     totals, frontier = _totals(sites), Frontier(sites)
-    assert frontier.sizes.size <= 18
+    assert frontier._sizes.size <= 18
     smallest, least = min(totals), min(totals, key=lambda total: (total[1], total[0]))
     for size, error in totals:
         assert _total(sites, frontier.least_error(size))[0] <= size

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine
+from daf_core.precision.calibration import calibrate
 from daf_core.undisturbed import undisturbed
 from tests.core.harness import Loss, assert_empty, assert_same, engine_for, gradients, make_model, normal, trainable
 
@@ -207,7 +208,8 @@ def _fail(engine: ActivationEngine, loss: Callable[[], Tensor]) -> None:
 
 def _audit(engine: ActivationEngine, loss: Callable[[], Tensor]) -> None:
     engine.audit(loss)
-    assert engine._policy.calibrated
+    with engine.rehearse(loss) as rehearsal:
+        assert calibrate(rehearsal)
 
 
 @pytest.mark.parametrize("aside", [_rehearse, _fail, _audit])
