@@ -87,12 +87,14 @@ class ActivationEngine:
             yield
             return
         hook_stack.refuse_foreign_hooks()
+        complete = False
         try:
             self._begin_pass()
             with hook_stack.installed(self._packer.pack, self._packer.unpack):
                 yield
+            complete = True
         finally:
-            self._end_pass()
+            self._end_pass(complete)
 
     @contextmanager
     def rehearse(self, loss_function: Callable[[], Tensor]) -> Generator[Rehearsal]:
@@ -124,7 +126,10 @@ class ActivationEngine:
             finally:
                 self._scopes.stop()
                 packer.finish_pass()
-            yield Rehearsal(loss, parameters, store.activations, store.reads, store.census.sizes, packer.unpack)
+            try:
+                yield Rehearsal(loss, parameters, store.activations, store.reads, store.census.sizes, packer.unpack)
+            finally:
+                store.reads.clear()  # they and the activations in it refer to each other
 
     @property
     def audit_due(self) -> bool:
@@ -238,13 +243,13 @@ class ActivationEngine:
         self._recorder.enter_scope()
         self._scopes.start()
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, complete: bool) -> None:
         self._scopes.stop()
         self._packer.finish_pass()
         self._inside.scope = False
         census = self._store.census
-        if census.sizes:
-            self._last_pass = LastPass(census.precisions(), census.sizes)
+        if complete and census.sizes:
+            self._last_pass = self._last_pass.updated(census)
             self._policy.follow(census.sizes, self._room())
 
     def _room(self) -> int | None:

@@ -38,10 +38,15 @@ def _restored(buffer: Tensor, before: Tensor) -> Tensor:
     """Returns the buffer with its content of before, written where it has changed: a graph may need what has not.
 
     Contents are compared because batch normalization updates its running statistics without counting a version. They
-    are written without counting one, too. A sparse buffer, which cannot be compared, is replaced.
+    are written without counting one, too. A sparse buffer, or one of another size, is replaced.
     """
-    if buffer.layout is not torch.strided:
+    if buffer.layout is not torch.strided or buffer.shape != before.shape:
         return before
-    if not torch.equal(buffer.nan_to_num(), before.nan_to_num()) or not torch.equal(buffer.isnan(), before.isnan()):
+    if not torch.equal(_bytes(buffer), _bytes(before)):
         buffer.data.copy_(before)
     return buffer
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """Returns the content as bytes, in which a NaN equals itself and every type can be compared."""
+    return buffer.detach().contiguous().view(-1).view(torch.uint8)

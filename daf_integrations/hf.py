@@ -124,9 +124,12 @@ class DAFCallback(TrainerCallback, ExportableState):
 
         @functools.wraps(compute_loss)
         def audited(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if model.training:
+            def loss_of(rows: Any) -> Any:
                 with getattr(model, "no_sync", nullcontext)():  # the audit's gradients are its own, on every rank
-                    self._session.audit(inputs, lambda rows: compute_loss(model, rows, *args, **kwargs))
+                    return compute_loss(model, rows, *args, **kwargs)
+
+            if model.training:
+                self._session.audit(inputs, loss_of)
             return compressed(model, inputs, *args, **kwargs)
 
         return audited

@@ -51,6 +51,7 @@ class DAFSession:
         self.totals = totals or RunTotals()
         self._engine_state = engine_state
         self._share: float | None = SHARE
+        self._unmeasured = False
         self._warned = False
         self.last_step: StepStatistics | None = None
         self._recent = RunTotals()
@@ -129,6 +130,12 @@ class DAFSession:
 
     def _warn(self, measured: GradientError | None) -> None:
         if measured is None:
+            if not self._unmeasured and (self.config.max_gradient_error is not None or self.last_step is not None):
+                log.warning(
+                    "DAF could not measure the error of the gradient: on a part of the batch the gradient is zero or "
+                    "not finite. Until it can, precision is chosen without it"
+                )
+                self._unmeasured = True
             return
         bound = self.config.max_gradient_error
         self.totals.audits += 1

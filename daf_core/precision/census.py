@@ -59,7 +59,7 @@ class Census:
 
 @dataclass(frozen=True)
 class LastPass:
-    """What is remembered of a forward pass.
+    """What is remembered of forward passes: of each site, the last one that it was in.
 
     Attributes:
         precisions: The bits that each site was stored with; None is exact.
@@ -68,6 +68,10 @@ class LastPass:
 
     precisions: Mapping[Site, int | None] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=dict)
+
+    def updated(self, census: Census) -> LastPass:
+        """Returns what is remembered after another pass; a step may have several, of other modules each."""
+        return LastPass({**self.precisions, **census.precisions()}, {**self.sizes, **census.sizes})
 
     def state(self) -> dict[str, Any]:
         """Returns it as JSON-able values."""

@@ -49,7 +49,7 @@ class Pass(NamedTuple):
 
     def is_like(self, other: Pass) -> bool:
         """Says whether a plan for one serves the other."""
-        return self.sizes.keys() == other.sizes.keys() and all(
+        return self.sizes.keys() <= other.sizes.keys() and all(
             math.isclose(mine, others, rel_tol=ALIKE)
             for mine, others in ((self.raw, other.raw), (self.room, other.room))
         )
@@ -80,8 +80,10 @@ class PrecisionPolicy:
         if fixed != "auto":
             assert fixed != "exact"
             return fixed
-        if self._plan:
-            return self._plan.get(site, MOST)
+        if site in self._plan:
+            return self._plan[site]
+        if self._plan and site not in self._errors:
+            return MOST
         unbounded = self._config.memory_budget is None and self._config.max_gradient_error is None
         return max(UNIFORM, self._config.min_precision or 0) if unbounded else MOST
 
@@ -172,7 +174,8 @@ class PrecisionPolicy:
             errors = [*(self.errors(site) or ()), 0.0]
             choices.append(Choices([site_sizes[index] for index in kept], [errors[index] for index in kept]))
         chosen = select(Frontier(choices))
-        self._plan = {site: levels[kept[choice]] for site, choice in zip(sizes, chosen, strict=True)}
+        planned = {site: levels[kept[choice]] for site, choice in zip(sizes, chosen, strict=True)}
+        self._plan = {**self._plan, **planned}
 
 
 def _filled(found: SiteErrors) -> SiteErrors:

@@ -294,5 +294,5 @@ class TestBudget:
         watched = model.register_forward_pre_hook(watch, with_kwargs=True)
         run(make_trainer(DAFCallback(memory_budget=250_000, audit_every=1), model=model, max_steps=2))
         watched.remove()
-        assert lengths == [(1, 64), (1, 32), (BATCH, 64), (1, 32), (BATCH, 64)]
+        assert lengths == [(2, 32), (2, 16), (BATCH, 64), (2, 16), (BATCH, 64)]
         assert daf_records(caplog) == []

@@ -50,14 +50,14 @@ BATCHES: dict[str, tuple[Any, Any]] = {
     "other values": ({"x": IMAGES, "name": "a", "none": None}, {"x": (2, 3, 8, 8), "name": "a", "none": None}),
     "another first dimension": ((IMAGES, LABELS, _numbered(7, 2)), [(2, 3, 8, 8), (2,), (7, 2)]),
     "texts": (_texts(16, 40), {"input_ids": (2, 40), "attention_mask": (2, 40), "labels": (2,)}),
-    "fewer rows than eight": ((torch.randn(3, 5, 5), _numbered(3)), [(1, 5, 5), (1,)]),
+    "fewer rows than eight": ((torch.randn(3, 5, 5), _numbered(3)), [(2, 5, 5), (2,)]),
     "no rows": ((torch.randn(0, 5, 5), _numbered(0)), [(0, 5, 5), (0,)]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("batch", "expected"), BATCHES.values(), ids=BATCHES)
 def test_an_eighth_of_the_rows(batch: Any, expected: Any) -> None:
-    """At least one of those there are; what has no rows, or other ones, stays whole."""
+    """At least two of those there are; what has no rows, or other ones, stays whole."""
     assert SHARE == 1 / 8
     assert _shapes(few_rows(batch)) == expected
 
@@ -100,13 +100,13 @@ def test_mappings_of_libraries(kind: Any) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "length", "expected"),
-    [(1, 400, (1, 50)), (2, 400, (1, 100)), (7, 400, (1, 350)), (8, 400, (1, 400)), (9, 40, (1, 40))],
+    [(1, 400, (1, 50)), (2, 400, (2, 50)), (7, 400, (2, 175)), (8, 400, (2, 200)), (9, 40, (2, 22)), (16, 40, (2, 40))],
 )
 def test_few_texts_are_cut(rows: int, length: int, expected: tuple[int, int]) -> None:
-    """Where one row is more than an eighth, as many tokens are left as make an eighth of all."""
+    """Where two rows are more than an eighth, as many tokens are left as make an eighth of all."""
     part = few_rows(_texts(rows, length))
-    assert _shapes(part) == {"input_ids": expected, "attention_mask": expected, "labels": (1,)}
-    assert part["input_ids"].flatten().tolist() == list(range(expected[1]))
+    assert _shapes(part) == {"input_ids": expected, "attention_mask": expected, "labels": expected[:1]}
+    assert part["input_ids"][0].tolist() == list(range(expected[1]))
 
 
 @pytest.mark.parametrize(("length", "expected"), [(100, LEAST_LENGTH), (20, LEAST_LENGTH), (16, 16), (9, 9), (1, 1)])
@@ -121,6 +121,16 @@ def test_labels_of_each_token_are_cut_with_them() -> None:
     part = few_rows({"input_ids": ids, "labels": ids.clone()})
     assert torch.equal(part["labels"], part["input_ids"])
     assert torch.equal(part["labels"], ids[:, :50])
+
+
+def test_cut_falls_where_labels_count() -> None:
+    """Those of a prompt are ignored, and a loss of ignored labels alone is not a number."""
+    labels = _numbered(1, 400)
+    labels[:, :330] = -100
+    part = few_rows({"input_ids": _numbered(1, 400), "labels": labels})
+    assert part["labels"].shape == (1, 50)
+    assert int((part["labels"] == -100).sum()) == 0
+    assert torch.equal(part["labels"], part["input_ids"])
 
 
 WHOLE: dict[str, list[Tensor]] = {
@@ -139,7 +149,7 @@ def test_what_is_no_text_is_not_cut(batch: list[Tensor]) -> None:
     assert _shapes(few_rows(batch)) == _shapes(batch)
 
 
-@pytest.mark.parametrize(("share", "expected"), [(1.0, (16, 40)), (0.5, (8, 40)), (0.01, (1, 16)), (0.05, (1, 32))])
+@pytest.mark.parametrize(("share", "expected"), [(1.0, (16, 40)), (0.5, (8, 40)), (0.01, (2, 16)), (0.05, (2, 16))])
 def test_share(share: float, expected: tuple[int, int]) -> None:
     """A smaller one where an eighth does not fit in the memory budget."""
     assert few_rows(_texts(16, 40), share)["input_ids"].shape == expected
