@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,7 +58,9 @@ class Frontier:
         Where nothing fits, the choices with the fewest bytes.
         """
         exact = self._choices(max(int(np.searchsorted(self._sizes, size, side="right")) - 1, 0))
-        greedy = self._walk(size)
+        start = [_smallest(site) for site in self._sites]
+        steps = ((move.site, move.after, move.size) for move in self._moves)
+        greedy = _walk(start, steps, size - self._size_of(start))
         fits = self._size_of(greedy) <= size
         return greedy if fits and self._error_of(greedy) < self._error_of(exact) else exact
 
@@ -69,37 +71,11 @@ class Frontier:
         """
         within = np.flatnonzero(self._errors <= error)
         exact = self._choices(int(within[0]) if within.size else self._sizes.size - 1)
-        greedy = self._walk_back(error)
+        start = [_best(site) for site in self._sites]
+        steps = ((move.site, move.before, move.error) for move in reversed(self._moves))
+        greedy = _walk(start, steps, error - self._error_of(start))
         fits = self._error_of(greedy) <= error
         return greedy if fits and self._size_of(greedy) < self._size_of(exact) else exact
-
-    def _walk(self, size: float) -> list[int]:
-        """Starts with the fewest bytes, and makes the moves that save most error per byte and fit."""
-        chosen = [_smallest(site) for site in self._sites]
-        left, stuck = size - self._size_of(chosen), set[int]()
-        for move in self._moves:
-            if move.site in stuck:
-                continue
-            if move.size <= left:
-                left -= move.size
-                chosen[move.site] = move.after
-            else:
-                stuck.add(move.site)  # its other moves begin where this one ends
-        return chosen
-
-    def _walk_back(self, error: float) -> list[int]:
-        """Starts with the least error, and takes the moves back that save least error per byte and may be spared."""
-        chosen = [_best(site) for site in self._sites]
-        left, stuck = error - self._error_of(chosen), set[int]()
-        for move in reversed(self._moves):
-            if move.site in stuck:
-                continue
-            if move.error <= left:
-                left -= move.error
-                chosen[move.site] = move.before
-            else:
-                stuck.add(move.site)
-        return chosen
 
     def _size_of(self, chosen: list[int]) -> float:
         return sum(site.sizes[choice] for site, choice in zip(self._sites, chosen, strict=True))
@@ -124,6 +100,26 @@ class Frontier:
             chosen.append(int(choice[state]))
             state = int(before[state])
         return chosen[::-1]
+
+
+def _walk(start: list[int], steps: Iterable[tuple[int, int, float]], left: float) -> list[int]:
+    """Returns the choices that are reached by taking the steps, in their order, that `left` has room for.
+
+    Args:
+        start: The choice of each site.
+        steps: Site, its choice after the step, and what the step takes of `left`.
+        left: Bytes, or error, that the steps may take together.
+    """
+    chosen, stuck = list(start), set[int]()
+    for site, choice, cost in steps:
+        if site in stuck:
+            continue
+        if cost <= left:
+            left -= cost
+            chosen[site] = choice
+        else:
+            stuck.add(site)  # its other steps begin where this one ends
+    return chosen
 
 
 def _undominated(sizes: Numbers, errors: Numbers) -> npt.NDArray[np.intp]:

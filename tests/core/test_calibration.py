@@ -169,7 +169,7 @@ class _Unfilled(_SineAndCosine):
     def backward(ctx: Any, sine: Tensor | None, cosine: Tensor | None) -> Tensor:
         (x,) = ctx.saved_tensors
         parts = [0.0 if sine is None else sine * x.cos(), 0.0 if cosine is None else -cosine * x.sin()]
-        return sum(parts)  # type: ignore[return-value]
+        return sum(parts)
 
 
 def _second(results: tuple[Tensor, Tensor]) -> Tensor:
@@ -181,7 +181,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "once differentiable": _SquareOnce.apply,
     "an argument that is no tensor": lambda x: _Power.apply(x, 3),
     "such an argument first": lambda x: _PowerOf.apply(3, x),
-    "two results": lambda x: sum(_SineAndCosine.apply(x)),  # type: ignore[arg-type]
+    "two results": lambda x: sum(_SineAndCosine.apply(x)),
     "two results, one unused": lambda x: _second(_SineAndCosine.apply(x)),
     "two results, one unused and None": lambda x: _second(_Unfilled.apply(x)),
 }

@@ -84,7 +84,7 @@ def test_unseen_sites_are_planned_as_the_worst() -> None:
     """A site that no calibration saw gets at least the bits of each that one did."""
     policy = _policy()
     policy.fill(_sizes(names=[*sites, UNSEEN]), 600)
-    assert all(policy.precision(UNSEEN) >= policy.precision(site) for site in sites)  # type: ignore[operator]
+    assert all(policy.precision(UNSEEN) >= policy.precision(site) for site in sites)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_least_bits_of_an_error_bound() -> None:
 def test_least_precision_is_respected(least: int) -> None:
     """By all that plans, and before anything is known."""
     policy = _policy({}, min_precision=least)
-    assert policy.precision(GELU) >= least  # type: ignore[operator]
+    assert policy.precision(GELU) >= least
     policy.learn(ERRORS)
     policy.fill(_sizes(), 0)
     assert _levels(policy) == [least] * 3
@@ -234,7 +234,7 @@ class TestFollowing:
         policy.learn({GELU: [0.0] * 4 + [1e-9], NORM: ERRORS[GELU]}, replace=True)
         assert policy.plan is before
         policy.follow(_sizes(), 300)
-        assert policy.precision(NORM) > policy.precision(GELU)  # type: ignore[operator]
+        assert policy.precision(NORM) > policy.precision(GELU)
 
 
 def _assert_plans_again(sizes: dict[Site, list[int]], room: int, again: bool) -> None:
