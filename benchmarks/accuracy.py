@@ -82,7 +82,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=whole_number(1), help="how often the rows are seen")
     parser.add_argument("--train-rows", type=whole_number(1), help="train on the first rows only")
     parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--json", type=Path, help="file for the results, added to those that it has")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args(arguments)
     if not options.data.is_dir():
@@ -114,12 +114,16 @@ def load_training(options: argparse.Namespace) -> tuple[Training, int]:
 def run_all(options: argparse.Namespace, train: Training, steps: int) -> list[Run]:
     """Trains with every method and seed and returns what each run reached.
 
-    The files asked for are written after every seed: an interrupted benchmark keeps what it has measured.
+    The files asked for are written after every seed, and what is in the JSON file is not run again: an interrupted
+    benchmark goes on where it was.
     """
-    runs: list[Run] = []
+    runs = read_runs(options)
+    done = {(run.method, run.seed) for run in runs}
     with Progress(console=Console(stderr=True)) as progress:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             for method in options.methods:
+                if (method, seed) in done:
+                    continue
                 bar = progress.add_task(f"seed {seed}, {method}", total=steps)
                 start = time.perf_counter()
                 accuracy, figures = train(method, seed, lambda bar=bar: progress.advance(bar))
@@ -129,10 +133,28 @@ def run_all(options: argparse.Namespace, train: Training, steps: int) -> list[Ru
     return runs
 
 
+def read_runs(options: argparse.Namespace) -> list[Run]:
+    """Returns the runs that the JSON file has already.
+
+    Raises:
+        SystemExit: They trained in another way.
+    """
+    if options.json is None or not options.json.exists():
+        return []
+    report = json.loads(options.json.read_text())
+    asked = _training_settings(options)
+    found = {name: report["settings"][name] for name in asked}
+    if found != asked:
+        sys.exit(f"error: {options.json} has runs with {found}, and {asked} was asked for; pass another file as --json")
+    return [Run(**run) for run in report["runs"]]
+
+
 def summarize(runs: Sequence[Run]) -> list[SplitSummary]:
-    """Returns the figures of every split and method, ``plain`` included."""
+    """Returns the figures of every split and method, ``plain`` included, over the seeds that all of them have."""
     methods = dict.fromkeys(run.method for run in runs)
-    return [_summarize_split(runs, method, split) for split in runs[0].accuracy for method in methods]
+    seeds = set.intersection(*({run.seed for run in runs if run.method == method} for method in methods))
+    complete = sorted((run for run in runs if run.seed in seeds), key=lambda run: run.seed)
+    return [_summarize_split(complete, method, split) for split in runs[0].accuracy for method in methods]
 
 
 def markdown_report(summaries: Sequence[SplitSummary]) -> str:
@@ -202,15 +224,13 @@ def _json_report(options: argparse.Namespace, runs: Sequence[Run], summaries: Se
         "summaries": [asdict(summary) for summary in summaries],
         "runs": [asdict(run) for run in runs],
         "machine": asdict(machine),
-        "settings": {
-            "data": options.data.name,
-            "train_rows": options.train_rows,
-            "seeds": options.seeds,
-            "threads": options.threads,
-            "epochs": options.epochs,
-        },
+        "settings": {**_training_settings(options), "threads": options.threads},
     }
     return json.dumps(report, indent=2) + "\n"
+
+
+def _training_settings(options: argparse.Namespace) -> dict[str, str | int | None]:
+    return {"data": options.data.name, "train_rows": options.train_rows, "epochs": options.epochs}
 
 
 if __name__ == "__main__":

@@ -181,10 +181,10 @@ def _shortened(config: object) -> object:
 
 
 def _calibrated(rehearsal: Rehearsal, hops: int = HOPS[-1]) -> SiteErrors:
-    errors = calibrate(rehearsal, hops)
-    if errors is None:
+    found = calibrate(rehearsal, hops=hops)
+    if found is None:
         raise ArithmeticError("the gradient is zero or not finite")
-    return errors
+    return found.errors
 
 
 def _rehearse(work: Work) -> AbstractContextManager[Rehearsal]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from daf_core.codecs import NormalizedActivation, ProductActivation, RawActivation, StoredActivation
+from daf_core.codecs import (
+    NormalizedActivation,
+    ProductActivation,
+    RawActivation,
+    RectifiedActivation,
+    SignsActivation,
+    StoredActivation,
+    SumActivation,
+)
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.derived import Source
+from daf_core.codecs.derived import Normalization, Source
 from daf_core.handle import Handle
 from daf_core.sites import ModuleScopes
-from daf_core.torch_internals import packed_for, skip_nodes
+from daf_core.torch_internals import leaf_of, packed_for, skip_nodes
 
 UnpackHook = Callable[[Any], Tensor]
 
@@ -23,63 +32,190 @@ Node = Any
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0"}
 """Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
 
+_RELU = "ReluBackward0"
+_BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
 SAMPLES = 64
 """Elements of a product that are compared with its factors, where these are there to be looked at."""
+
+LONGEST_BLOCK = 16
+"""Operators of a residual block, along its main branch, that are looked at."""
+
+LONGEST_SUM = 2
+"""Residual connections that are added up at most when one result is decoded: each adds the decoding of a tensor."""
 
 
 class Derivation:
     """Recognizes tensors that follow from others.
 
     Args:
-        scopes: Knows the latest result of a layer normalization.
+        scopes: Knows the latest results of normalizations.
+        unpack: The unpack hook whose packed tensors are looked at; other people's are left alone.
     """
 
-    def __init__(self, scopes: ModuleScopes) -> None:
+    def __init__(self, scopes: ModuleScopes, unpack: UnpackHook) -> None:
         self._scopes = scopes
+        self._unpack = unpack
 
-    def derive(self, tensor: Tensor, exact: bool, unpack: UnpackHook) -> StoredActivation | None:
+    def derive(self, tensor: Tensor, exact: bool) -> StoredActivation | None:
         """Returns a recipe for a tensor that is about to be saved, or None.
 
         It knows the result of a dropout on something that saves its result (a softmax) or its input (a layer
-        normalization), and the result of a layer normalization itself. Backward needs the sources anyway, and usually
-        later.
+        normalization), the result of a layer normalization itself, and that of a ReLU on a normalization of the batch,
+        with or without a residual connection. Backward needs the sources anyway, and usually later.
 
         Args:
             tensor: A tensor as autograd saves it.
             exact: Whether the recipe must give the same bits.
-            unpack: The unpack hook whose packed tensors are looked at; other people's are left alone.
         """
-        if not tensor.is_contiguous() or tensor._version:  # changed in place after its node made it
-            return None
+        if tensor.grad_fn is not None and tensor.grad_fn.name() == _RELU:
+            return None if exact else self._rectified(tensor)
         node = skip_nodes(tensor.grad_fn, _VIEWS)
-        if node is None or node.name() != "MulBackward0" or node.next_functions[1][0] is not None:
-            # A result that its own node saves is the same storage, and shared.
-            return None if exact or node is None else self._normalized(node, tensor, unpack)
-        mask = _source(node, "other", tensor, unpack)
+        if node is None or not tensor.is_contiguous() or tensor._version:  # changed in place after its node made it
+            return None
+        if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
+            return self._product(node, tensor, exact)
+        # A result that its own node saves is the same storage, and shared.
+        return None if exact else self._layer_normalized(node, tensor)
+
+    def signs_of(self, tensor: Tensor) -> SignsActivation | None:
+        """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
+        if tensor.grad_fn is None or tensor.grad_fn.name() != _RELU:
+            return None
+        signs = _signs(tensor.grad_fn, self._unpack)
+        return signs if signs is not None and signs.version == tensor._version else None
+
+    def argument_of(self, tensor: Tensor) -> StoredActivation | None:
+        """Returns a recipe for what a ReLU was taken of, while it saves its result."""
+        node = tensor.grad_fn
+        following = None if node is None else node.next_functions[0][0]
+        if following is None:
+            return None
+        if following.name() in _BATCH_NORMS and self._saw_just(node, following, tensor, 0):
+            return self._batch_normalized(following, tensor)
+        if following.name() == "AddBackward0" and self._saw_just(node, following, tensor, 1):
+            return self._residual(following, tensor)
+        return None
+
+    def _rectified(self, tensor: Tensor) -> RectifiedActivation | None:
+        signs = self.signs_of(tensor)
+        if signs is None or signs.argument is None:
+            return None
+        return RectifiedActivation(signs, signs.argument)
+
+    def _residual(self, node: Node, tensor: Tensor) -> SumActivation | None:
+        """Returns the recipe for the sum of a normalization's result and of what the block began with."""
+        (first, _), start = node.next_functions
+        second = start[0]
+        if first is None or second is None or node._saved_alpha != 1:
+            return None
+        known = self._batch_normalized(first, tensor)
+        added: Source | None = None
+        if second.name() not in _BATCH_NORMS:
+            added = self._block_input(first, start, tensor)
+        elif self._is_unchanged(second, tensor):
+            added = self._batch_normalized(second, tensor)
+        if known is None or added is None or _sums(added) >= LONGEST_SUM:
+            return None
+        return SumActivation(known, added, 1 + _sums(added))
+
+    def _block_input(self, node: Node, start: tuple[Node, int], tensor: Tensor) -> Source | None:
+        """Returns what the first operator of a block has saved of its input.
+
+        Args:
+            node: The last operator of the block.
+            start: What made the block's input, and which of its results that is.
+            tensor: As long as the input.
+        """
+        for _ in range(LONGEST_BLOCK):
+            following = node.next_functions[0] if node.next_functions else (None, 0)
+            if following == start:
+                return self._source(node, "input", tensor) if self._keeps_unchanged(node, "input") else None
+            if following[0] is None:
+                return None
+            node = following[0]
+        return None
+
+    def _keeps_unchanged(self, node: Node, name: str) -> bool:
+        """Says whether a tensor that a node has saved is still there to be looked at, and was not changed since."""
+        packed = _packed(node, name, self._unpack)
+        return packed is not None and packed.is_unchanged
+
+    def _is_unchanged(self, node: Node, like: Tensor | None = None) -> bool:
+        """Says whether the result of a normalization is still there to be looked at, and as the operator made it.
+
+        Args:
+            node: The operator.
+            like: Has the same shape.
+        """
+        found = [result for result in self._scopes.normalized if result.grad_fn is node]
+        return any(not result._version and (like is None or result.shape == like.shape) for result in found)
+
+    def _saw_just(self, relu: Node, node: Node, tensor: Tensor, in_place: int) -> bool:
+        """Says whether a ReLU saw just what a node before it made.
+
+        Args:
+            relu: The ReLU.
+            node: The node before it.
+            tensor: The ReLU's result.
+            in_place: Operators in place that the graph shows between a normalization and the result of `node`.
+        """
+        for result in self._scopes.normalized:
+            if result.grad_fn is node:
+                return result._version == in_place and not tensor._version
+            if result.grad_fn is relu:  # the ReLU was in place too
+                return result._version == in_place + 1
+        return False
+
+    def _product(self, node: Node, tensor: Tensor, exact: bool) -> ProductActivation | None:
+        mask = self._source(node, "other", tensor)
         factor_node = skip_nodes(node.next_functions[0][0], _VIEWS)
         if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
             return None
-        factor = _source(factor_node, "result", tensor, unpack)
+        factor = self._source(factor_node, "result", tensor)
         if factor is None and not exact:
-            factor = self._normalized(factor_node, tensor, unpack)
+            factor = self._layer_normalized(factor_node, tensor)
         if factor is None or not _agree(tensor, factor, mask):
             return None
         return ProductActivation(factor, mask)
 
-    def _normalized(self, node: Node, tensor: Tensor, unpack: UnpackHook) -> NormalizedActivation | None:
-        if node.name() != "NativeLayerNormBackward0" or not self._is_unchanged_result(node):
+    def _layer_normalized(self, node: Node, tensor: Tensor) -> NormalizedActivation | None:
+        if node.name() != "NativeLayerNormBackward0" or not self._is_unchanged(node):
             return None
-        source = _source(node, "input", tensor, unpack)
-        rest = [_packed(node, name, unpack) for name in ("result1", "result2", "weight", "bias")]
-        if source is None or None in rest:
+        source = self._source(node, "input", tensor)
+        mean, scale, weight, bias = (self._small(node, name) for name in ("result1", "result2", "weight", "bias"))
+        if source is None or mean is None or scale is None or weight is None or bias is None:
             return None
-        return NormalizedActivation(source, *(packed.unpack for packed in rest if packed is not None))
+        width = math.prod(node._saved_normalized_shape)
+        return NormalizedActivation(source, Normalization((-1, width), (-1, 1), (width,), mean, scale, weight, bias))
 
-    def _is_unchanged_result(self, node: Node) -> bool:
-        """Says whether the result of a normalization is still there to be looked at, and as the operator made it."""
-        result = self._scopes.last_normalized
-        return result is not None and result.grad_fn is node and not result._version
+    def _batch_normalized(self, node: Node, tensor: Tensor) -> NormalizedActivation | None:
+        if node.name() not in _BATCH_NORMS or not node._saved_training:
+            return None
+        source = self._source(node, "input", tensor)
+        mean, scale, weight = (self._small(node, name) for name in ("result1", "result2", "weight"))
+        bias = leaf_of(node.next_functions[2][0]) if node.next_functions[2][0] is not None else None
+        if source is None or mean is None or scale is None or weight is None or bias is None:
+            return None
+        channels, bias_now = tensor.shape[1], RawActivation(bias, None)
+        shape, parts = (tensor.shape[0], channels, -1), (channels, 1)
+        if not tensor.is_contiguous():
+            if tensor.stride(1) != 1:
+                return None
+            shape, parts = (-1, channels), (channels,)
+        return NormalizedActivation(source, Normalization(shape, parts, parts, mean, scale, weight, bias_now.unpack))
+
+    def _small(self, node: Node, name: str) -> Callable[[], Tensor] | None:
+        packed = _packed(node, name, self._unpack)
+        return None if packed is None else packed.unpack
+
+    def _source(self, node: Node, name: str, like: Tensor) -> Source | None:
+        """Returns what is stored for a node's saved tensor, if it is dense and as long as `like`, and of its type."""
+        packed = _packed(node, name, self._unpack)
+        if packed is None or not packed.is_dense(like):
+            return None
+        source = packed.stored if isinstance(packed, Handle) else packed
+        return source if isinstance(source, RawActivation) or source.whole else None
 
 
 def _packed(node: Node, name: str, unpack: UnpackHook) -> Handle | RawActivation | None:
@@ -87,12 +223,15 @@ def _packed(node: Node, name: str, unpack: UnpackHook) -> Handle | RawActivation
     return packed if isinstance(packed, Handle | RawActivation) else None
 
 
-def _source(node: Node, name: str, like: Tensor, unpack: UnpackHook) -> Source | None:
-    """Returns what is stored for a node's saved tensor, if it is dense and as long as `like`, and of its type."""
-    packed = _packed(node, name, unpack)
-    if packed is None or not packed.is_dense(like):
-        return None
-    return packed.stored if isinstance(packed, Handle) else packed
+def _signs(relu: Node, unpack: UnpackHook) -> SignsActivation | None:
+    packed = _packed(relu, "result", unpack)
+    return packed.stored if isinstance(packed, Handle) and isinstance(packed.stored, SignsActivation) else None
+
+
+def _sums(stored: Source) -> int:
+    """Returns how many sums are computed to decode an activation."""
+    values = stored.values if isinstance(stored, RectifiedActivation) else stored
+    return values.sums if isinstance(values, SumActivation) else 0
 
 
 def _agree(tensor: Tensor, factor: Source, mask: BitmaskActivation | RawActivation) -> bool:

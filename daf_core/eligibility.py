@@ -96,7 +96,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _is_statistic(tensor: Tensor, largest: int) -> bool:
-    if tensor.shape[-1] == 1:
+    if tensor.shape[-1] == 1 and tensor.shape[-2:] != (1, 1):  # the latter is a map of one position
         return True
     # The mean and deviation of a group normalization claim a gradient; they are its second and third result.
     beside = not tensor.requires_grad or tensor.output_nr > 0

@@ -111,7 +111,7 @@ class ActivationEngine:
             ActivationBudgetError: The activations of so many rows do not fit in the memory budget.
         """
         hook_stack.refuse_foreign_hooks()
-        store = RehearsalStore(self._streams)
+        store = RehearsalStore(self._policy, self._streams)
         # A few rows make small tensors of those that are compressed in training, and pages would swallow them.
         eligibility = Eligibility(self._model, REHEARSED_ELEMENTS)
         pagers = DevicePagers(self._room_left(), REHEARSED_PAGE_BYTES)

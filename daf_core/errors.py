@@ -31,6 +31,10 @@ class StateError(DAFError, ValueError):
     """A saved state is not one that DAF wrote."""
 
 
+class ReaderError(DAFError, RuntimeError):
+    """An activation is asked for by an operator that it was not kept for."""
+
+
 class AuditError(DAFError, RuntimeError):
     """The gradient error that `max_gradient_error` bounds cannot be measured."""
 

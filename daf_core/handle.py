@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+import weakref
+
 from torch import Tensor
 
 from daf_core.codecs import StoredActivation
@@ -16,18 +17,30 @@ class Handle:
     autograd releases the graph's node: after its backward, or with a graph that never runs backward.
     """
 
-    __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "stored")
+    __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "stored")
 
-    def __init__(self, stored: StoredActivation, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, stored: StoredActivation, geometry: Geometry, tensor: Tensor) -> None:
         self.stored = stored
         self._geometry = geometry
-        self._dtype = dtype
-        self._device = device
+        self._dtype = tensor.dtype
+        self._device = tensor.device
+        self._saved = weakref.ref(tensor)
+        self._version = tensor._version
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the saved tensor is still there to be looked at, and has the values that were stored."""
+        saved = self._saved()
+        return saved is not None and saved._version == self._version
 
     def is_dense(self, like: Tensor) -> bool:
-        """Says whether it is stored as one dense run of the elements of `like`, in row-major order, of its type."""
+        """Says whether it is stored as one dense run of as many elements as `like`, of its type and in its order."""
         geometry = self._geometry
-        return self._dtype is like.dtype and geometry.compact_shape == (like.numel(),) and geometry.row_major
+        if self._dtype is not like.dtype or geometry.compact_shape != (like.numel(),):
+            return False
+        if geometry.row_major:
+            return like.is_contiguous()
+        return (geometry.shape, geometry.strides) == (like.shape, like.stride())
 
     def unpack(self) -> Tensor:
         """Returns the saved tensor: same shape, strides, type and device.

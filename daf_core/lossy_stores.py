@@ -6,9 +6,11 @@ import threading
 
 from torch import Tensor
 
-from daf_core.codecs import LossyActivation, RawActivation, RehearsedActivation, lossy_codec
+from daf_core.codecs import PlanesActivation, RawActivation, RehearsedActivation, SlopesActivation
 from daf_core.codecs.raw import KeptStorage
+from daf_core.codecs.slopes import UNGROUPED
 from daf_core.config import DAFConfig
+from daf_core.grouping import Grouping
 from daf_core.memory.pager import Pager
 from daf_core.precision.census import Census
 from daf_core.precision.policy import PrecisionPolicy
@@ -55,15 +57,18 @@ class TrainingStore(threading.local):
         self.census = Census()
 
     def __call__(
-        self, values: Tensor, row: int, site: Site, pager: Pager, backend: Backend, finite: bool
-    ) -> LossyActivation | None:
+        self, values: Tensor, grouping: Grouping, site: Site, pager: Pager, backend: Backend, finite: bool
+    ) -> PlanesActivation | None:
         """See `LossyStore`."""
-        codec, precision = lossy_codec(site.op), self._policy.precision(site)
+        codec, precision = PlanesActivation, self._policy.precision(site)
+        if finite and self._policy.takes_slopes(site):  # which would hide what is not
+            codec, grouping = SlopesActivation, UNGROUPED
         stored = None
         if precision is not None:
             errors = None if pager.budget is None else self._policy.errors(site)
-            stored = codec.encode(values, row, precision, pager, backend, self._streams.seed(site), finite, errors)
-        self.census.add(site, codec.sizes(values.numel(), row, values.element_size(), pager.pool.page_bytes), stored)
+            seed = self._streams.seed(site)
+            stored = codec.encode(values, grouping, precision, pager, backend, seed, finite, errors)
+        self.census.add(site, _sizes(values, grouping, pager), stored)
         return stored
 
 
@@ -71,6 +76,7 @@ class RehearsalStore:
     """Keeps activations as they are, and how they would be stored.
 
     Args:
+        policy: Knows which sites take codes of GELU's derivative.
         streams: Random numbers.
 
     Attributes:
@@ -79,23 +85,31 @@ class RehearsalStore:
         census: What they would take.
     """
 
-    def __init__(self, streams: RandomStreams) -> None:
+    def __init__(self, policy: PrecisionPolicy, streams: RandomStreams) -> None:
+        self._policy = policy
         self._streams = streams
         self.activations: list[tuple[Site, RehearsedActivation]] = []
         self.reads: list[RehearsedActivation] = []
         self.census = Census()
 
     def __call__(
-        self, values: Tensor, row: int, site: Site, pager: Pager, backend: Backend, finite: bool
+        self, values: Tensor, grouping: Grouping, site: Site, pager: Pager, backend: Backend, finite: bool
     ) -> RehearsedActivation:
         """See `LossyStore`."""
-        codec, seed = lossy_codec(site.op), self._streams.seed(site)
+        seed = self._streams.seed(site)
 
-        def encode(values: Tensor, precision: int) -> LossyActivation | None:
-            return codec.encode(values, row, precision, pager, backend, seed)
+        def encode(values: Tensor, precision: int, slopes: bool) -> PlanesActivation | None:
+            if slopes:
+                return SlopesActivation.encode(values, UNGROUPED, precision, pager, backend, seed)
+            return PlanesActivation.encode(values, grouping, precision, pager, backend, seed)
 
         kept = RawActivation(values, KeptStorage(pager, values.nbytes))
         activation = RehearsedActivation(kept, encode, self.reads)
+        activation.slopes = self._policy.takes_slopes(site)
         self.activations.append((site, activation))
-        self.census.add(site, codec.sizes(values.numel(), row, values.element_size(), pager.pool.page_bytes))
+        self.census.add(site, _sizes(values, grouping, pager))
         return activation
+
+
+def _sizes(values: Tensor, grouping: Grouping, pager: Pager) -> list[int]:
+    return PlanesActivation.sizes(values.numel(), grouping.row, values.element_size(), pager.pool.page_bytes)

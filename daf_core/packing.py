@@ -13,21 +13,25 @@ from daf_core.codecs import (
     BitmaskActivation,
     NarrowIntActivation,
     RawActivation,
+    RectifiedActivation,
+    SignsActivation,
     StoredActivation,
     VerbatimActivation,
 )
+from daf_core.codecs.slopes import GELU
 from daf_core.config import DAFConfig
 from daf_core.derivation import Derivation
 from daf_core.eligibility import Eligibility, Form
-from daf_core.errors import ActivationBudgetError
+from daf_core.errors import ActivationBudgetError, ReaderError
 from daf_core.geometry import Geometry, geometry_of
+from daf_core.grouping import Grouping, grouping_of
 from daf_core.handle import Handle
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pager import Pager
 from daf_core.sharing import SharingTable
 from daf_core.sites import ModuleScopes, Site
 from daf_core.telemetry import StepRecorder
-from daf_core.torch_internals import in_backward
+from daf_core.torch_internals import in_backward, is_being_saved, is_changed_view, running_node
 from daf_kernels import Backend
 
 Packed = Handle | RawActivation
@@ -37,9 +41,9 @@ class LossyStore(Protocol):
     """Stores activations that may lose precision."""
 
     def __call__(
-        self, values: Tensor, row: int, site: Site, pager: Pager, backend: Backend, finite: bool
+        self, values: Tensor, grouping: Grouping, site: Site, pager: Pager, backend: Backend, finite: bool
     ) -> StoredActivation | None:
-        """Stores `values`, in rows of `row` elements; None where they are to stay as they are.
+        """Stores flat `values`; None where they are to stay as they are.
 
         Without `finite`, values that are not finite may decode to NaN together with their neighbours.
         """
@@ -78,7 +82,6 @@ class Packer:
         self._lossy = lossy
         self._recorder = recorder
         self._sharing = SharingTable()
-        self._derivation = Derivation(scopes)
 
     def finish_pass(self) -> None:
         """Ends a forward pass."""
@@ -110,9 +113,12 @@ class Packer:
         Raises:
             ModifiedInPlaceError: It was kept as it was, and changed since.
             SpillError: The spill file cannot be read.
+            ReaderError: The derivative of GELU was kept of it, and something else asks for it.
         """
         if isinstance(packed, RawActivation):
             return packed.unpack()
+        if not (packed.stored.whole or isinstance(packed.stored, SignsActivation)):  # slopes, rectified or not
+            _check_reader()
         started = time.perf_counter()
         tensor = packed.unpack()
         self._recorder.unpack_seconds += time.perf_counter() - started
@@ -135,13 +141,18 @@ class Packer:
         if stored is None:
             self._recorder.stored_as[RawActivation.codec] += 1
             return RawActivation(tensor, kept)
-        self._sharing.add(tensor, geometry, stored)
+        if stored.whole:  # otherwise other operators ask for more
+            self._sharing.add(tensor, geometry, stored)
         self._recorder.stored_as["shared" if shared else stored.codec] += 1
-        return Handle(stored, geometry, tensor.dtype, tensor.device)
+        return Handle(stored, geometry, tensor)
+
+    @property
+    def _derivation(self) -> Derivation:
+        return Derivation(self._scopes, self.unpack)  # keeping it would tie a knot of references
 
     def _derive(self, tensor: Tensor, form: Form) -> StoredActivation | None:
         """Returns a recipe for a tensor that follows from what is stored."""
-        return self._derivation.derive(tensor, self._exact, self.unpack) if form is Form.LOSSY else None
+        return self._derivation.derive(tensor, self._exact) if form is Form.LOSSY else None
 
     def _store(
         self, tensor: Tensor, geometry: Geometry, form: Form, site: Site, finite: bool = True
@@ -157,7 +168,48 @@ class Packer:
         else:
             stored = BitmaskActivation.encode(values, pager, backend)
         if stored is None and form is Form.LOSSY and not self._exact:
-            stored = self._lossy(values, geometry.row, site, pager, backend, finite)
+            stored = self._store_lossy(tensor, values, grouping_of(geometry, site.op), site, pager, backend, finite)
         if stored is None and self._spills and pager.budget is not None:
             return VerbatimActivation.copy(values, pager)
         return stored
+
+    def _store_lossy(
+        self,
+        tensor: Tensor,
+        values: Tensor,
+        grouping: Grouping,
+        site: Site,
+        pager: Pager,
+        backend: Backend,
+        finite: bool,
+    ) -> StoredActivation | None:
+        """Encodes what may lose precision; of what is a ReLU's result, or may be one, the signs are kept."""
+        signs = self._derivation.signs_of(tensor)
+        if signs is None and site.op.startswith("ReluBackward") and is_being_saved(tensor.grad_fn, "result"):
+            signs = SignsActivation.encode(values, pager, backend, tensor._version)
+            signs.argument = self._derivation.argument_of(tensor)
+            return signs
+        if signs is None and _may_be_rectified(tensor, site) and values.min() >= 0:  # less where it was changed since
+            signs = SignsActivation.encode(values, pager, backend, tensor._version)
+        planes = self._lossy(values, grouping, site, pager, backend, finite)
+        return planes if planes is None or signs is None else RectifiedActivation(signs, planes)
+
+
+def _check_reader() -> None:
+    """Lets only the backward of GELU read codes of its derivative.
+
+    Raises:
+        ReaderError: It is something else, or the backward is to be differentiated in turn.
+    """
+    node = running_node()
+    if node != GELU or torch.is_grad_enabled():
+        second = "a gradient of the gradient (create_graph=True)"
+        asks = f"{second if node == GELU else node or 'something outside of backward'} asks"
+        raise ReaderError(
+            f"{asks} for the input of a GELU, of which only the derivative was kept: at the last calibration nothing "
+            "but the GELU's own backward used it. Set precision to a number of bits (8, 4, 2 or 1), which keeps values"
+        )
+
+
+def _may_be_rectified(tensor: Tensor, site: Site) -> bool:
+    return site.op.startswith("ReluBackward") or is_changed_view(tensor)

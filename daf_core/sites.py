@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+_NORMALIZATIONS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+NORMALIZED = 2
+"""Results of normalizations that are remembered: those of a residual block and of its shortcut are added."""
 
 
 class Site(NamedTuple):
@@ -74,7 +80,7 @@ class ModuleScopes(threading.local):
 
     def __init__(self) -> None:
         self._calls: list[ModuleCall] | None = None
-        self._normalized: weakref.ref[Tensor] | None = None
+        self._normalized: deque[weakref.ref[Tensor]] = deque(maxlen=NORMALIZED)
 
     def __reduce__(self) -> tuple[type[ModuleScopes], tuple[()]]:
         """Copies as a new one: a copy of the model, whose hooks hold this, is followed by nobody."""
@@ -99,14 +105,15 @@ class ModuleScopes(threading.local):
             self._calls.append(ModuleCall(name))
 
     @property
-    def last_normalized(self) -> Tensor | None:
-        """The latest result of a layer normalization, if it still exists."""
-        return None if self._normalized is None else self._normalized()
+    def normalized(self) -> list[Tensor]:
+        """The latest results of normalizations that still exist, the newest first."""
+        results = [reference() for reference in reversed(self._normalized)]
+        return [result for result in results if result is not None]
 
     def note_result(self, module: nn.Module, result: object) -> None:
         """A module has given a result."""
-        if self._calls is not None and isinstance(module, nn.LayerNorm) and isinstance(result, Tensor):
-            self._normalized = weakref.ref(result)
+        if self._calls is not None and isinstance(module, _NORMALIZATIONS) and isinstance(result, Tensor):
+            self._normalized.append(weakref.ref(result))
 
     def leave(self) -> None:
         """The innermost module's forward ended."""

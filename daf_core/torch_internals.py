@@ -29,6 +29,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def running_node() -> str | None:
+    """Returns the name of the autograd node whose backward this thread is running, if any."""
+    node: Any = torch._C._current_autograd_node()  # the stubs know no None
+    return None if node is None else node.name()
+
+
 def skip_nodes(node: Any, names: Collection[str]) -> Any:
     """Returns the first autograd node from `node` on, towards the leaves, with none of the names; None at the end."""
     while node is not None and node.name() in names:
@@ -48,6 +54,22 @@ def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:
         return saved.data if getattr(saved, "unpack_hook", None) == unpack else None
     except RuntimeError:
         return None
+
+
+def is_being_saved(node: Any, name: str) -> bool:
+    """Says whether an autograd node is saving its tensor of that name just now: a pack hook is not told who asks."""
+    try:
+        saved = getattr(node, f"_raw_saved_{name}", None)
+        # Under hooks that is put in place first; without, the tensor itself is there.
+        return saved is not None and saved.unpack_hook is None and getattr(node, f"_saved_{name}") is None
+    except RuntimeError:  # it has released the tensor, or saved it without hooks and it was changed since
+        return False
+
+
+def is_changed_view(tensor: Tensor) -> bool:
+    """Says whether a tensor is a view that an operator in place wrote through: its node tells no more of which one."""
+    following = [] if tensor.grad_fn is None else tensor.grad_fn.next_functions
+    return any(node is not None and node.name() == "torch::autograd::CopySlices" for node, _ in following)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -172,7 +172,9 @@ def test_accuracy_summary() -> None:
         for method, values in reached.items()
         for seed, value in enumerate(values)
     ]
-    plain, coded = accuracy.summarize(runs)
+    later = Run(method="plain", seed=7, accuracy={"dev": 0.1}, seconds=1.0, figures={})
+    plain, coded = accuracy.summarize([*runs, later])
+    assert plain.seeds == coded.seeds == [0, 1]
     assert (plain.mean, plain.mean_difference, plain.difference_deviation) == pytest.approx((0.75, 0, 0))
     assert (coded.mean, coded.mean_difference) == pytest.approx((0.73, -0.02))
     assert (coded.deviation, coded.difference_deviation) == pytest.approx((0.0424, 0.1131), abs=1e-4)
@@ -295,3 +297,13 @@ def test_accuracy_writes_its_figures(tmp_path: Path) -> None:
     assert list(plain) == ["dev", "test", "dev+test"]
     assert report["machine"].keys() == MACHINE_KEYS
     assert files["markdown"].read_text().count("| daf-exact |") == len(plain)
+    accuracy.main([*short, "--methods", "plain,daf-exact", "--first-seed", "1", *outputs])
+    assert [(run["method"], run["seed"]) for run in json.loads(files["json"].read_text())["runs"][2:]] == [
+        ("plain", 1),
+        ("daf-exact", 1),
+    ]
+    before = files["json"].read_bytes()
+    accuracy.main([*short[:2], "--seeds", "2", *short[4:], "--methods", "plain,daf-exact", *outputs])
+    assert files["json"].read_bytes() == before, "runs that the file has are not repeated"
+    with pytest.raises(SystemExit, match="pass another file"):
+        accuracy.main([*short, "--train-rows", "8", *outputs])

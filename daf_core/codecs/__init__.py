@@ -1,23 +1,24 @@
 """How an activation is stored.
 
-raw, verbatim, bitmask and narrow_int are exact, planes and rectified are lossy, product and normalized are not stored
-themselves but follow from others. rehearsed is any of the lossy ones, tried out.
+raw, verbatim, bitmask and narrow_int are exact, planes and slopes are lossy, product, normalized and sum are not stored
+themselves but follow from others; signs are all that a ReLU asks of its result, which is rectified where others ask for
+more. rehearsed are planes or slopes, tried out.
 """
 
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.derived import NormalizedActivation, ProductActivation
-from daf_core.codecs.lossy import LossyActivation, lossy_codec
+from daf_core.codecs.derived import NormalizedActivation, ProductActivation, SumActivation
 from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.rectified import RectifiedActivation
 from daf_core.codecs.rehearsed import RehearsedActivation
+from daf_core.codecs.signs import SignsActivation
+from daf_core.codecs.slopes import SlopesActivation
 from daf_core.codecs.verbatim import VerbatimActivation
 
 __all__ = [
     "BitmaskActivation",
-    "LossyActivation",
     "NarrowIntActivation",
     "NormalizedActivation",
     "PlanesActivation",
@@ -25,7 +26,9 @@ __all__ = [
     "RawActivation",
     "RectifiedActivation",
     "RehearsedActivation",
+    "SignsActivation",
+    "SlopesActivation",
     "StoredActivation",
+    "SumActivation",
     "VerbatimActivation",
-    "lossy_codec",
 ]

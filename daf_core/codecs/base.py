@@ -16,9 +16,14 @@ class StoredActivation(ABC):
     """The values of one activation, encoded. Its bytes are held as long as the object lives, and freed with it.
 
     A codec is a subclass with a class method ``encode(values, ...)`` that returns None where it cannot hold the values.
+
+    Attributes:
+        codec: Its name.
+        whole: Whether it gives the values to whoever asks, or only what the operator that saved them makes of them.
     """
 
     codec: ClassVar[str]
+    whole: bool = True
 
     @abstractmethod
     def decode_into(self, out: Tensor) -> None:

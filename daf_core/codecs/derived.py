@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -40,28 +41,73 @@ class ProductActivation(StoredActivation):
         out.mul_(mask)
 
 
+@dataclass(frozen=True)
+class Normalization:
+    """What a normalization does to its input.
+
+    Attributes:
+        shape: Shape in which its values are seen.
+        statistics: That of the mean and of the reciprocal deviation, to be broadcast.
+        parameters: That of weight and bias, to be broadcast.
+        mean: Gives the mean.
+        scale: Gives the reciprocal deviation.
+        weight: Gives the weight.
+        bias: Gives the bias.
+    """
+
+    shape: tuple[int, ...]
+    statistics: tuple[int, ...]
+    parameters: tuple[int, ...]
+    mean: Unpack
+    scale: Unpack
+    weight: Unpack
+    bias: Unpack
+
+
 class NormalizedActivation(StoredActivation):
-    """The result of a layer normalization, from its input and the exact statistics that it saves.
+    """The result of a normalization of layers or batches, from its input and the exact statistics that it saves.
 
     Lossy even where the input is exact: the operator itself rounds in another order.
     """
 
     codec: ClassVar[str] = "normalized"
 
-    def __init__(self, source: Source, mean: Unpack, scale: Unpack, weight: Unpack, bias: Unpack) -> None:
+    def __init__(self, source: Source, normalization: Normalization) -> None:
         self._source = source
-        self._mean, self._scale = mean, scale
-        self._weight, self._bias = weight, bias
+        self._normalization = normalization
 
     @override
     def decode_into(self, out: Tensor) -> None:
         _load(self._source, out)
-        weight, bias = self._weight(), self._bias()
-        rows = out.view(-1, weight.numel()).float()  # as the operator: in 16 bits a difference may overflow
-        rows.sub_(self._mean().view(-1, 1)).mul_(self._scale().view(-1, 1))
-        torch.addcmul(bias.view(-1), rows, weight.view(-1), out=rows)
+        found = self._normalization
+        mean, scale = (part().view(found.statistics) for part in (found.mean, found.scale))
+        weight, bias = (part().view(found.parameters) for part in (found.weight, found.bias))
+        rows = out.view(found.shape).float()  # as the operator: in 16 bits a difference may overflow
+        rows.sub_(mean).mul_(scale)
+        torch.addcmul(bias, rows, weight, out=rows)
         if out.dtype is not rows.dtype:
             out.copy_(rows.view(-1))
+
+
+class SumActivation(StoredActivation):
+    """The sum of two activations, as of a residual connection; its error is theirs.
+
+    Attributes:
+        sums: Sums that are computed to decode it: one of them may be a sum itself.
+    """
+
+    codec: ClassVar[str] = "sum"
+
+    def __init__(self, first: StoredActivation, second: Source, sums: int) -> None:
+        self._first, self._second = first, second
+        self.sums = sums
+
+    @override
+    def decode_into(self, out: Tensor) -> None:
+        self._first.decode_into(out)
+        second = torch.empty_like(out)
+        _load(self._second, second)
+        out.add_(second)
 
 
 def _load(source: Source, out: Tensor) -> None:

@@ -11,10 +11,12 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from daf_core.codecs.base import PagedActivation
+from daf_core.grouping import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
+from daf_core.memory.pool import PagePool
 from daf_core.precision.importance import LEVELS, plane_importances, rounding_errors
-from daf_kernels import Backend, PlaneLayout, Seed, plane_layout, planes_for
+from daf_kernels import Backend, Pages, PlaneLayout, Seed, plane_layout, planes_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels encode."""
@@ -29,10 +31,11 @@ class PlanesActivation(PagedActivation):
 
     codec: ClassVar[str] = "planes"
 
-    def __init__(self, pager: Pager, lease: Lease, backend: Backend, layout: PlaneLayout) -> None:
+    def __init__(self, pager: Pager, lease: Lease, backend: Backend, layout: PlaneLayout, grouping: Grouping) -> None:
         super().__init__(pager, lease)
         self._backend = backend
         self._layout = layout
+        self._grouping = grouping
 
     @property
     def precision(self) -> int:
@@ -56,7 +59,7 @@ class PlanesActivation(PagedActivation):
     def encode(
         cls,
         values: Tensor,
-        row: int,
+        grouping: Grouping,
         precision: int,
         pager: Pager,
         backend: Backend,
@@ -68,7 +71,7 @@ class PlanesActivation(PagedActivation):
 
         Args:
             values: Tensor of one of `DTYPES`.
-            row: Elements in a row; scaling groups are rows or equal pieces of rows.
+            grouping: Which of them share a scaling group.
             precision: Bits of a code at most: 8, 4, 2, 1, or 0 for the means of scaling groups alone.
             pager: Where the pages come from.
             backend: Kernels of the tensor's device.
@@ -86,19 +89,36 @@ class PlanesActivation(PagedActivation):
             ActivationBudgetError: Not even the header fits in the budget.
         """
         page_bytes = pager.pool.page_bytes
-        layout, planes = plane_layout(values.numel(), row, page_bytes), planes_for(precision)
+        layout, planes = plane_layout(values.numel(), grouping.row, page_bytes), planes_for(precision)
         if layout.pages(planes) * page_bytes >= values.numel() * values.element_size():
             return None
+        values = grouping.arrange(values)
         pages = [layout.plane_pages(plane) for plane in range(planes)]
         sizes = [page_bytes * count for count in pages]
         if errors is None:
-            errors = rounding_errors(backend.relative_range(values, layout), values.numel())
+            errors = rounding_errors(cls._relative_range(backend, values, layout), values.numel())
         importances = plane_importances(errors, sizes)
         with pager.writing(layout.header_pages, pages, importances) as lease:
-            usable = backend.encode(values, layout, lease.planes, pager.pool, lease.pages, seed)
-        stored = cls(pager, lease, backend, layout)
+            usable = cls._write(backend, values, layout, lease.planes, pager.pool, lease.pages, seed)
+        stored = cls(pager, lease, backend, layout, grouping)
         return stored if usable or not finite else None
+
+    @staticmethod
+    def _relative_range(backend: Backend, values: Tensor, layout: PlaneLayout) -> float:
+        return backend.relative_range(values, layout)
+
+    @staticmethod
+    def _write(
+        backend: Backend,
+        values: Tensor,
+        layout: PlaneLayout,
+        planes: int,
+        pool: PagePool,
+        pages: Pages,
+        seed: Seed | None,
+    ) -> bool:
+        return backend.encode(values, layout, planes, pool, pages, seed)
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        self._backend.decode(out, self._layout, lease.planes, self.pager.pool, lease.pages)
+        self._backend.decode(self._grouping.arrange(out), self._layout, lease.planes, self.pager.pool, lease.pages)

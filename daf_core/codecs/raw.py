@@ -41,10 +41,17 @@ class RawActivation:
         self._version = tensor._version
         self._kept = kept
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether it has the values that it was saved with."""
+        return self._tensor._version == self._version
+
     def is_dense(self, like: Tensor) -> bool:
-        """Says whether it is contiguous, and has as many elements as `like`, of its type."""
+        """Says whether it has as many elements as `like`, of its type and in its order, without holes."""
         tensor = self._tensor
-        return tensor.dtype is like.dtype and tensor.numel() == like.numel() and tensor.is_contiguous()
+        if tensor.dtype is not like.dtype or tensor.numel() != like.numel():
+            return False
+        return tensor.is_contiguous() and like.is_contiguous()
 
     def unpack(self) -> Tensor:
         """Returns the saved tensor.
@@ -52,7 +59,7 @@ class RawActivation:
         Raises:
             ModifiedInPlaceError: It was changed since it was saved.
         """
-        if self._tensor._version != self._version:
+        if not self.is_unchanged:
             raise ModifiedInPlaceError(
                 f"a tensor of shape {tuple(self._tensor.shape)} needed for backward was modified by an in-place "
                 f"operation: it was saved at version {self._version} and is at version {self._tensor._version}. "

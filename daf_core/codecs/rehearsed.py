@@ -11,8 +11,8 @@ from typing_extensions import override
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.raw import RawActivation
 
-Encode = Callable[[Tensor, int], StoredActivation | None]
-"""Stores values at a precision; None where they would stay as they are."""
+Encode = Callable[[Tensor, int, bool], StoredActivation | None]
+"""Stores values at a precision, or GELU's derivative at them; None where they would stay as they are."""
 
 
 class RehearsedActivation(StoredActivation):
@@ -25,6 +25,7 @@ class RehearsedActivation(StoredActivation):
 
     Attributes:
         precision: Code bits to encode them with; None gives them exactly.
+        slopes: Whether GELU's derivative is encoded.
     """
 
     codec: ClassVar[str] = "rehearsed"
@@ -34,12 +35,13 @@ class RehearsedActivation(StoredActivation):
         self._reads = reads
         self._encode = encode
         self.precision: int | None = None
+        self.slopes = False
 
     @override
     def decode_into(self, out: Tensor) -> None:
         self._reads.append(self)
         values = self._values.unpack()
-        stored = None if self.precision is None else self._encode(values, self.precision)
+        stored = None if self.precision is None else self._encode(values, self.precision, self.slopes)
         if stored is None:
             out.copy_(values)
         else:

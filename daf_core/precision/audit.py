@@ -40,6 +40,9 @@ PRIOR = (0.0, math.log(2.0), math.log(4.0))
 MEMORY = 8
 """Audits, counting those of `PRIOR`, whose errors say how far a prediction may be off."""
 
+OWN_SHARE = 0.5
+"""Share of the error that counts parameter by parameter, unless the error of all of them together is bounded."""
+
 CORRECTIONS = 3
 """How often a plan is corrected at most in an audit that finds its error too large on the same rows."""
 
@@ -55,6 +58,8 @@ class Auditor:
     def __init__(self, config: DAFConfig, policy: PrecisionPolicy) -> None:
         self._every = config.audit_every
         self._learns = config.precision == "auto" or config.memory_budget is not None
+        self._slopes = config.precision == "auto"
+        self._own_share = OWN_SHARE if config.max_gradient_error is None else 0.0
         self._bound = config.max_gradient_error
         self._policy = policy
         self._step = 1
@@ -110,7 +115,7 @@ class Auditor:
             self._misses.append(math.log(measured.error**2 / predicted))
 
     def _calibrate(self, rehearsal: Rehearsal) -> None:
-        found = calibrate(rehearsal)
+        found = calibrate(rehearsal, self._slopes, own_share=self._own_share)
         if found is not None:
             self._policy.learn(found, replace=self._step <= SETTLED)
 

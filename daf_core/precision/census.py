@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from daf_core.codecs import LossyActivation
+from daf_core.codecs import PlanesActivation
 from daf_core.errors import StateError
 from daf_core.precision.importance import LEVELS
 from daf_core.sites import Site
@@ -25,9 +25,9 @@ class Census:
 
     def __init__(self) -> None:
         self.sizes: dict[Site, list[int]] = {}
-        self._stored: list[tuple[Site, int | None, weakref.ref[LossyActivation] | None]] = []
+        self._stored: list[tuple[Site, int | None, weakref.ref[PlanesActivation] | None]] = []
 
-    def add(self, site: Site, sizes: Sequence[int], stored: LossyActivation | None = None) -> None:
+    def add(self, site: Site, sizes: Sequence[int], stored: PlanesActivation | None = None) -> None:
         """Counts an activation; None stays as it is."""
         known = self.sizes.get(site)
         self.sizes[site] = list(sizes) if known is None else [a + b for a, b in zip(known, sizes, strict=True)]

@@ -12,6 +12,7 @@ import numpy as np
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError
 from daf_core.precision.allocation import Choices, Frontier
+from daf_core.precision.calibration import Calibration
 from daf_core.precision.census import Sizes, checked_bits
 from daf_core.precision.importance import LEVELS, SiteErrors
 from daf_core.sites import Site
@@ -65,6 +66,7 @@ class PrecisionPolicy:
     def __init__(self, config: DAFConfig) -> None:
         self._config = config
         self._errors: SiteErrors = {}
+        self._slopes: set[Site] = set()
         self._plan: dict[Site, int | None] = {}
         self._recent: deque[Pass] = deque(maxlen=RECENT)
         self._planned: Pass | None = None
@@ -87,6 +89,10 @@ class PrecisionPolicy:
         unbounded = self._config.memory_budget is None and self._config.max_gradient_error is None
         return max(UNIFORM, self._config.min_precision or 0) if unbounded else MOST
 
+    def takes_slopes(self, site: Site) -> bool:
+        """Says whether a site's activations are stored as codes of GELU's derivative: nothing else reads them."""
+        return self._config.precision == "auto" and site in self._slopes
+
     def errors(self, site: Site) -> Sequence[float] | None:
         """Returns the squared gradient error of a site at each of `LEVELS`; None where no site is calibrated.
 
@@ -96,12 +102,13 @@ class PrecisionPolicy:
             return None
         return self._errors.get(site) or [max(errors) for errors in zip(*self._errors.values(), strict=True)]
 
-    def learn(self, found: SiteErrors, replace: bool = False) -> None:
+    def learn(self, found: Calibration, replace: bool = False) -> None:
         """Takes a calibration in, averaged with those before or instead of them.
 
         Sites that are not in it keep what is known of them.
         """
-        for site, errors in _filled(found).items():
+        self._slopes = (self._slopes - found.errors.keys()) | found.slopes
+        for site, errors in _filled(found.errors).items():
             known = errors if replace else self._errors.get(site, errors)
             self._errors[site] = [(1 - NEWEST) * old + NEWEST * new for old, new in zip(known, errors, strict=True)]
         self._planned = None
@@ -148,6 +155,7 @@ class PrecisionPolicy:
         """Returns what is known, as JSON-able values."""
         return {
             "errors": [[*site, *errors] for site, errors in self._errors.items()],
+            "slopes": [[*site] for site in sorted(self._slopes)],
             "plan": [[*site, bits] for site, bits in self._plan.items()],
         }
 
@@ -159,10 +167,11 @@ class PrecisionPolicy:
         """
         try:
             errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
+            slopes = {Site.from_state(entry) for entry in state["slopes"]}
             plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise StateError(f"this is no saved state of DAF's precision: {error!r}") from error
-        self._errors, self._plan = errors, plan
+        self._errors, self._slopes, self._plan = errors, slopes, plan
 
     def _choose(
         self, sizes: Sizes, levels: Sequence[int | None], least: int, select: Callable[[Frontier], list[int]]

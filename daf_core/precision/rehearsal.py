@@ -55,6 +55,9 @@ class Rehearsal:
         sizes: Bytes of each site's activations at each precision, and as they are.
         unpack: The unpack hook of the forward pass.
 
+    Attributes:
+        read_before: Activations that the forward pass itself has read: the loss has a gradient in it.
+
     Raises:
         AuditError: The gradient of the loss cannot be taken for the parameters.
     """
@@ -79,6 +82,7 @@ class Rehearsal:
         self.sizes = sizes
         self._unpack = unpack
         self._reads = reads
+        self.read_before = frozenset(reads)
         self._exact: Gradients | None = None
 
     def gradients(self, precisions: Precisions) -> Gradients:

@@ -110,6 +110,17 @@ class Backend(Protocol):
         """Decodes the first `planes` planes in `pages` into `out`."""
         ...
 
+    def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
+        """Encodes GELU's derivative at `values` into the first `planes` planes in `pages`; the layout has no groups.
+
+        Returns False where a value is not finite.
+        """
+        ...
+
+    def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
+        """Decodes the first `planes` planes in `pages` into inputs that have these derivatives."""
+        ...
+
     def two_values(self, values: Tensor) -> TwoValues | None:
         """Returns the two values that `values` may consist of, or None where its beginning holds a third."""
         ...

@@ -12,11 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from daf_kernels import cpu_masks, cpu_planes, cpu_ranges
+from daf_kernels import cpu_masks, cpu_planes, cpu_ranges, cpu_slopes
 from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues
 from daf_kernels.cpu_bits import BFLOAT16, FLOAT16, FLOAT32
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
 from daf_kernels.reference import Seed
+from daf_kernels.slopes import inputs_of_codes
 from daf_kernels.workers import WorkerPool
 
 Run = Callable[[int, int, int], int]
@@ -105,6 +106,29 @@ class CpuBackend:
             return 0
 
         self._over(out, tile, run, store=True)
+
+    def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
+        """See `Backend.encode_slopes`."""
+        addresses, shift = _page_table(memory, pages)
+        kind, starts = KINDS[values.dtype], _tiling(layout)[1]
+
+        def run(first: int, stop: int, base: int) -> int:
+            scratch = self._scratch.reserve(5 * BLOCK)
+            return cpu_slopes.encode_slopes(base, kind, first, stop, planes, addresses, starts, shift, scratch)
+
+        return self._over(values, TILE, run, load=True) == 0
+
+    def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode_slopes`."""
+        addresses, shift = _page_table(memory, pages)
+        kind, starts, table = KINDS[out.dtype], _tiling(layout)[1], inputs_of_codes()[planes]
+
+        def run(first: int, stop: int, base: int) -> int:
+            scratch = self._scratch.reserve(BLOCK)
+            cpu_slopes.decode_slopes(base, kind, first, stop, planes, table, addresses, starts, shift, scratch)
+            return 0
+
+        self._over(out, TILE, run, store=True)
 
     def two_values(self, values: Tensor) -> TwoValues | None:
         """See `Backend.two_values`."""
@@ -244,7 +268,12 @@ def warm_up() -> float:
     backend.encode_nonzero(mask, memory, pages)
     rectified = values - 10.0
     backend.rectify(rectified, memory, pages)
-    kept = torch.equal(mask, unpacked) and torch.equal(mask > 0, rectified > 0)
+    slopes, ungrouped = torch.empty(1024), PlaneLayout(1024, 0, 128)
+    backend.encode_slopes(values - 512, ungrouped, len(PLANE_WIDTHS), memory, pages)
+    backend.decode_slopes(slopes, ungrouped, len(PLANE_WIDTHS), memory, pages)
+    kept = (
+        torch.equal(mask, unpacked) and torch.equal(mask > 0, rectified > 0) and torch.equal(values > 512, slopes > 0.5)
+    )
     if not kept or (decoded - values).abs().max() > 0.51:
         raise RuntimeError("the CPU kernels do not give back what they were given; reinstall numba")
     return time.perf_counter() - started

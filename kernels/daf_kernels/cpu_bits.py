@@ -188,3 +188,40 @@ def unpack_nibble(lanes, codes):
     for column in range(COLUMNS):
         for row in range(8):
             codes[32 * row + column] |= U8(U32(lanes[column] >> U32(4 * row)) & U32(15))
+
+
+@njit(**INLINE)
+def narrow_bfloat16(value):
+    """float32 -> bits of the nearest bfloat16, ties to even."""
+    bits = bits_of(value)
+    rounded = I32(bits + I32(0x7FFF) + I32(I32(bits >> I32(16)) & I32(1)))
+    return U16(I32(rounded if value == value else I32(0x7FC00000)) >> I32(16))
+
+
+@njit(**INLINE)
+def pack_block(codes, block, planes, pages, starts, page_shift):
+    """Packs the 256 codes of one block into its first `planes` planes."""
+    if planes > 0:
+        pack_bit(codes, U8(7), u8_at(address(pages, starts[0], 32 * block, page_shift)))
+    if planes > 1:
+        pack_bit(codes, U8(6), u8_at(address(pages, starts[1], 32 * block, page_shift)))
+    if planes > 2:
+        pack_pair(codes, u16_at(address(pages, starts[2], 64 * block, page_shift)))
+    if planes > 3:
+        pack_nibble(codes, u32_at(address(pages, starts[3], 128 * block, page_shift)))
+
+
+@njit(**INLINE)
+def unpack_block(codes, block, planes, pages, starts, page_shift):
+    """Reads the 256 left-aligned codes of one block, at address `codes`, from its first `planes` planes."""
+    words = u64_at(codes)
+    for word in range(32):
+        words[word] = U64(0)
+    if planes > 0:
+        unpack_bit(u64_at(address(pages, starts[0], 32 * block, page_shift)), U64(7), words)
+    if planes > 1:
+        unpack_bit(u64_at(address(pages, starts[1], 32 * block, page_shift)), U64(6), words)
+    if planes > 2:
+        unpack_pair(u16_at(address(pages, starts[2], 64 * block, page_shift)), u8_at(codes))
+    if planes > 3:
+        unpack_nibble(u32_at(address(pages, starts[3], 128 * block, page_shift)), u8_at(codes))

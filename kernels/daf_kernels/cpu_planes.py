@@ -32,36 +32,32 @@ from daf_kernels.cpu_bits import (
     U8,
     U16,
     U32,
-    U64,
-    address,
     bits_of,
     deviation_bits,
     f32_at,
     float_of,
     header_addresses,
     i32_at,
+    narrow_bfloat16,
     narrow_half,
-    pack_bit,
-    pack_nibble,
-    pack_pair,
+    pack_block,
     prefetch_to_read,
     prefetch_to_write,
     u8_at,
     u16_at,
     u32_at,
-    u64_at,
-    unpack_bit,
-    unpack_nibble,
-    unpack_pair,
+    unpack_block,
 )
 from daf_kernels.cpu_noise import fill_noise
 from daf_kernels.cpu_ranges import bits_address, value_range
-from daf_kernels.layout import DEVIATION_SHIFT, LARGEST_SPREAD
+from daf_kernels.layout import CLIP, CLIPPED_PRECISION, DEVIATION_SHIFT, LARGEST_CLIPPED, LARGEST_SPREAD, LEAST_TAIL
 
 MAGIC = F32(12582912.0)  # 1.5 * 2**23: adding it rounds to nearest even and leaves the integer in the low bits
 INFINITY = F32(np.inf)
 LIMIT = F32(LARGEST_SPREAD)
 MOMENT_STEPS = F32(4095.0)
+MOST_CLIPPED = F32(2**CLIPPED_PRECISION - 1)
+CLIPPED, WIDTH, LARGEST, LEAST = F32(CLIP), F32(2 * CLIP), F32(LARGEST_CLIPPED), F32(LEAST_TAIL)
 NAN = F32(np.nan)
 
 
@@ -76,6 +72,40 @@ def _quantize_nearest(bits, count, minimum, inverse, moment_inverse, shift, code
         total = U32(total + step)
         squares = U32(squares + U32(step * step))
     return total, squares
+
+
+@njit(**INLINE)
+def _sum_steps(bits, count, minimum, moment_inverse):
+    """Returns the sums of the 12-bit integers and of their squares."""
+    total, squares = U32(0), U32(0)
+    for i in range(count):
+        step = U32(bits_of((float_of(bits[i]) - minimum) * moment_inverse + MAGIC) & I32(0xFFF))
+        total = U32(total + step)
+        squares = U32(squares + U32(step * step))
+    return total, squares
+
+
+@njit(**INLINE)
+def _quantize_clipped(bits, count, low, inverse, levels, shift, codes):
+    """Writes left-aligned codes between `low` and `levels` steps above it."""
+    for i in range(count):
+        place = (float_of(bits[i]) - low) * inverse
+        place = place if place > F32(0.0) else F32(0.0)
+        place = place if place < levels else levels
+        codes[i] = U8(U32(bits_of(place + MAGIC)) << shift)
+
+
+@njit(**INLINE)
+def _clip(groups, levels, minimum, spread, mean, deviation, inverse):
+    """Replaces the minimum and the inverse step of groups whose tails are better clipped; sets those of the others."""
+    for group in range(groups):
+        low, width = mean[group] - minimum[group], deviation[group]
+        least = LEAST * width
+        clipped = (width > F32(0.0)) & (spread[group] < LARGEST * width) & (low > least) & (spread[group] - low > least)
+        visible = (spread[group] < LIMIT) & (MOMENT_STEPS / spread[group] < INFINITY)
+        plain = levels / spread[group] if visible else F32(0.0)
+        inverse[group] = levels / (WIDTH * width) if clipped & visible else plain
+        minimum[group] = mean[group] - CLIPPED * width if clipped & visible else minimum[group]
 
 
 @njit(**INLINE)
@@ -114,43 +144,6 @@ def _moments(groups, count, minimum, spread, totals, squares, mean, deviation):
 
 
 @njit(**INLINE)
-def _narrow_bfloat16(value):
-    """float32 -> bits of the nearest bfloat16, ties to even."""
-    bits = bits_of(value)
-    rounded = I32(bits + I32(0x7FFF) + I32(I32(bits >> I32(16)) & I32(1)))
-    return U16(I32(rounded if value == value else I32(0x7FC00000)) >> I32(16))
-
-
-@njit(**INLINE)
-def _pack_block(codes, block, planes, pages, starts, page_shift):
-    """Packs the 256 codes of one block into its first `planes` planes."""
-    if planes > 0:
-        pack_bit(codes, U8(7), u8_at(address(pages, starts[0], 32 * block, page_shift)))
-    if planes > 1:
-        pack_bit(codes, U8(6), u8_at(address(pages, starts[1], 32 * block, page_shift)))
-    if planes > 2:
-        pack_pair(codes, u16_at(address(pages, starts[2], 64 * block, page_shift)))
-    if planes > 3:
-        pack_nibble(codes, u32_at(address(pages, starts[3], 128 * block, page_shift)))
-
-
-@njit(**INLINE)
-def _unpack_block(codes, block, planes, pages, starts, page_shift):
-    """Reads the 256 left-aligned codes of one block, at address `codes`, from its first `planes` planes."""
-    words = u64_at(codes)
-    for word in range(32):
-        words[word] = U64(0)
-    if planes > 0:
-        unpack_bit(u64_at(address(pages, starts[0], 32 * block, page_shift)), U64(7), words)
-    if planes > 1:
-        unpack_bit(u64_at(address(pages, starts[1], 32 * block, page_shift)), U64(6), words)
-    if planes > 2:
-        unpack_pair(u16_at(address(pages, starts[2], 64 * block, page_shift)), u8_at(codes))
-    if planes > 3:
-        unpack_nibble(u32_at(address(pages, starts[3], 128 * block, page_shift)), u8_at(codes))
-
-
-@njit(**INLINE)
 def _code_sums(codes, count):
     """Returns the sum of the codes of a group and of their squares."""
     total, squares = I32(0), I32(0)
@@ -183,7 +176,7 @@ def _dequantize(codes, count, slope, offset, kind, out, first):
     elif kind == BFLOAT16:
         halves = u16_at(out + 2 * first)
         for i in range(count):
-            halves[i] = _narrow_bfloat16(F32(I32(codes[i])) * slope + offset)
+            halves[i] = narrow_bfloat16(F32(I32(codes[i])) * slope + offset)
     else:
         halves = u16_at(out + 2 * first)
         for i in range(count):
@@ -205,6 +198,22 @@ def _encode_groups(values, kind, first, groups, group, levels, shift, noise, cod
         minimum[index], spread[index] = value_range(bits, group)
     _inverses(groups, spread, levels, inverse, moment_inverse)
     size = 4 if kind == FLOAT32 else 2
+    if noise == 0 and levels <= MOST_CLIPPED:
+        for index in range(groups):
+            prefetch_to_read(values + size * (first + (groups + index) * group), size * group)
+            bits = i32_at(bits_address(values, kind, first + index * group, group, work + 6 * row))
+            totals[index], squares[index] = _sum_steps(bits, group, minimum[index], moment_inverse[index])
+        _moments(groups, group, minimum, spread, totals, squares, f32_at(work), f32_at(work + row))
+        _clip(groups, levels, minimum, spread, f32_at(work), f32_at(work + row), inverse)
+        for index in range(groups):
+            into = u8_at(codes + index * group)
+            bits = i32_at(bits_address(values, kind, first + index * group, group, work + 6 * row))
+            if spread[index] < LIMIT:
+                _quantize_clipped(bits, group, minimum[index], inverse[index], levels, shift, into)
+            else:
+                for i in range(group):
+                    into[i] = U8(0)
+        return
     for index in range(groups):
         prefetch_to_read(values + size * (first + (groups + index) * group), size * group)
         into = u8_at(codes + index * group)
@@ -289,7 +298,7 @@ def encode_planes(
         for i in range(end - start, 256 * blocks):
             padding[i] = U8(0)
         for block in range(blocks):
-            _pack_block(u8_at(codes + 256 * block), (start >> 8) + block, planes, pages, starts, page_shift)
+            pack_block(u8_at(codes + 256 * block), (start >> 8) + block, planes, pages, starts, page_shift)
     return unusable
 
 
@@ -344,7 +353,7 @@ def decode_planes(out, kind, first, stop, group, tile, planes, pages, starts, pa
         end = min(start + tile, stop)
         for block in range((end - start + 255) >> 8):
             prefetch_to_write(out + size * (start + 256 * block), size * 256)
-            _unpack_block(codes + 256 * block, (start >> 8) + block, planes, pages, starts, page_shift)
+            unpack_block(codes + 256 * block, (start >> 8) + block, planes, pages, starts, page_shift)
         groups, header = (end - start) // group, start // group
         if group == 256:
             _decode_groups(codes, kind, groups, 256, pages, page_shift, header, work, capacity, out, start)

@@ -10,6 +10,9 @@ Slow and obvious on purpose. The numeric contract, in float32 with every operati
 - moments from the integers ``s = round((x - minimum) * (4095 / spread))``: their sums are exact in any order, so a
   group's mean ``minimum + spread * sum(s) / (4095 n)`` and deviation
   ``spread * sqrt(n * sum(s**2) - sum(s)**2) / (4095 n)`` do not depend on how a backend adds up.
+- codes of 1 and 2 bits, to nearest: in groups whose spread is less than 10 deviations and whose extremes are both
+  more than 1.2 deviations from the mean, ``round(clamp((x - low) * (levels / (3 deviation)), 0, levels))`` with
+  ``low = mean - 1.5 deviation``, as suits a normal distribution.
 - a group whose spread is below 4095 / 3.4e38 is stored as its minimum.
 - decoding maps the codes that are left (0 for missing planes) linearly so that the group has the header's mean and
   deviation: ``slope = deviation * n / sqrt(n * sum(c**2) - sum(c)**2)``, ``x = c * slope + (mean - slope * mean(c))``,
@@ -23,10 +26,14 @@ from torch import Tensor
 
 from daf_kernels.layout import (
     BLOCK,
+    CLIP,
+    CLIPPED_PRECISION,
     COLUMNS,
     DEVIATION_SHIFT,
     HEADER_BYTES,
+    LARGEST_CLIPPED,
     LARGEST_SPREAD,
+    LEAST_TAIL,
     PLANE_WIDTHS,
     PRECISIONS,
     ROWS,
@@ -54,11 +61,7 @@ def encode(values: Tensor, layout: PlaneLayout, planes: int, seed: Seed | None =
     """
     groups, valid = _grouped(values.float(), layout.group)
     codes, mean, deviation = _quantize(groups, valid, PRECISIONS[max(planes, 1) - 1], _noise_like(groups, layout, seed))
-    flat = torch.zeros(layout.blocks * BLOCK, dtype=torch.int64, device=values.device)
-    flat[: layout.elements] = codes[valid]
-    rows = [_header_pages(mean, deviation, layout)]
-    rows += [_to_pages(_pack(flat, plane), layout.page_bytes) for plane in range(planes)]
-    return torch.cat(rows)
+    return torch.cat([_header_pages(mean, deviation, layout), pack_planes(codes[valid], layout, planes)])
 
 
 def decode(pages: Tensor, layout: PlaneLayout, planes: int, dtype: torch.dtype) -> Tensor:
@@ -73,15 +76,28 @@ def decode(pages: Tensor, layout: PlaneLayout, planes: int, dtype: torch.dtype) 
     Returns:
         Tensor of shape (elements,).
     """
-    codes = torch.zeros(layout.blocks * BLOCK, dtype=torch.int64, device=pages.device)
-    for plane in range(planes):
-        start = layout.plane_start(plane)
-        codes |= _unpack(pages[start : start + layout.plane_pages(plane)].reshape(-1), plane, layout.blocks)
-    groups, valid = _grouped(codes[: layout.elements], layout.group)
+    groups, valid = _grouped(unpack_planes(pages, layout, planes), layout.group)
     mean, deviation = read_header(pages[: layout.header_pages], layout)
     slope, offset = _line(groups, valid, mean, deviation)
     values = (groups.float() * slope[:, None] + offset[:, None])[valid]
     return values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def pack_planes(codes: Tensor, layout: PlaneLayout, planes: int) -> Tensor:
+    """Packs left-aligned codes of shape (elements,) into the pages of the first `planes` planes."""
+    flat = torch.zeros(layout.blocks * BLOCK, dtype=torch.int64, device=codes.device)
+    flat[: layout.elements] = codes
+    rows = [_to_pages(_pack(flat, plane), layout.page_bytes) for plane in range(planes)]
+    return torch.cat(rows) if rows else torch.zeros(0, layout.page_bytes, dtype=torch.uint8, device=codes.device)
+
+
+def unpack_planes(pages: Tensor, layout: PlaneLayout, planes: int) -> Tensor:
+    """Returns what the first `planes` planes hold of the left-aligned codes, shape (elements,)."""
+    codes = torch.zeros(layout.blocks * BLOCK, dtype=torch.int64, device=pages.device)
+    for plane in range(planes):
+        start = layout.plane_start(plane)
+        codes |= _unpack(pages[start : start + layout.plane_pages(plane)].reshape(-1), plane, layout.blocks)
+    return codes[: layout.elements]
 
 
 def encode_mask(values: Tensor, one: Tensor, page_bytes: int) -> Tensor:
@@ -152,8 +168,25 @@ def _quantize(groups: Tensor, valid: Tensor, precision: int, random: Tensor | No
     codes = scaled.round().long() if random is None else ((scaled * 2.0**14).round().long() + random) >> 14
     steps = (offsets * moment_inverse[:, None]).round().long()
     mean, deviation = _moments(steps, valid.sum(1), minimum, spread)
+    if random is None and precision <= CLIPPED_PRECISION:
+        narrow = is_clipped(minimum, spread, mean, deviation) & visible
+        low = mean - CLIP * deviation
+        inverse = torch.full_like(deviation, levels) / (2 * CLIP * deviation)
+        inside = ((groups - low[:, None]) * inverse[:, None]).clamp(0, levels).round()
+        codes = torch.where(valid & narrow[:, None], inside.nan_to_num(0.0).long(), codes)
     bad = torch.full_like(mean, torch.nan)
     return codes << (8 - precision), torch.where(finite, mean, bad), torch.where(finite, deviation, bad)
+
+
+def is_clipped(minimum: Tensor, spread: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """Says which groups are coded between deviations from their mean rather than between their extremes."""
+    least = LEAST_TAIL * deviation
+    return (
+        (deviation > 0)
+        & (spread < LARGEST_CLIPPED * deviation)
+        & (mean - minimum > least)
+        & (spread - (mean - minimum) > least)
+    )
 
 
 def _moments(steps: Tensor, count: Tensor, minimum: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daf_kernels import reference
+from daf_kernels import reference, slopes
 from daf_kernels.backend import PageMemory, Pages, TwoValues
 from daf_kernels.layout import PlaneLayout, sampled_groups
 from daf_kernels.reference import Seed
@@ -37,6 +37,20 @@ class ReferenceBackend:
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode`."""
         out.copy_(reference.decode(memory.read(pages), layout, planes, out.dtype).view(out.shape))
+
+    def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
+        """See `Backend.encode_slopes`."""
+        magnitudes = values.reshape(-1).float().abs()
+        negative = _integers(values) < 0  # torch drops the sign of some float16 NaNs
+        inputs = torch.where(negative, -magnitudes, magnitudes)
+        memory.write(pages[layout.header_pages :], reference.pack_planes(slopes.codes_of(inputs), layout, planes))
+        return bool(inputs.isfinite().all())
+
+    def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode_slopes`."""
+        codes = reference.unpack_planes(memory.read(pages), layout, planes)
+        table = torch.from_numpy(slopes.inputs_of_codes()[planes]).to(out.device)
+        out.copy_(table[codes].view(out.shape))
 
     def two_values(self, values: Tensor) -> TwoValues | None:
         """See `Backend.two_values`."""

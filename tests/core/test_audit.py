@@ -162,8 +162,10 @@ def _audit(engine: ActivationEngine, model: nn.Module, loss_of: Loss) -> Gradien
     return measured
 
 
-@pytest.mark.parametrize("bound", [0.05, 0.1])
-@pytest.mark.parametrize("name", ["transformer", "mlp", "convnet"])
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("transformer", 0.05), ("transformer", 0.1), ("mlp", 0.07), ("mlp", 0.1), ("convnet", 0.05), ("convnet", 0.1)],
+)
 def test_bound_is_kept_while_training(name: str, bound: float) -> None:
     """Of all audits of thirty steps 95% find an error below it, and from the fifth step on fewer bytes are held."""
     model, loss_of = make_model(name)

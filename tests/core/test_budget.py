@@ -147,11 +147,12 @@ def _assert_refused(engine: ActivationEngine, forward: Any) -> None:
 
 
 def test_relu_that_runs_out_between_its_two_leases_leaves_nothing() -> None:
-    """Its header fits and the bits beside it do not: the header is given back."""
-    engine = engine_for(nn.Linear(1, 1), 4, memory_budget=PAGE_BYTES)
+    """Its bits fit and the header of who uses it does not: the bits are given back."""
+    model = Scale()
+    engine = engine_for(model, 4, memory_budget=PAGE_BYTES)
     x = normal(*LARGE).requires_grad_()
     with pytest.raises(ActivationBudgetError) as raised, engine.compress():
-        x.relu()
+        model(x.relu())
     assert (raised.value.needed, raised.value.allowed) == (2 * PAGE_BYTES, PAGE_BYTES)
     del raised
     assert_empty(engine)
@@ -160,14 +161,15 @@ def test_relu_that_runs_out_between_its_two_leases_leaves_nothing() -> None:
 @pytest.mark.parametrize(("pages", "dropped"), [(5, 0), (4, 1), (3, 2), (2, 3)])
 def test_relu_gives_up_its_planes_for_its_bits(pages: int, dropped: int) -> None:
     """Of a header, three planes and a page of bits, exactly as many planes go as do not fit."""
-    engine = engine_for(nn.Linear(1, 1), 4, memory_budget=pages * PAGE_BYTES)
+    model = Scale()
+    engine = engine_for(model, 4, memory_budget=pages * PAGE_BYTES)
     x = normal(*LARGE).requires_grad_()
     with engine.compress():
-        y = x.relu()
+        y = model(x.relu())
     assert engine.leased_pages == pages
     assert engine.finish_step().dropped_planes == dropped
     y.sum().backward()
-    assert torch.equal(x.grad, (x > 0).float())
+    assert torch.equal(x.grad, 1.5 * (x > 0).float())
 
 
 def test_error_names_the_ways_out() -> None:

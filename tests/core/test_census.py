@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from daf_core.codecs import LossyActivation, PlanesActivation, RectifiedActivation
+from daf_core.codecs import PlanesActivation
+from daf_core.grouping import Grouping
 from daf_core.memory.growth import AdaptiveGrowth
 from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PagePool
@@ -21,22 +22,19 @@ from tests.core.leases import PAGE
 CPU = torch.device("cpu")
 HERE, THERE = Site("block.0", "GeluBackward0", 1), Site("block.1", "GeluBackward0", 1)
 SIZES = (1, 2, 3, 4, 5, 6)
-CODECS = [PlanesActivation, RectifiedActivation]
 
 
 def _pager(page_bytes: int = PAGE) -> Pager:
     return Pager(PagePool(CPU, AdaptiveGrowth(), page_bytes))
 
 
-def _store(
-    pager: Pager, precision: int, codec: type[LossyActivation] = PlanesActivation, elements: int = 8192
-) -> LossyActivation | None:
-    values = normal(elements).relu()
-    return codec.encode(values, LARGE[-1], precision, pager, load_backend(CPU, "auto"), None)
+def _store(pager: Pager, precision: int, elements: int = 8192) -> PlanesActivation | None:
+    grouping = Grouping(LARGE[-1])
+    return PlanesActivation.encode(normal(elements), grouping, precision, pager, load_backend(CPU, "auto"), None)
 
 
-def _stored(pager: Pager, precision: int, codec: type[LossyActivation] = PlanesActivation) -> LossyActivation:
-    stored = _store(pager, precision, codec)
+def _stored(pager: Pager, precision: int) -> PlanesActivation:
+    stored = _store(pager, precision)
     assert stored is not None
     return stored
 
@@ -78,12 +76,11 @@ def test_fewest_bits_of_a_site_count(places: tuple[int, ...], fewest: int) -> No
     assert _precisions(census) == {HERE: fewest, THERE: 1}
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("precision", LEVELS)
-def test_bits_of_a_single_activation(codec: type[LossyActivation], precision: int) -> None:
+def test_bits_of_a_single_activation(precision: int) -> None:
     """0 bits, of which the means of scaling groups are left, are fewer than 1, not exact."""
     census = Census()
-    stored = _stored(_pager(), precision, codec)
+    stored = _stored(_pager(), precision)
     census.add(HERE, SIZES, stored)
     assert _precisions(census) == {HERE: precision}
 
@@ -107,11 +104,10 @@ def test_exact_beside_coded(exact_first: bool, precision: int) -> None:
     assert _precisions(census) == {HERE: precision}
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_planes_that_were_dropped_since_do_not_count(codec: type[LossyActivation]) -> None:
+def test_planes_that_were_dropped_since_do_not_count() -> None:
     """What is left now is asked for, not what was stored: the budget takes planes when later activations come."""
     pager, census = _pager(), Census()
-    stored = _stored(pager, 8, codec)
+    stored = _stored(pager, 8)
     census.add(HERE, SIZES, stored)
     before = census.held_bytes
     pager.set_budget(pager.settle() // 2)
@@ -120,11 +116,10 @@ def test_planes_that_were_dropped_since_do_not_count(codec: type[LossyActivation
     assert 0 < census.held_bytes == pager.settle() <= before // 2
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_activations_are_not_kept_alive(codec: type[LossyActivation]) -> None:
+def test_activations_are_not_kept_alive() -> None:
     """A graph that goes gives its pages back, and its bytes count no more; what is left counts on."""
     pager, census = _pager(), Census()
-    kept = [_stored(pager, 4, codec), _stored(pager, 8)]
+    kept = [_stored(pager, 4), _stored(pager, 8)]
     for stored in kept:
         census.add(HERE, SIZES, stored)
     del stored
@@ -137,15 +132,14 @@ def test_activations_are_not_kept_alive(codec: type[LossyActivation]) -> None:
     assert _precisions(census).keys() == census.sizes.keys() == {HERE}
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("page_bytes", [128, 4096])
 @pytest.mark.parametrize("elements", [128, 200, 1000, 4096, 8192, 100_000])
-def test_sizes_of_a_codec_are_what_it_takes(codec: type[LossyActivation], page_bytes: int, elements: int) -> None:
+def test_sizes_of_a_codec_are_what_it_takes(page_bytes: int, elements: int) -> None:
     """At each level, and as the values are, which is the most: a level that takes no less leaves them so."""
-    *sizes, raw = codec.sizes(elements, LARGE[-1], 4, page_bytes)
+    *sizes, raw = PlanesActivation.sizes(elements, LARGE[-1], 4, page_bytes)
     assert raw == 4 * elements
     for precision, size in zip(LEVELS, sizes, strict=True):
         pager = _pager(page_bytes)
-        stored = _store(pager, precision, codec, elements)
+        stored = _store(pager, precision, elements)
         assert size == (raw if stored is None else stored.held_bytes)
         assert pager.settle() == (0 if stored is None else size)

@@ -17,9 +17,12 @@ from daf_core.codecs import (
     NarrowIntActivation,
     PlanesActivation,
     RectifiedActivation,
+    SignsActivation,
+    StoredActivation,
     VerbatimActivation,
 )
 from daf_core.eligibility import LEAST_ELEMENTS
+from daf_core.grouping import Grouping
 from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PAGE_BYTES, PagePool
 from daf_core.memory.spill import SpillFile
@@ -27,6 +30,30 @@ from daf_kernels import load_backend
 from tests.core.harness import LARGE, Scale, assert_empty, engine_for, integers, normal, spill_all, watch
 
 CPU = torch.device("cpu")
+ROWS = Grouping(64)
+GROUP = 4
+"""Rows of `LARGE` that share a scaling group."""
+
+
+def _planes(values: Tensor, precision: int, pager: Pager, finite: bool = True) -> PlanesActivation | None:
+    return PlanesActivation.encode(values, ROWS, precision, pager, load_backend(CPU), None, finite)
+
+
+def _signs(values: Tensor, pager: Pager) -> SignsActivation:
+    return SignsActivation.encode(values, pager, load_backend(CPU), values._version)
+
+
+def _rectified(values: Tensor, precision: int, pager: Pager, finite: bool = True) -> RectifiedActivation | None:
+    """Returns planes together with signs; None where there are no planes."""
+    planes = _planes(values, precision, pager, finite)
+    return None if planes is None else RectifiedActivation(_signs(values, pager), planes)
+
+
+def _decoded(stored: StoredActivation | None, like: Tensor) -> Tensor:
+    assert stored is not None
+    decoded = torch.empty_like(like)
+    stored.decode_into(decoded)
+    return decoded
 
 
 def _mask(dtype: torch.dtype = torch.bool) -> Tensor:
@@ -67,6 +94,7 @@ FORMS: dict[str, tuple[Tensor, str]] = {
     "few-elements": (normal(LEAST_ELEMENTS - 1), "raw"),
     "no-smaller-as-pages": (normal(LEAST_ELEMENTS), "raw"),
     "last-dimension-one": (normal(8192, 1), "raw"),
+    "maps-of-one-position": (normal(*LARGE, 1, 1), "planes"),
     "empty": (torch.empty(0, 64), "raw"),
     "empty-inside": (torch.empty(64, 0, 5), "raw"),
     "scalar": (torch.tensor(2.5), "raw"),
@@ -232,50 +260,36 @@ def test_float16_overflow_reaches_the_gradient() -> None:
     assert torch.equal(results[0].isfinite(), results[1].isfinite())
 
 
-RELU: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "in-place": lambda x: F.relu(x * 1, inplace=True),
-    "channels-last": lambda x: F.relu(x.view(8, 16, 8, 8).to(memory_format=torch.channels_last)).reshape(LARGE),
-}
-
-
-@pytest.mark.parametrize("precision", [8, 4, 2, 1])
-@pytest.mark.parametrize("function", RELU.values(), ids=RELU)
-def test_relu_lets_gradients_through_exactly_where_plain_torch_does(
-    function: Callable[[Tensor], Tensor], precision: int
-) -> None:
-    """A ReLU's own gradient is exact at every precision."""
-    results = []
-    for compressed in (False, True):
-        x = normal(*LARGE).requires_grad_()
-        engine = engine_for(nn.Linear(1, 1), precision)
-        with engine.compress() if compressed else nullcontext():
-            loss = (function(x) * 2).sum()
-        assert not compressed or engine.finish_step().stored_as["rectified"] == 1
-        loss.backward()
-        results.append(x.grad)
-    assert torch.equal(*results)
-
-
 @pytest.mark.parametrize("elements", range(4096, 24576, 1024))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("codec", [PlanesActivation, RectifiedActivation], ids=lambda codec: codec.codec)
-def test_lossy_forms_are_always_smaller_than_the_values(codec: Any, dtype: torch.dtype, elements: int) -> None:
+def test_planes_are_always_smaller_than_the_values(dtype: torch.dtype, elements: int) -> None:
     """Pages are whole: where they would take no less, the codec declines."""
     pager, values = Pager(PagePool(CPU)), normal(elements).relu().to(dtype)
     for precision in (8, 4, 2, 1):
-        stored = codec.encode(values, 64, precision, pager, load_backend(CPU), None)
+        stored = _planes(values, precision, pager)
         assert stored is None or 0 < pager.settle() < values.nbytes
         del stored
         assert pager.settle() == 0
+
+
+@pytest.mark.parametrize("elements", [4096, 5000, 32_768, 32_769, 100_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_signs_take_a_bit_an_element(dtype: torch.dtype, elements: int) -> None:
+    """In whole pages, and decode to 1 where the value is positive, else to 0."""
+    pager, values = Pager(PagePool(CPU)), normal(elements).relu().to(dtype)
+    stored = _signs(values, pager)
+    assert pager.settle() == -(-elements // (8 * PAGE_BYTES)) * PAGE_BYTES
+    assert torch.equal(_decoded(stored, values), (values > 0).to(dtype))
+    del stored
+    assert pager.settle() == 0
 
 
 def test_declined_values_leave_no_page_behind() -> None:
     """A codec that finds out while encoding that it cannot hold the values gives its pages back."""
     pager, backend = Pager(PagePool(CPU)), load_backend(CPU)
     assert BitmaskActivation.encode(_third_value_late(), pager, backend) is None
-    assert PlanesActivation.encode(_with(float("nan")), 64, 4, pager, backend, None) is None
-    assert RectifiedActivation.encode(_with(float("inf")), 64, 4, pager, backend, None) is None
+    assert _planes(_with(float("nan")), 4, pager) is None
+    assert _rectified(_with(float("inf")).relu(), 4, pager) is None
     assert (pager.leased_pages, pager.settle()) == (0, 0)
     assert pager.peak_bytes > 0
 
@@ -305,39 +319,37 @@ def test_verbatim_gives_every_byte_back(layout: Callable[[Tensor], Tensor], dtyp
     assert pager.settle() == 0
 
 
-@pytest.mark.parametrize("codec", [PlanesActivation, RectifiedActivation], ids=lambda codec: codec.codec)
-def test_not_finite_groups_can_be_had_as_nan(codec: Any) -> None:
+@pytest.mark.parametrize("encode", [_planes, _rectified])
+def test_not_finite_groups_can_be_had_as_nan(encode: Callable[..., StoredActivation | None]) -> None:
     """Asked to, a lossy form takes them: the infinity's group is NaN (but for a ReLU's zeros), no other."""
     values, pager = _with(float("inf")).relu(), Pager(PagePool(CPU))
-    stored = codec.encode(values, 64, 4, pager, load_backend(CPU), None, finite=False)
-    decoded = torch.empty_like(values)
-    stored.decode_into(decoded)
-    assert decoded[3][values[3] != 0].isnan().all()
-    assert decoded[[*range(3), *range(4, 128)]].isfinite().all()
+    decoded = _decoded(encode(values, 4, pager, finite=False), values)
+    assert decoded[:GROUP][values[:GROUP] != 0].isnan().all()
+    assert decoded[GROUP:].isfinite().all()
 
 
 @pytest.mark.parametrize("planes", range(4))
 def test_planes_that_are_left_decode_to_the_means_of_their_groups(planes: int) -> None:
     """Each plane that is dropped frees its pages and adds error; means and, while there are codes, deviations stay."""
     values, pager = normal(*LARGE), Pager(PagePool(CPU))
-    stored = PlanesActivation.encode(values, 64, 4, pager, load_backend(CPU), None)
+    stored = _planes(values, 4, pager)
     pager.set_budget((1 + planes) * PAGE_BYTES)
+    assert stored is not None
     assert (stored.lease.planes, pager.settle()) == (planes, (1 + planes) * PAGE_BYTES)
-    decoded = torch.empty_like(values)
-    stored.decode_into(decoded)
-    torch.testing.assert_close(decoded.mean(1), values.mean(1), rtol=0, atol=1e-3)
-    spread = values.std(1, correction=0) if planes else torch.zeros(128)
-    torch.testing.assert_close(decoded.std(1, correction=0), spread, rtol=1e-2, atol=1e-6)
+    decoded = _decoded(stored, values)
+    found, expected = (tensor.view(-1, GROUP * 64) for tensor in (decoded, values))
+    torch.testing.assert_close(found.mean(1), expected.mean(1), rtol=0, atol=1e-3)
+    spread = expected.std(1, correction=0) if planes else torch.zeros(len(expected))
+    torch.testing.assert_close(found.std(1, correction=0), spread, rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("planes", range(4))
 def test_relu_keeps_its_zeros_whatever_is_dropped(planes: int) -> None:
     """The bit beside the planes is never given up."""
     values, pager = normal(*LARGE).relu(), Pager(PagePool(CPU))
-    stored = RectifiedActivation.encode(values, 64, 4, pager, load_backend(CPU), None)
+    stored = _rectified(values, 4, pager)
     pager.set_budget((2 + planes) * PAGE_BYTES)
-    decoded = torch.empty_like(values)
-    stored.decode_into(decoded)
+    decoded = _decoded(stored, values)
     assert torch.equal(decoded > 0, values > 0)
     assert torch.equal(decoded == 0, values == 0)
 

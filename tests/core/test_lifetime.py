@@ -127,7 +127,7 @@ def test_rule_4_every_unpack_is_private(function: str) -> None:
     second = node._saved_result
     assert torch.equal(second, before)
     assert second.data_ptr() != first.data_ptr()
-    assert engine.finish_step().stored_as.keys() & {"planes", "rectified"}
+    assert engine.finish_step().stored_as.keys() & {"planes", "signs"}
 
 
 def test_rule_4_two_unpacked_neighbours_do_not_share_memory() -> None:

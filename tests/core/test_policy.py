@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from daf_core import DAFConfig, StateError
+from daf_core.precision.calibration import Calibration
 from daf_core.precision.importance import LEVELS, SiteErrors
 from daf_core.precision.policy import RECENT, PrecisionPolicy
 from daf_core.sites import Site
@@ -33,7 +34,7 @@ BUDGET: dict[str, Any] = {"memory_budget": 10_000}
 
 def _policy(errors: SiteErrors | None = None, **options: Any) -> PrecisionPolicy:
     policy = PrecisionPolicy(DAFConfig(**options))
-    policy.learn(ERRORS if errors is None else errors, replace=True)
+    policy.learn(Calibration(ERRORS if errors is None else errors), replace=True)
     return policy
 
 
@@ -122,7 +123,7 @@ def test_least_precision_is_respected(least: int) -> None:
     """By all that plans, and before anything is known."""
     policy = _policy({}, min_precision=least)
     assert policy.precision(GELU) >= least
-    policy.learn(ERRORS)
+    policy.learn(Calibration(ERRORS))
     policy.fill(_sizes(), 0)
     assert _levels(policy) == [least] * 3
     policy.keep_error(_sizes(), 100.0)
@@ -143,14 +144,14 @@ class TestLearning:
     def test_averages_calibrations(self) -> None:
         """Half of each error is of the last calibration; sites that it lacks keep theirs."""
         policy = _policy()
-        policy.learn({GELU: [0.0, 0.0, 0.0, 0.3, 0.0]})
+        policy.learn(Calibration({GELU: [0.0, 0.0, 0.0, 0.3, 0.0]}))
         assert policy.errors(GELU) == pytest.approx([4.0, 2.0, 0.5, 0.2, 0.0])
         assert policy.errors(NORM) == ERRORS[NORM]
 
     def test_may_replace_what_was_known(self) -> None:
         """What was found before the first steps says little of later ones."""
         policy = _policy()
-        policy.learn({GELU: ERRORS[NORM]}, replace=True)
+        policy.learn(Calibration({GELU: ERRORS[NORM]}), replace=True)
         assert policy.errors(GELU) == ERRORS[NORM]
 
     def test_sites_without_a_gradient_count_as_usual(self) -> None:
@@ -231,7 +232,7 @@ class TestFollowing:
         policy = _policy()
         policy.follow(_sizes(), 300)
         before = policy.plan
-        policy.learn({GELU: [0.0] * 4 + [1e-9], NORM: ERRORS[GELU]}, replace=True)
+        policy.learn(Calibration({GELU: [0.0] * 4 + [1e-9], NORM: ERRORS[GELU]}), replace=True)
         assert policy.plan is before
         policy.follow(_sizes(), 300)
         assert policy.precision(NORM) > policy.precision(GELU)
@@ -247,14 +248,16 @@ def _assert_plans_again(sizes: dict[Site, list[int]], room: int, again: bool) ->
 
 class TestState:
     def test_comes_back_through_json(self) -> None:
-        """Errors and plan, to the last bit, sites that stay exact among them."""
+        """Errors, slopes and plan, to the last bit, sites that stay exact among them."""
         policy, other = _policy(), PrecisionPolicy(DAFConfig())
-        policy.learn({site: [0.1 + value / 3 for value in errors] for site, errors in ERRORS.items()})
+        found = {site: [0.1 + value / 3 for value in errors] for site, errors in ERRORS.items()}
+        policy.learn(Calibration(found, frozenset({SOFTMAX, GELU})))
         policy.keep_error(_sizes(), 0.0)
         assert None in policy.plan.values()
         other.load(json.loads(json.dumps(policy.state())))
         assert other.state() == policy.state()
         assert other.plan == policy.plan
+        assert [other.takes_slopes(site) for site in sites] == [True, False, True]
         assert [other.errors(site) for site in sites] == [policy.errors(site) for site in sites]
 
     def test_of_a_new_policy_comes_back(self) -> None:
@@ -282,19 +285,38 @@ class TestState:
     )
     def test_with_broken_errors_is_refused(self, entry: Any) -> None:
         """Numbers of a site that are missing, negative, not finite or no numbers; names that are no names."""
-        _assert_refused({"errors": [entry], "plan": []})
+        _assert_refused({"errors": [entry], "slopes": [], "plan": []})
+
+    @pytest.mark.parametrize(
+        "entry", [["a", "b"], ["a", "b", 0, 1], ["a", "b", "0"], ["a", None, 0], "abc", [], 3, None]
+    )
+    def test_with_broken_slopes_is_refused(self, entry: Any) -> None:
+        """What names no site."""
+        _assert_refused({"errors": [], "slopes": [entry], "plan": []})
 
     @pytest.mark.parametrize("entry", [["a", "b", 0], ["a", "b", 0, 3], ["a", "b", 0, "4"], ["a", 4], [], 7, None])
     def test_with_a_broken_plan_is_refused(self, entry: Any) -> None:
         """A precision that no kernel knows must not reach one."""
-        _assert_refused({"errors": [["a", "b", 0, 1.0, 1.0, 1.0, 1.0, 1.0]], "plan": [entry]})
+        _assert_refused({"errors": [["a", "b", 0, 1.0, 1.0, 1.0, 1.0, 1.0]], "slopes": [], "plan": [entry]})
 
-    @pytest.mark.parametrize("state", [{}, {"errors": []}, {"plan": []}, {"errors": 1, "plan": []}, [], None])
+    @pytest.mark.parametrize(
+        "state",
+        [
+            {},
+            {"errors": []},
+            {"plan": []},
+            {"errors": [], "plan": []},
+            {"errors": 1, "slopes": [], "plan": []},
+            {"errors": [], "slopes": 1, "plan": []},
+            [],
+            None,
+        ],
+    )
     def test_of_something_else_is_refused(self, state: Any) -> None:
         """Such as another program's."""
         _assert_refused(state)
 
-    @pytest.mark.parametrize("broken", ["errors", "plan"])
+    @pytest.mark.parametrize("broken", ["errors", "slopes", "plan"])
     def test_that_is_refused_changes_nothing(self, broken: str) -> None:
         """Whichever part of it is broken, what was known before is still known."""
         policy = _policy()

@@ -99,7 +99,7 @@ def test_min_precision_is_respected(name: str, least: Any) -> None:
 
 def _collect_planes(stored: Any, into: list[PlanesActivation]) -> None:
     """Keeps the planes inside a stored activation, once: what is shared comes again."""
-    planes = stored._planes if isinstance(stored, RectifiedActivation) else stored
+    planes = stored.values if isinstance(stored, RectifiedActivation) else stored
     if isinstance(planes, PlanesActivation) and not any(planes is other for other in into):
         into.append(planes)
 

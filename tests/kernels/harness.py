@@ -145,6 +145,22 @@ def unpack_mask(backend: Backend, memory: GuardedPages, two: tuple[int, int], li
     return out
 
 
+def encode_slopes(
+    backend: Backend, values: Tensor, planes: int, page_bytes: int = PAGE_BYTES, fill: int = 0
+) -> tuple[GuardedPages, bool]:
+    """Encodes GELU's derivative into new pages; returns them and what the backend answered."""
+    layout = plane_layout(values.numel(), 0, page_bytes)
+    memory = GuardedPages(layout.pages(planes), page_bytes, fill)
+    return memory, backend.encode_slopes(values, layout, planes, memory, memory.pages)
+
+
+def decode_slopes(backend: Backend, memory: GuardedPages, out: Tensor, planes: int) -> Tensor:
+    """Decodes what is left of GELU's derivative into `out`, with only the pages that are left at hand."""
+    layout = plane_layout(out.numel(), 0, memory.page_bytes)
+    backend.decode_slopes(out, layout, planes, memory, memory.pages[: layout.pages(planes)])
+    return out
+
+
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Philox4x32-10 in plain integers, as Salmon et al. write it down."""
     for _ in range(10):

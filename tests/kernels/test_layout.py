@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daf_kernels import PRECISIONS, PlaneLayout, cpu_bits, mask_pages, plane_layout, planes_for, reference
-from daf_kernels.layout import BLOCK, HEADER_BYTES, MAX_GROUP, MIN_ROW_GROUP, PLANE_WIDTHS, bit_of, group_size
+from daf_kernels.layout import BLOCK, HEADER_BYTES, MAX_GROUP, PLANE_WIDTHS, SHARED_ROW, bit_of, group_size
 from tests.kernels.hard_inputs import flags, normal
 
 ELEMENTS = st.integers(1, 1 << 34)
@@ -25,7 +25,7 @@ def test_groups_are_whole_rows_or_equal_pieces(row: int) -> None:
     """256 elements at most; a longer row is cut into the fewest equal pieces of 64 or more, where there are any."""
     size = group_size(row)
     pieces = [piece for piece in range(64, MAX_GROUP + 1) if row % piece == 0]
-    if row < MIN_ROW_GROUP:
+    if row <= SHARED_ROW:
         assert size % row == 0
         assert MAX_GROUP - row < size <= MAX_GROUP
     elif row <= MAX_GROUP:
@@ -36,8 +36,8 @@ def test_groups_are_whole_rows_or_equal_pieces(row: int) -> None:
 
 @pytest.mark.parametrize(
     ("row", "size"),
-    [(1, 256), (8, 256), (31, 248), (32, 32), (50, 50), (79, 79), (256, 256), (257, 256), (300, 150), (768, 256),
-     (1000, 250), (3072, 256), (127 * 3, 127), (2 * 251, 251), (4 * 63, 252), (61 * 61, 256)],
+    [(1, 256), (8, 256), (31, 248), (32, 256), (50, 250), (64, 256), (65, 65), (79, 79), (256, 256), (257, 256),
+     (300, 150), (768, 256), (1000, 250), (3072, 256), (127 * 3, 127), (2 * 251, 251), (4 * 63, 252), (61 * 61, 256)],
 )  # fmt: skip
 def test_group_sizes_by_example(row: int, size: int) -> None:
     assert group_size(row) == size

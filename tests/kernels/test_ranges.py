@@ -39,7 +39,9 @@ def test_backends_agree(make: Make, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3,), (5, 64), (16, 64), (17, 64), (100, 64), (40, 300), (9, 7), (5000,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3,), (5, 128), (16, 128), (17, 128), (100, 128), (100, 64), (40, 300), (9, 7), (5000,)], ids=str
+)
 def test_range_is_what_it_says(shape: tuple[int, ...], dtype: torch.dtype, backend: object) -> None:
     """Fewer groups than are sampled, as many, more; a last group that is short; groups of many rows."""
     values = normal(*shape).to(dtype)
@@ -51,7 +53,7 @@ def test_range_is_what_it_says(shape: tuple[int, ...], dtype: torch.dtype, backe
 @pytest.mark.parametrize("strided", [lambda x: x.T.contiguous().T, lambda x: torch.stack([x, -x], 2)[:, :, 0]])
 def test_strides_do_not_matter(strided: object, backend: object) -> None:
     """Elements are taken in row-major order wherever they lie."""
-    values = normal(100, 64)
+    values = normal(100, 128)
     other, layout = strided(values), layout_of(values)
     assert not other.is_contiguous()
     assert backend.relative_range(other, layout) == backend.relative_range(values, layout)
@@ -74,9 +76,9 @@ def test_not_finite_groups_have_no_finite_range(
     value: float, dtype: torch.dtype, strided: bool, backend: object
 ) -> None:
     """One such value in one sampled group is enough; in a group that is not sampled nobody sees it."""
-    values = normal(64, 2 * SAMPLED_GROUPS).T.to(dtype) if strided else normal(2 * SAMPLED_GROUPS, 64).to(dtype)
+    values = normal(128, 2 * SAMPLED_GROUPS).T.to(dtype) if strided else normal(2 * SAMPLED_GROUPS, 128).to(dtype)
     layout = layout_of(values)
-    assert sampled_groups(layout) == (SAMPLED_GROUPS, 2, 64)
+    assert sampled_groups(layout) == (SAMPLED_GROUPS, 2, 128)
     values[5, 7] = value
     assert math.isfinite(backend.relative_range(values, layout))
     values[6, 7] = value
