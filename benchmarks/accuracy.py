@@ -150,9 +150,14 @@ def read_runs(options: argparse.Namespace) -> list[Run]:
 
 
 def summarize(runs: Sequence[Run]) -> list[SplitSummary]:
-    """Returns the figures of every split and method, ``plain`` included, over the seeds that all of them have."""
+    """Returns the figures of every split and method, ``plain`` included, over the seeds that all of them have.
+
+    None where no seed has all of them.
+    """
     methods = dict.fromkeys(run.method for run in runs)
     seeds = set.intersection(*({run.seed for run in runs if run.method == method} for method in methods))
+    if not seeds:
+        return []
     complete = sorted((run for run in runs if run.seed in seeds), key=lambda run: run.seed)
     return [_summarize_split(complete, method, split) for split in runs[0].accuracy for method in methods]
 

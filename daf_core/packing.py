@@ -31,7 +31,7 @@ from daf_core.memory.pager import Pager
 from daf_core.sharing import SharingTable
 from daf_core.sites import ModuleScopes, Site
 from daf_core.telemetry import StepRecorder
-from daf_core.torch_internals import in_backward, is_being_saved, is_changed_view, running_node
+from daf_core.torch_internals import in_backward, is_being_saved, is_changed_view, packed_for, running_node
 from daf_kernels import Backend
 
 Packed = Handle | RawActivation
@@ -118,11 +118,35 @@ class Packer:
         if isinstance(packed, RawActivation):
             return packed.unpack()
         if not (packed.stored.whole or isinstance(packed.stored, SignsActivation)):  # slopes, rectified or not
-            _check_reader()
+            self._check_reader(packed)
         started = time.perf_counter()
         tensor = packed.unpack()
         self._recorder.unpack_seconds += time.perf_counter() - started
         return tensor
+
+    def _check_reader(self, packed: Handle) -> None:
+        """Lets only the backward of a GELU read codes of the derivative at its own input.
+
+        Raises:
+            ReaderError: It is something else, or the backward is to be differentiated in turn.
+        """
+        node = running_node()
+        name = None if node is None else node.name()
+        # Where a GELU is the first to ask for what a checkpoint recomputes, the checkpoint's input is read meanwhile.
+        own = name == GELU and packed_for(node, "self", self.unpack) is packed
+        if own and not torch.is_grad_enabled():
+            return
+        if own:
+            reader = "a gradient of the gradient (create_graph=True)"
+        elif name == GELU:
+            reader = "what is recomputed for another GELU"
+        else:
+            reader = name or "something outside of backward"
+        raise ReaderError(
+            f"{reader} asks for the input of a GELU, of which only the derivative was kept: at the last calibration "
+            "nothing but the GELU's own backward used it. Set precision to a number of bits (8, 4, 2 or 1), which "
+            "keeps values"
+        )
 
     def _pack_activation(self, tensor: Tensor, form: Form, site: Site) -> Packed:
         """Packs an activation in the first form that can hold it: shared, a codec's, or raw."""
@@ -193,22 +217,6 @@ class Packer:
             signs = SignsActivation.encode(values, pager, backend, tensor._version)
         planes = self._lossy(values, grouping, site, pager, backend, finite)
         return planes if planes is None or signs is None else RectifiedActivation(signs, planes)
-
-
-def _check_reader() -> None:
-    """Lets only the backward of GELU read codes of its derivative.
-
-    Raises:
-        ReaderError: It is something else, or the backward is to be differentiated in turn.
-    """
-    node = running_node()
-    if node != GELU or torch.is_grad_enabled():
-        second = "a gradient of the gradient (create_graph=True)"
-        asks = f"{second if node == GELU else node or 'something outside of backward'} asks"
-        raise ReaderError(
-            f"{asks} for the input of a GELU, of which only the derivative was kept: at the last calibration nothing "
-            "but the GELU's own backward used it. Set precision to a number of bits (8, 4, 2 or 1), which keeps values"
-        )
 
 
 def _may_be_rectified(tensor: Tensor, site: Site) -> bool:

@@ -29,10 +29,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def running_node() -> str | None:
-    """Returns the name of the autograd node whose backward this thread is running, if any."""
-    node: Any = torch._C._current_autograd_node()  # the stubs know no None
-    return None if node is None else node.name()
+def running_node() -> Any:
+    """Returns the autograd node whose backward this thread is running; None where there is none."""
+    return torch._C._current_autograd_node()
 
 
 def skip_nodes(node: Any, names: Collection[str]) -> Any:

@@ -179,6 +179,8 @@ def test_accuracy_summary() -> None:
     assert (coded.mean, coded.mean_difference) == pytest.approx((0.73, -0.02))
     assert (coded.deviation, coded.difference_deviation) == pytest.approx((0.0424, 0.1131), abs=1e-4)
     assert "| daf-4bit | 70.00 | 76.00 | 73.00 | 4.24 | -2.00 | 11.31 |" in accuracy.markdown_report([plain, coded])
+    other = Run(method="daf-2bit", seed=7, accuracy={"dev": 0.1}, seconds=1.0, figures={})
+    assert accuracy.summarize([*runs, later, other]) == []  # and what was measured can still be written
 
 
 def test_counter_takes_each_storage_once_and_no_weights() -> None:

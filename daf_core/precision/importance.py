@@ -12,7 +12,8 @@ LEVELS = (0, *PRECISIONS)
 """Bits that may be left of a code; at 0 the means of scaling groups are left."""
 
 SiteErrors = dict[Site, list[float]]
-"""Squared error of all gradients, relative to their squared length, with each site alone at each of `LEVELS`."""
+"""Squared error of all gradients, relative to their squared length, with each site alone at each of `LEVELS`. A part of
+it may be counted parameter by parameter (`daf_core.precision.calibration`)."""
 
 
 def rounding_errors(relative_range: float, elements: int) -> list[float]:

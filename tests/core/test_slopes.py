@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine, ReaderError
 from daf_core.codecs import SlopesActivation
@@ -240,6 +241,16 @@ def test_reader_of_a_rectified_input_gets_values_or_is_refused(first: bool, monk
             backward(model, _loss, engine)
     else:
         assert error(backward(model, _loss, engine), plain) < 0.01
+
+
+def test_recomputation_for_a_gelu_is_another_reader() -> None:
+    """A checkpoint reads its input while the backward of a GELU in it runs."""
+    model = _Between(F.gelu)
+    engine = _engine(model)
+    model.function = lambda x: checkpoint(lambda x: F.gelu(x - 1), x, use_reentrant=False)
+    with pytest.raises(ReaderError, match="what is recomputed for another GELU asks"):
+        backward(model, _loss, engine)
+    assert_empty(engine)
 
 
 def test_site_that_gets_another_reader_is_given_up_at_the_next_calibration() -> None:
