@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from daf_kernels import cpu_masks, cpu_planes, cpu_ranges, cpu_slopes
+from daf_kernels import cpu_jobs, cpu_masks, cpu_ranges
 from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues
 from daf_kernels.cpu_bits import BFLOAT16, FLOAT16, FLOAT32
+from daf_kernels.cpu_team import Team
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
 from daf_kernels.reference import Seed
 from daf_kernels.slopes import inputs_of_codes
-from daf_kernels.workers import WorkerPool
-
-Run = Callable[[int, int, int], int]
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 TILE = 4096
 """Elements encoded at a time: 16 kB of float32 stay in the first-level cache, 32 kB do not beside the codes."""
 
-SPLIT = 1 << 22
-"""Elements a thread gets at the least, 1 ms of work. Torch's own threads spin for about as long after each operator, on
-the cores that the others would take: below this, splitting made training steps of GPT-2 on 2 cores 1% slower."""
+SPLIT = 1 << 16
+"""Elements in a part for a thread, 20 to 50 us of work; calling the team takes about 1."""
 
 STAGE = 1 << 16
 """Elements of a tensor with holes that are copied together at a time, 256 kB of float32."""
@@ -51,15 +48,38 @@ class _Scratch(threading.local):
         return -(-self._buffer.ctypes.data // 64) * 64
 
 
+_NO_STARTS = np.zeros(0, np.int64)
+
+
+class _Kernel(NamedTuple):
+    """A kernel with its arguments, but for the elements and the pages.
+
+    Attributes:
+        job: Address of its job.
+        kind: Type, or size in bytes, of the elements.
+        own: Its own words.
+        tile: Elements that it works on at a time; parts begin at multiples of it.
+        scratch: Bytes of scratch memory that a thread needs.
+        starts: Index of each plane's first page.
+    """
+
+    job: int
+    kind: int
+    own: tuple[int, ...] = ()
+    tile: int = TILE
+    scratch: int = BLOCK
+    starts: npt.NDArray[np.int64] = _NO_STARTS
+
+
 class CpuBackend:
     """Numba kernels for tensors in the memory of a CPU.
 
     Args:
-        threads: Threads that large tensors are split over; torch's own number by default.
+        threads: Threads of torch's that large tensors are split over at most; all of them by default.
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self._workers = WorkerPool(threads or torch.get_num_threads())
+        self._team = Team(threads)
         self._scratch = _Scratch()
 
     def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
@@ -76,59 +96,32 @@ class CpuBackend:
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
     ) -> bool:
         """See `Backend.encode`."""
-        addresses, shift = _page_table(memory, pages)
-        kind, levels = KINDS[values.dtype], np.float32(2.0 ** PRECISIONS[max(planes, 1) - 1] - 1)
-        words = _NO_SEED if seed is None else np.array(seed, np.uint64)
         tile, starts = _tiling(layout)
+        levels, words = 2 ** PRECISIONS[max(planes, 1) - 1] - 1, _NO_SEED if seed is None else np.array(seed, np.uint64)
         noise_bytes = 0 if seed is None else 2 * tile
-
-        def run(first: int, stop: int, base: int) -> int:
-            codes = self._scratch.reserve(tile + noise_bytes + 24 * (tile // layout.group) + 1024)
-            noise, work = (codes + tile if noise_bytes else 0), codes + tile + noise_bytes
-            return cpu_planes.encode_planes(
-                base, kind, first, stop, layout.group, tile, planes, levels, words, addresses, starts, shift,
-                codes, noise, work,
-            )  # fmt: skip
-
-        return self._over(values, tile, run, load=True) == 0
+        scratch = tile + noise_bytes + 24 * (tile // layout.group) + 1024
+        own = (layout.group, tile, planes, levels, noise_bytes, words.ctypes.data)
+        kernel = _Kernel(cpu_jobs.ENCODE_PLANES, KINDS[values.dtype], own, tile, scratch, starts)
+        return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode`."""
-        addresses, shift = _page_table(memory, pages)
-        kind = KINDS[out.dtype]
         tile, starts = _tiling(layout)
-
-        def run(first: int, stop: int, base: int) -> int:
-            codes = self._scratch.reserve(tile + 16 * (tile // layout.group))
-            cpu_planes.decode_planes(
-                base, kind, first, stop, layout.group, tile, planes, addresses, starts, shift, codes, codes + tile
-            )
-            return 0
-
-        self._over(out, tile, run, store=True)
+        scratch = tile + 16 * (tile // layout.group)
+        own = (layout.group, tile, planes)
+        kernel = _Kernel(cpu_jobs.DECODE_PLANES, KINDS[out.dtype], own, tile, scratch, starts)
+        self._over(out, kernel, memory, pages, store=True)
 
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_slopes`."""
-        addresses, shift = _page_table(memory, pages)
-        kind, starts = KINDS[values.dtype], _tiling(layout)[1]
-
-        def run(first: int, stop: int, base: int) -> int:
-            scratch = self._scratch.reserve(5 * BLOCK)
-            return cpu_slopes.encode_slopes(base, kind, first, stop, planes, addresses, starts, shift, scratch)
-
-        return self._over(values, TILE, run, load=True) == 0
+        kernel = _Kernel(cpu_jobs.ENCODE_SLOPES, KINDS[values.dtype], (planes,), TILE, 5 * BLOCK, _tiling(layout)[1])
+        return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_slopes`."""
-        addresses, shift = _page_table(memory, pages)
-        kind, starts, table = KINDS[out.dtype], _tiling(layout)[1], inputs_of_codes()[planes]
-
-        def run(first: int, stop: int, base: int) -> int:
-            scratch = self._scratch.reserve(BLOCK)
-            cpu_slopes.decode_slopes(base, kind, first, stop, planes, table, addresses, starts, shift, scratch)
-            return 0
-
-        self._over(out, TILE, run, store=True)
+        own = (planes, inputs_of_codes()[planes].ctypes.data)
+        kernel = _Kernel(cpu_jobs.DECODE_SLOPES, KINDS[out.dtype], own, TILE, BLOCK, _tiling(layout)[1])
+        self._over(out, kernel, memory, pages, store=True)
 
     def two_values(self, values: Tensor) -> TwoValues | None:
         """See `Backend.two_values`."""
@@ -143,47 +136,22 @@ class CpuBackend:
 
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_mask`."""
-        addresses, shift = _page_table(memory, pages)
-        size, zero, one = values.element_size(), np.uint64(two[0]), np.uint64(two[1])
-
-        def run(first: int, stop: int, base: int) -> int:
-            scratch = self._scratch.reserve(BLOCK)
-            return cpu_masks.encode_mask(base, size, zero, one, first, stop, addresses, shift, scratch)
-
-        return self._over(values, TILE, run, load=True) == 0
+        kernel = _Kernel(cpu_jobs.ENCODE_MASK, values.element_size(), _signed(two))
+        return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
-        addresses, shift = _page_table(memory, pages)
-        size, zero, one = out.element_size(), np.uint64(two[0]), np.uint64(two[1])
-
-        def run(first: int, stop: int, base: int) -> int:
-            scratch = self._scratch.reserve(BLOCK)
-            cpu_masks.decode_mask(base, size, zero, one, first, stop, addresses, shift, scratch)
-            return 0
-
-        self._over(out, TILE, run, store=True)
+        self._over(out, _Kernel(cpu_jobs.DECODE_MASK, out.element_size(), _signed(two)), memory, pages, store=True)
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
-        (addresses, shift), size = _page_table(memory, pages), values.element_size()
-
-        def run(first: int, stop: int, base: int) -> int:
-            cpu_masks.encode_nonzero(base, size, first, stop, addresses, shift, self._scratch.reserve(BLOCK))
-            return 0
-
-        self._over(values, TILE, run, load=True)
+        self._over(values, _Kernel(cpu_jobs.ENCODE_NONZERO, values.element_size()), memory, pages, load=True)
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.rectify`."""
-        (addresses, shift), size = _page_table(memory, pages), out.element_size()
+        size = out.element_size()
         least = int(torch.tensor(torch.finfo(out.dtype).tiny, dtype=out.dtype).view(INTEGERS[size]))
-
-        def run(first: int, stop: int, base: int) -> int:
-            cpu_masks.rectify(base, size, least, first, stop, addresses, shift, self._scratch.reserve(BLOCK))
-            return 0
-
-        self._over(out, TILE, run, load=True, store=True)
+        self._over(out, _Kernel(cpu_jobs.RECTIFY, size, (least,)), memory, pages, load=True, store=True)
 
     def _sample(self, values: Tensor, layout: PlaneLayout, count: int, step: int, size: int) -> Tensor:
         """Returns dense copies of `count` scaling groups that are `step` groups apart."""
@@ -198,33 +166,46 @@ class CpuBackend:
         zero, one, others = cpu_masks.probe(values.data_ptr(), values.element_size(), values.numel(), scratch)
         return None if others else (zero, one)
 
-    def _over(self, values: Tensor, tile: int, run: Run, load: bool = False, store: bool = False) -> int:
-        """Sums ``run(first, stop, base)`` over ranges of elements; element i is at address base + i * size."""
-        if values.is_contiguous():
-            base = values.data_ptr()
-            results = self._workers.run(lambda first, stop: run(first, stop, base), values.numel(), tile, SPLIT)
-        else:
-            stage = max(tile, STAGE // tile * tile)
-            results = self._workers.run(
-                lambda first, stop: self._stage(values, first, stop, stage, run, load, store),
-                values.numel(),
-                tile,
-                SPLIT,
-            )
-        return sum(results)
+    def _over(
+        self,
+        values: Tensor,
+        kernel: _Kernel,
+        memory: PageMemory,
+        pages: Pages,
+        load: bool = False,
+        store: bool = False,
+    ) -> int:
+        """Runs a kernel over all elements and returns the sum of what it returns.
 
-    def _stage(self, values: Tensor, first: int, stop: int, stage: int, run: Run, load: bool, store: bool) -> int:
-        """Lets `run` work on a dense buffer, loaded from and stored to the tensor `stage` elements at a time."""
-        buffer = torch.empty(min(stage, stop - first), dtype=values.dtype)
+        A tensor whose memory has holes is worked on in a dense buffer, loaded from and stored to it `STAGE` elements at
+        a time.
+        """
+        addresses, starts = memory.addresses(pages), kernel.starts
+        shared = (memory.page_bytes.bit_length() - 1, addresses.ctypes.data, addresses.size)
+        words = np.array([0, kernel.kind, *shared, starts.ctypes.data, starts.size, *kernel.own], np.int64)
+        count, size = values.numel(), values.element_size()
+        if values.is_contiguous():
+            words[0] = values.data_ptr()
+            return self._run(kernel, words, 0, count)
+        stage = max(kernel.tile, STAGE // kernel.tile * kernel.tile)
+        buffer = torch.empty(min(stage, count), dtype=values.dtype)
         total = 0
-        for start in range(first, stop, stage):
-            end = min(start + stage, stop)
+        for start in range(0, count, stage):
+            end = min(start + stage, count)
+            words[0] = buffer.data_ptr() - size * start
             if load:
                 self._copy(values, start, end, buffer, into_dense=True)
-            total += run(start, end, buffer.data_ptr() - values.element_size() * start)
+            total += self._run(kernel, words, start, end)
             if store:
                 self._copy(values, start, end, buffer, into_dense=False)
         return total
+
+    def _run(self, kernel: _Kernel, words: npt.NDArray[np.int64], first: int, stop: int) -> int:
+        threads = self._team.threads if stop - first > SPLIT else 1
+        step = max(SPLIT // kernel.tile, 1) * kernel.tile if threads > 1 else stop - first
+        stride = -(-kernel.scratch // 64) * 64
+        scratch = self._scratch.reserve(threads * stride)
+        return self._team.run(kernel.job, words, (first, stop), step, scratch, stride, threads)
 
     def _copy(self, values: Tensor, first: int, stop: int, buffer: Tensor, into_dense: bool) -> None:
         shape, strides = np.array(values.shape, np.int64), np.array(values.stride(), np.int64)
@@ -233,9 +214,10 @@ class CpuBackend:
         )
 
 
-def _page_table(memory: PageMemory, pages: Pages) -> tuple[npt.NDArray[np.int64], int]:
-    """Returns the address of each page, and the binary logarithm of the page size."""
-    return memory.addresses(pages), memory.page_bytes.bit_length() - 1
+def _signed(two: TwoValues) -> tuple[int, int]:
+    """Returns the bits of two values as words are stored: with a sign."""
+    zero, one = (bits - (1 << 64) if bits >> 63 else bits for bits in two)
+    return zero, one
 
 
 @lru_cache(maxsize=1024)
