@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ class _Kernel(NamedTuple):
     """A kernel with its arguments, but for the elements and the pages.
 
     Attributes:
-        job: Address of its job.
+        job: Its job.
         kind: Type, or size in bytes, of the elements.
         own: Its own words.
         tile: Elements that it works on at a time; parts begin at multiples of it.
@@ -63,7 +64,7 @@ class _Kernel(NamedTuple):
         starts: Index of each plane's first page.
     """
 
-    job: int
+    job: Callable[..., None]
     kind: int
     own: tuple[int, ...] = ()
     tile: int = TILE
@@ -101,7 +102,7 @@ class CpuBackend:
         noise_bytes = 0 if seed is None else 2 * tile
         scratch = tile + noise_bytes + 24 * (tile // layout.group) + 1024
         own = (layout.group, tile, planes, levels, noise_bytes, words.ctypes.data)
-        kernel = _Kernel(cpu_jobs.ENCODE_PLANES, KINDS[values.dtype], own, tile, scratch, starts)
+        kernel = _Kernel(cpu_jobs.encode_planes, KINDS[values.dtype], own, tile, scratch, starts)
         return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
@@ -109,18 +110,18 @@ class CpuBackend:
         tile, starts = _tiling(layout)
         scratch = tile + 16 * (tile // layout.group)
         own = (layout.group, tile, planes)
-        kernel = _Kernel(cpu_jobs.DECODE_PLANES, KINDS[out.dtype], own, tile, scratch, starts)
+        kernel = _Kernel(cpu_jobs.decode_planes, KINDS[out.dtype], own, tile, scratch, starts)
         self._over(out, kernel, memory, pages, store=True)
 
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_slopes`."""
-        kernel = _Kernel(cpu_jobs.ENCODE_SLOPES, KINDS[values.dtype], (planes,), TILE, 5 * BLOCK, _tiling(layout)[1])
+        kernel = _Kernel(cpu_jobs.encode_slopes, KINDS[values.dtype], (planes,), TILE, 5 * BLOCK, _tiling(layout)[1])
         return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_slopes`."""
         own = (planes, inputs_of_codes()[planes].ctypes.data)
-        kernel = _Kernel(cpu_jobs.DECODE_SLOPES, KINDS[out.dtype], own, TILE, BLOCK, _tiling(layout)[1])
+        kernel = _Kernel(cpu_jobs.decode_slopes, KINDS[out.dtype], own, TILE, BLOCK, _tiling(layout)[1])
         self._over(out, kernel, memory, pages, store=True)
 
     def two_values(self, values: Tensor) -> TwoValues | None:
@@ -136,22 +137,22 @@ class CpuBackend:
 
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_mask`."""
-        kernel = _Kernel(cpu_jobs.ENCODE_MASK, values.element_size(), _signed(two))
+        kernel = _Kernel(cpu_jobs.encode_mask, values.element_size(), _signed(two))
         return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
-        self._over(out, _Kernel(cpu_jobs.DECODE_MASK, out.element_size(), _signed(two)), memory, pages, store=True)
+        self._over(out, _Kernel(cpu_jobs.decode_mask, out.element_size(), _signed(two)), memory, pages, store=True)
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
-        self._over(values, _Kernel(cpu_jobs.ENCODE_NONZERO, values.element_size()), memory, pages, load=True)
+        self._over(values, _Kernel(cpu_jobs.encode_nonzero, values.element_size()), memory, pages, load=True)
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.rectify`."""
         size = out.element_size()
         least = int(torch.tensor(torch.finfo(out.dtype).tiny, dtype=out.dtype).view(INTEGERS[size]))
-        self._over(out, _Kernel(cpu_jobs.RECTIFY, size, (least,)), memory, pages, load=True, store=True)
+        self._over(out, _Kernel(cpu_jobs.rectify, size, (least,)), memory, pages, load=True, store=True)
 
     def _sample(self, values: Tensor, layout: PlaneLayout, count: int, step: int, size: int) -> Tensor:
         """Returns dense copies of `count` scaling groups that are `step` groups apart."""
@@ -205,7 +206,8 @@ class CpuBackend:
         step = max(SPLIT // kernel.tile, 1) * kernel.tile if threads > 1 else stop - first
         stride = -(-kernel.scratch // 64) * 64
         scratch = self._scratch.reserve(threads * stride)
-        return self._team.run(kernel.job, words, (first, stop), step, scratch, stride, threads)
+        job = cpu_jobs.compiled(kernel.job).address
+        return self._team.run(job, words, (first, stop), step, scratch, stride, threads)
 
     def _copy(self, values: Tensor, first: int, stop: int, buffer: Tensor, into_dense: bool) -> None:
         shape, strides = np.array(values.shape, np.int64), np.array(values.stride(), np.int64)

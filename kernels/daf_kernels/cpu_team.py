@@ -93,14 +93,17 @@ def launch(parallel, job, threads, words):
 
 
 @njit(**INLINE)
-def next_part(words):
-    """Returns the first element and the end of a part that is left to do; an empty one where none is.
+def parts(words):
+    """Yields the first element and the end of parts that no other thread has taken, until none is left.
 
     Args:
         words: Pointer to the job's words.
     """
-    first = words[FIRST] + words[STEP] * take(words_address(words, PART), I64(1))
-    return first, min(first + words[STEP], words[STOP])
+    while True:
+        first = words[FIRST] + words[STEP] * take(words_address(words, PART), I64(1))
+        if first >= words[STOP]:
+            return
+        yield first, min(first + words[STEP], words[STOP])
 
 
 @intrinsic

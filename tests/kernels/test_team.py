@@ -18,7 +18,7 @@ from numba import cfunc
 from daf_kernels import cpu, cpu_team
 from daf_kernels.cpu import CpuBackend
 from daf_kernels.cpu_bits import I64, i64_at, u8_at
-from daf_kernels.cpu_team import JOB, WORDS, Team, add_result, next_part, own_scratch, take
+from daf_kernels.cpu_team import JOB, WORDS, Team, add_result, own_scratch, parts, take
 from tests.kernels.hard_inputs import normal
 from tests.kernels.harness import CPU, encode
 
@@ -30,12 +30,10 @@ NEEDS_A_TEAM = pytest.mark.skipif(not cpu_team.parallel_function(), reason="this
 def _count(words):
     """Adds 1 to a byte for each element, and returns how many elements there were."""
     counts = u8_at(words[WORDS])
-    first, stop = next_part(words)
-    while first < stop:
+    for first, stop in parts(words):
         for element in range(first, stop):
             counts[element] += 1
         add_result(words, stop - first)
-        first, stop = next_part(words)
 
 
 @cfunc(JOB)
