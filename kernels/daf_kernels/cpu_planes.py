@@ -87,7 +87,7 @@ def _sum_steps(bits, count, minimum, moment_inverse):
 
 @njit(**INLINE)
 def _quantize_clipped(bits, count, low, inverse, levels, shift, codes):
-    """Writes left-aligned codes between `low` and `levels` steps above it."""
+    """Writes left-aligned codes between `low` and `levels` steps above it; 0 for a NaN, as where `inverse` is 0."""
     for i in range(count):
         place = (float_of(bits[i]) - low) * inverse
         place = place if place > F32(0.0) else F32(0.0)
@@ -97,15 +97,13 @@ def _quantize_clipped(bits, count, low, inverse, levels, shift, codes):
 
 @njit(**INLINE)
 def _clip(groups, levels, minimum, spread, mean, deviation, inverse):
-    """Replaces the minimum and the inverse step of groups whose tails are better clipped; sets those of the others."""
+    """Replaces the minimum and the inverse step of groups whose tails are better clipped."""
     for group in range(groups):
         low, width = mean[group] - minimum[group], deviation[group]
-        least = LEAST * width
-        clipped = (width > F32(0.0)) & (spread[group] < LARGEST * width) & (low > least) & (spread[group] - low > least)
-        visible = (spread[group] < LIMIT) & (MOMENT_STEPS / spread[group] < INFINITY)
-        plain = levels / spread[group] if visible else F32(0.0)
-        inverse[group] = levels / (WIDTH * width) if clipped & visible else plain
-        minimum[group] = mean[group] - CLIPPED * width if clipped & visible else minimum[group]
+        least, visible = LEAST * width, inverse[group] > F32(0.0)
+        normal = (width > F32(0.0)) & (spread[group] < LARGEST * width) & (low > least) & (spread[group] - low > least)
+        inverse[group] = levels / (WIDTH * width) if normal & visible else inverse[group]
+        minimum[group] = mean[group] - CLIPPED * width if normal & visible else minimum[group]
 
 
 @njit(**INLINE)
@@ -204,15 +202,12 @@ def _encode_groups(values, kind, first, groups, group, levels, shift, noise, cod
             bits = i32_at(bits_address(values, kind, first + index * group, group, work + 6 * row))
             totals[index], squares[index] = _sum_steps(bits, group, minimum[index], moment_inverse[index])
         _moments(groups, group, minimum, spread, totals, squares, f32_at(work), f32_at(work + row))
+        _inverses(groups, spread, levels, inverse, moment_inverse)  # sums lay in their place
         _clip(groups, levels, minimum, spread, f32_at(work), f32_at(work + row), inverse)
         for index in range(groups):
-            into = u8_at(codes + index * group)
             bits = i32_at(bits_address(values, kind, first + index * group, group, work + 6 * row))
-            if spread[index] < LIMIT:
-                _quantize_clipped(bits, group, minimum[index], inverse[index], levels, shift, into)
-            else:
-                for i in range(group):
-                    into[i] = U8(0)
+            into = u8_at(codes + index * group)
+            _quantize_clipped(bits, group, minimum[index], inverse[index], levels, shift, into)
         return
     for index in range(groups):
         prefetch_to_read(values + size * (first + (groups + index) * group), size * group)
