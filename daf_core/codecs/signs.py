@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from daf_core.codecs.base import PagedActivation, StoredActivation
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
-from daf_kernels import Backend, mask_pages
+from daf_kernels import Backend, bits_of_number, mask_pages
 
 
 class SignsActivation(PagedActivation):
@@ -52,9 +51,4 @@ class SignsActivation(PagedActivation):
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        one = int(torch.ones((), dtype=out.dtype).view(_BITS[out.element_size()]))
-        self._backend.decode_mask(out, (0, one), self.pager.pool, lease.pages)
-
-
-_BITS = {2: torch.int16, 4: torch.int32}
-"""Integers as wide as the element types that are compressed."""
+        self._backend.decode_mask(out, (0, bits_of_number(1.0, out.dtype)), self.pager.pool, lease.pages)

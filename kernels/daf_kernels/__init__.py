@@ -1,6 +1,6 @@
 """Kernels that pack activations into a few bits: plain functions of tensors and bytes."""
 
-from daf_kernels.backend import Backend, FixedPages, PageMemory, Pages, TwoValues
+from daf_kernels.backend import Backend, FixedPages, PageMemory, Pages, TwoValues, bits_of_number
 from daf_kernels.dispatch import NoKernelError, load_backend
 from daf_kernels.layout import PRECISIONS, PlaneLayout, mask_pages, plane_layout, planes_for
 from daf_kernels.reference import Seed
@@ -15,6 +15,7 @@ __all__ = [
     "PlaneLayout",
     "Seed",
     "TwoValues",
+    "bits_of_number",
     "load_backend",
     "mask_pages",
     "plane_layout",

@@ -20,6 +20,18 @@ Pages = npt.NDArray[np.int64]
 TwoValues = tuple[int, int]
 """The bits of the two values of a mask, as unsigned integers of the element's size: for bit 0 and for bit 1."""
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of_elements(values: Tensor) -> Tensor:
+    """Returns the bits of all elements as integers of their width, of shape (elements,)."""
+    return values.reshape(-1).view(_INTEGERS[values.element_size()])
+
+
+def bits_of_number(number: float, dtype: torch.dtype) -> int:
+    """Returns the bits of a number as an integer; those of a negative one are negative."""
+    return int(bits_of_elements(torch.tensor(number, dtype=dtype)))
+
 
 class PageMemory(Protocol):
     """Memory cut into pages of one size."""

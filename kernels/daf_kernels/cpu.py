@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from daf_kernels import cpu_jobs, cpu_masks, cpu_ranges
-from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues
+from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues, bits_of_number
 from daf_kernels.cpu_bits import BFLOAT16, FLOAT16, FLOAT32
 from daf_kernels.cpu_team import Team
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
@@ -32,7 +32,6 @@ SPLIT = 1 << 16
 STAGE = 1 << 16
 """Elements of a tensor with holes that are copied together at a time, 256 kB of float32."""
 
-INTEGERS = {2: torch.int16, 4: torch.int32}
 _NO_SEED = np.zeros(4, np.uint64)
 
 
@@ -150,9 +149,8 @@ class CpuBackend:
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.rectify`."""
-        size = out.element_size()
-        least = int(torch.tensor(torch.finfo(out.dtype).tiny, dtype=out.dtype).view(INTEGERS[size]))
-        self._over(out, _Kernel(cpu_jobs.rectify, size, (least,)), memory, pages, load=True, store=True)
+        least = bits_of_number(torch.finfo(out.dtype).tiny, out.dtype)
+        self._over(out, _Kernel(cpu_jobs.rectify, out.element_size(), (least,)), memory, pages, load=True, store=True)
 
     def _sample(self, values: Tensor, layout: PlaneLayout, count: int, step: int, size: int) -> Tensor:
         """Returns dense copies of `count` scaling groups that are `step` groups apart."""

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from daf_kernels import reference, slopes
-from daf_kernels.backend import PageMemory, Pages, TwoValues
+from daf_kernels.backend import PageMemory, Pages, TwoValues, bits_of_elements
 from daf_kernels.layout import PlaneLayout, sampled_groups
 from daf_kernels.reference import Seed
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReferenceBackend:
@@ -41,7 +39,7 @@ class ReferenceBackend:
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_slopes`."""
         magnitudes = values.reshape(-1).float().abs()
-        negative = _integers(values) < 0  # torch drops the sign of some float16 NaNs
+        negative = bits_of_elements(values) < 0  # torch drops the sign of some float16 NaNs
         inputs = torch.where(negative, -magnitudes, magnitudes)
         memory.write(pages[layout.header_pages :], reference.pack_planes(slopes.codes_of(inputs), layout, planes))
         return bool(inputs.isfinite().all())
@@ -54,7 +52,7 @@ class ReferenceBackend:
 
     def two_values(self, values: Tensor) -> TwoValues | None:
         """See `Backend.two_values`."""
-        found = _integers(values).unique()
+        found = bits_of_elements(values).unique()
         if found.numel() > 2:
             return None
         zero, one = (int(value) & _mask(values) for value in (found[0], found[-1]))
@@ -62,7 +60,7 @@ class ReferenceBackend:
 
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_mask`."""
-        bits = _integers(values)
+        bits = bits_of_elements(values)
         zero, one = (_signed(bit, bits) for bit in two)
         if not bool(((bits == zero) | (bits == one)).all()):
             return False
@@ -72,7 +70,7 @@ class ReferenceBackend:
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
         flags = reference.decode_mask(memory.read(pages), out.numel())
-        zero, one = (_signed(bit, _integers(out)) for bit in two)
+        zero, one = (_signed(bit, bits_of_elements(out)) for bit in two)
         out.copy_(torch.where(flags, one, zero).view(out.dtype).view(out.shape))
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
@@ -84,11 +82,6 @@ class ReferenceBackend:
         """See `Backend.rectify`."""
         flags = reference.decode_mask(memory.read(pages), out.numel()).view(out.shape)
         out.copy_(torch.where(flags, out.clamp_min(torch.finfo(out.dtype).tiny), 0.0))
-
-
-def _integers(values: Tensor) -> Tensor:
-    """Returns the bits of all elements as integers of shape (elements,)."""
-    return values.reshape(-1).view(_INTEGERS[values.element_size()])
 
 
 def _mask(values: Tensor) -> int:
