@@ -60,9 +60,9 @@ class TrainingStore(threading.local):
         self, values: Tensor, grouping: Grouping, site: Site, pager: Pager, backend: Backend, finite: bool
     ) -> PlanesActivation | None:
         """See `LossyStore`."""
-        codec, precision = PlanesActivation, self._policy.precision(site)
-        if finite and self._policy.takes_slopes(site):  # which would hide what is not
-            codec, grouping = SlopesActivation, UNGROUPED
+        precision = self._policy.precision(site)
+        # Slopes would hide what is not finite.
+        codec, grouping = _codec(grouping, slopes=finite and self._policy.takes_slopes(site))
         stored = None
         if precision is not None:
             errors = None if pager.budget is None else self._policy.errors(site)
@@ -99,9 +99,8 @@ class RehearsalStore:
         seed = self._streams.seed(site)
 
         def encode(values: Tensor, precision: int, slopes: bool) -> PlanesActivation | None:
-            if slopes:
-                return SlopesActivation.encode(values, UNGROUPED, precision, pager, backend, seed)
-            return PlanesActivation.encode(values, grouping, precision, pager, backend, seed)
+            codec, groups = _codec(grouping, slopes)
+            return codec.encode(values, groups, precision, pager, backend, seed)
 
         kept = RawActivation(values, KeptStorage(pager, values.nbytes))
         activation = RehearsedActivation(kept, encode, self.reads)
@@ -109,6 +108,11 @@ class RehearsalStore:
         self.activations.append((site, activation))
         self.census.add(site, _sizes(values, grouping, pager))
         return activation
+
+
+def _codec(grouping: Grouping, slopes: bool) -> tuple[type[PlanesActivation], Grouping]:
+    """Returns the codec of values, or of GELU's derivative at them, and the grouping that it takes."""
+    return (SlopesActivation, UNGROUPED) if slopes else (PlanesActivation, grouping)
 
 
 def _sizes(values: Tensor, grouping: Grouping, pager: Pager) -> list[int]:
