@@ -20,6 +20,7 @@ from daf_core.codecs import (
 )
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.derived import Normalization, Source
+from daf_core.codecs.signs import RELU
 from daf_core.handle import Handle
 from daf_core.sites import ModuleScopes
 from daf_core.torch_internals import leaf_of, packed_for, skip_nodes
@@ -32,7 +33,6 @@ Node = Any
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0"}
 """Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
 
-_RELU = "ReluBackward0"
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
 SAMPLES = 64
@@ -68,7 +68,7 @@ class Derivation:
             tensor: A tensor as autograd saves it.
             exact: Whether the recipe must give the same bits.
         """
-        if tensor.grad_fn is not None and tensor.grad_fn.name() == _RELU:
+        if tensor.grad_fn is not None and tensor.grad_fn.name() == RELU:
             return None if exact else self._rectified(tensor)
         node = skip_nodes(tensor.grad_fn, _VIEWS)
         if node is None or not tensor.is_contiguous() or tensor._version:  # changed in place after its node made it
@@ -80,7 +80,7 @@ class Derivation:
 
     def signs_of(self, tensor: Tensor) -> SignsActivation | None:
         """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
-        if tensor.grad_fn is None or tensor.grad_fn.name() != _RELU:
+        if tensor.grad_fn is None or tensor.grad_fn.name() != RELU:
             return None
         signs = _signs(tensor.grad_fn, self._unpack)
         return signs if signs is not None and signs.version == tensor._version else None

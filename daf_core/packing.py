@@ -18,6 +18,7 @@ from daf_core.codecs import (
     StoredActivation,
     VerbatimActivation,
 )
+from daf_core.codecs.signs import RELU
 from daf_core.codecs.slopes import GELU
 from daf_core.config import DAFConfig
 from daf_core.derivation import Derivation
@@ -209,7 +210,7 @@ class Packer:
     ) -> StoredActivation | None:
         """Encodes what may lose precision; of what is a ReLU's result, or may be one, the signs are kept."""
         signs = self._derivation.signs_of(tensor)
-        if signs is None and site.op.startswith("ReluBackward") and is_being_saved(tensor.grad_fn, "result"):
+        if signs is None and site.op == RELU and is_being_saved(tensor.grad_fn, "result"):
             signs = SignsActivation.encode(values, pager, backend, tensor._version)
             signs.argument = self._derivation.argument_of(tensor)
             return signs
@@ -220,4 +221,4 @@ class Packer:
 
 
 def _may_be_rectified(tensor: Tensor, site: Site) -> bool:
-    return site.op.startswith("ReluBackward") or is_changed_view(tensor)
+    return site.op == RELU or is_changed_view(tensor)

@@ -12,6 +12,9 @@ from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_kernels import Backend, bits_of_number, mask_pages
 
+RELU = "ReluBackward0"
+"""The autograd node of whose result the signs are kept."""
+
 
 class SignsActivation(PagedActivation):
     """All that the backward of a ReLU asks of its result; it decodes to 1 and 0.
