@@ -64,9 +64,8 @@ class Eligibility:
         """
         if not is_plain(tensor) or storage_id(tensor) in self._storages or self._is_cast(tensor):
             return Form.PARAMETER
-        if (
-            tensor.numel() < self._least_elements or tensor.is_neg()
-        ):  # the latter's memory holds the negative of its values
+        # The memory of what torch negates lazily holds the negative of its values.
+        if tensor.numel() < self._least_elements or tensor.is_neg():
             return Form.RAW
         if tensor.dtype in _INTEGERS:
             return Form.INTEGER

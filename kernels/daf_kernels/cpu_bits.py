@@ -16,6 +16,8 @@ U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
+MAGIC = F32(12582912.0)  # 1.5 * 2**23: adding it rounds to nearest even and leaves the integer in the low bits
+
 KERNEL = {"nogil": True, "cache": True, "error_model": "numpy"}
 INLINE = {"error_model": "numpy", "forceinline": True}
 

@@ -29,6 +29,7 @@ from daf_kernels.cpu_bits import (
     I64,
     INLINE,
     KERNEL,
+    MAGIC,
     U8,
     U16,
     U32,
@@ -52,7 +53,6 @@ from daf_kernels.cpu_noise import fill_noise
 from daf_kernels.cpu_ranges import bits_address, value_range
 from daf_kernels.layout import CLIP, CLIPPED_PRECISION, DEVIATION_SHIFT, LARGEST_CLIPPED, LARGEST_SPREAD, LEAST_TAIL
 
-MAGIC = F32(12582912.0)  # 1.5 * 2**23: adding it rounds to nearest even and leaves the integer in the low bits
 INFINITY = F32(np.inf)
 LIMIT = F32(LARGEST_SPREAD)
 MOMENT_STEPS = F32(4095.0)

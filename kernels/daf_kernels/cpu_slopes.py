@@ -11,6 +11,7 @@ from daf_kernels.cpu_bits import (
     I64,
     INLINE,
     KERNEL,
+    MAGIC,
     U8,
     U32,
     bits_of,
@@ -26,7 +27,6 @@ from daf_kernels.cpu_bits import (
     u16_at,
     unpack_block,
 )
-from daf_kernels.cpu_planes import MAGIC
 from daf_kernels.cpu_ranges import bits_address
 from daf_kernels.layout import BLOCK
 from daf_kernels.slopes import LIMIT, MIDDLE, ODD, STEPS

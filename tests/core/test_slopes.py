@@ -407,9 +407,11 @@ def test_what_is_not_finite_reaches_backward(value: float, tight: bool, monkeypa
 @pytest.mark.parametrize("planes", range(4))
 def test_budget_drops_planes(planes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as it must, freeing their pages; what is left has the error of as many bits."""
-    width = 16 * PAGE_BYTES // ROWS
-    loss_of = lambda model, step: (F.gelu(model(normal(ROWS, 8, seed=step)) * 2) - 1).square().sum()  # noqa: E731
-    model = nn.Linear(8, width)
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        return (F.gelu(model(normal(ROWS, 8, seed=step)) * 2) - 1).square().sum()
+
+    model = nn.Linear(8, 16 * PAGE_BYTES // ROWS)
     _at(8, monkeypatch, "MulBackward0")
     plain = backward(model, loss_of)
     engine = _engine(model, loss_of)

@@ -240,7 +240,10 @@ class TestCheckpointing:
         self, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """transformers moves what a checkpoint keeps by hooks inside DAF's: DAF sees only what is outside of them."""
-        pageable = lambda pin_memory, device_type: save_on_cpu(pin_memory=False, device_type=device_type)  # noqa: E731
+
+        def pageable(pin_memory: bool, device_type: str) -> save_on_cpu:
+            return save_on_cpu(pin_memory=False, device_type=device_type)
+
         monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", pageable)
         callback = DAFCallback(precision="exact")
         plain, compressed = make_trainer(**OFFLOADED), make_trainer(callback, **OFFLOADED)
