@@ -1,8 +1,4 @@
-"""Pointers, casts and bit packing that the numba kernels share.
-
-Numba's disk cache notices a change only in the file of the function that is called: after a change here, `make clean`
-removes the kernels that were compiled with the old code.
-"""
+"""Pointers, casts and bit packing that the numba kernels share."""
 
 import numpy as np
 from llvmlite import ir
@@ -18,7 +14,6 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 MAGIC = F32(12582912.0)  # 1.5 * 2**23: adding it rounds to nearest even and leaves the integer in the low bits
 
-KERNEL = {"nogil": True, "cache": True, "error_model": "numpy"}
 INLINE = {"error_model": "numpy", "forceinline": True}
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from numba import carray, cfunc
+from numba import carray
 
 from daf_kernels import cpu_masks, cpu_planes, cpu_slopes
 from daf_kernels.cpu_bits import F32, I64, U64, f32_at, u64_at
+from daf_kernels.cpu_cache import c_function
 from daf_kernels.cpu_team import JOB, WORDS, add_result, array_at, own_scratch, parts
 
 MEMORY, KIND, SHIFT, PAGES, STARTS, OWN = WORDS, WORDS + 1, WORDS + 2, WORDS + 3, WORDS + 5, WORDS + 7
@@ -98,5 +99,5 @@ def rectify(words):
 
 @lru_cache
 def compiled(job: Callable[..., None]) -> Any:
-    """Returns a job as numba's C function: compiled, or loaded from its disk cache, when it is first asked for."""
-    return cfunc(JOB, cache=True)(job)
+    """Returns a job as numba's C function: compiled, or loaded from disk, when it is first asked for."""
+    return c_function(job, JOB)

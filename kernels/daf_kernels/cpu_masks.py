@@ -7,7 +7,6 @@ from daf_kernels.cpu_bits import (
     I32,
     I64,
     INLINE,
-    KERNEL,
     U8,
     U64,
     address,
@@ -21,6 +20,7 @@ from daf_kernels.cpu_bits import (
     u64_at,
     unpack_bit,
 )
+from daf_kernels.cpu_cache import kernel
 from daf_kernels.layout import BLOCK
 
 
@@ -54,7 +54,7 @@ def _second(values, count):
     return U64(values[0])
 
 
-@njit(**KERNEL)
+@kernel
 def probe(values, size, count, scratch) -> tuple[int, int, int]:
     """Looks for the two values of a mask.
 
@@ -79,7 +79,7 @@ def probe(values, size, count, scratch) -> tuple[int, int, int]:
     return first, second, _flag(values, size, 0, min(count, BLOCK), first, second, u8_at(scratch))
 
 
-@njit(**KERNEL)
+@kernel
 def encode_mask(values, size, zero, one, first, stop, pages, page_shift, scratch):
     """Packs elements [first, stop) at one bit each: 1 where the value is `one`.
 
@@ -109,7 +109,7 @@ def encode_mask(values, size, zero, one, first, stop, pages, page_shift, scratch
     return I64(0)
 
 
-@njit(**KERNEL)
+@kernel
 def decode_mask(out, size, zero, one, first, stop, pages, page_shift, scratch):
     """Writes `zero` or `one` for elements [first, stop) to address `out`; arguments as in `encode_mask`."""
     flags, words = u8_at(scratch), u64_at(scratch)
@@ -143,7 +143,7 @@ def _flag_nonzero(values, first, count, magnitude, flags):
         flags[i] = U8(U64(values[first + i]) & magnitude != 0)
 
 
-@njit(**KERNEL)
+@kernel
 def encode_nonzero(values, size, first, stop, pages, page_shift, scratch):
     """Packs where floats differ from 0.0 and -0.0, at one bit each; arguments as in `encode_mask`, `size` 2 or 4."""
     flags = u8_at(scratch)
@@ -167,7 +167,7 @@ def _rectify(values, first, count, least, flags):
         values[first + i] = positive if flags[i] else least - least
 
 
-@njit(**KERNEL)
+@kernel
 def rectify(out, size, least, first, stop, pages, page_shift, scratch):
     """Sets what `encode_nonzero` saw as 0 to 0, and makes everything else positive.
 
@@ -211,7 +211,7 @@ def _copy(source, source_first, source_step, target, target_first, target_step, 
         _copy_run(u8_at(source), source_first, source_step, u8_at(target), target_first, target_step, count)
 
 
-@njit(**KERNEL)
+@kernel
 def copy_strided(strided, shape, strides, size, first, stop, dense, into_dense):
     """Copies elements [first, stop), in row-major order, between a strided tensor and a dense buffer.
 

@@ -1,7 +1,4 @@
-"""Random bits for stochastic rounding: a counter-based generator, so that they depend on nothing but their position.
-
-As with `daf_kernels.cpu_bits`, a change here needs `make clean`.
-"""
+"""Random bits for stochastic rounding: a counter-based generator, so that they depend on nothing but their position."""
 
 from numba import njit
 

@@ -28,7 +28,6 @@ from daf_kernels.cpu_bits import (
     I32,
     I64,
     INLINE,
-    KERNEL,
     MAGIC,
     U8,
     U16,
@@ -49,6 +48,7 @@ from daf_kernels.cpu_bits import (
     u32_at,
     unpack_block,
 )
+from daf_kernels.cpu_cache import kernel
 from daf_kernels.cpu_noise import fill_noise
 from daf_kernels.cpu_ranges import bits_address, value_range
 from daf_kernels.layout import CLIP, CLIPPED_PRECISION, DEVIATION_SHIFT, LARGEST_CLIPPED, LARGEST_SPREAD, LEAST_TAIL
@@ -241,7 +241,7 @@ def _write_headers(pages, page_shift, first, groups, work, capacity):
     return unusable
 
 
-@njit(**KERNEL)
+@kernel
 def encode_planes(
     values, kind, first, stop, group, tile, planes, levels, seed, pages, starts, page_shift, codes, noise, work
 ):
@@ -336,7 +336,7 @@ def _decode_groups(codes, kind, groups, group, pages, page_shift, header, work, 
         _keep_finite(group, slope[index], mean[index], kind, out, first + index * group)
 
 
-@njit(**KERNEL)
+@kernel
 def decode_planes(out, kind, first, stop, group, tile, planes, pages, starts, page_shift, codes, work):
     """Decodes elements [first, stop) to address `out`; the arguments are those of `encode_planes`.
 

@@ -8,7 +8,6 @@ from daf_kernels.cpu_bits import (
     FLOAT32,
     I32,
     INLINE,
-    KERNEL,
     bits_of,
     f32_at,
     float_of,
@@ -16,6 +15,7 @@ from daf_kernels.cpu_bits import (
     u16_at,
     widen_half,
 )
+from daf_kernels.cpu_cache import kernel
 
 
 @njit(**INLINE)
@@ -69,7 +69,7 @@ def _variance(values, count):
     return squares / count
 
 
-@njit(**KERNEL)
+@kernel
 def squared_ranges(values, kind, group, count, step, work):
     """Returns the summed squared ranges and variances of `count` groups of `group` floats, `step` groups apart.
 

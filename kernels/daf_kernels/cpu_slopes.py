@@ -10,7 +10,6 @@ from daf_kernels.cpu_bits import (
     I32,
     I64,
     INLINE,
-    KERNEL,
     MAGIC,
     U8,
     U32,
@@ -27,6 +26,7 @@ from daf_kernels.cpu_bits import (
     u16_at,
     unpack_block,
 )
+from daf_kernels.cpu_cache import kernel
 from daf_kernels.cpu_ranges import bits_address
 from daf_kernels.layout import BLOCK
 from daf_kernels.slopes import LIMIT, MIDDLE, ODD, STEPS
@@ -50,7 +50,7 @@ def _slope_codes(bits, count, codes):
     return largest
 
 
-@njit(**KERNEL)
+@kernel
 def encode_slopes(values, kind, first, stop, planes, pages, starts, page_shift, scratch):
     """Encodes GELU's derivative at elements [first, stop) of the floats at address `values`.
 
@@ -73,7 +73,7 @@ def encode_slopes(values, kind, first, stop, planes, pages, starts, page_shift, 
     return I64(largest >= _INFINITY_BITS)
 
 
-@njit(**KERNEL)
+@kernel
 def decode_slopes(out, kind, first, stop, planes, table, pages, starts, page_shift, scratch):
     """Decodes elements [first, stop) to address `out`, with `table` of 256 float32; `scratch` has 256 bytes."""
     codes = u8_at(scratch)

@@ -26,7 +26,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from daf_kernels.cpu_bits import I64, INLINE, KERNEL, i64_at
+from daf_kernels.cpu_bits import I64, INLINE, i64_at
+from daf_kernels.cpu_cache import kernel
 
 JOB = types.void(types.CPointer(types.int64))
 """Signature of a job."""
@@ -75,7 +76,7 @@ def _call_team(_typing, _parallel, _job, _words, _threads):
     return types.int64(types.int64, types.int64, types.int64, types.int64), build
 
 
-@njit(**KERNEL)
+@kernel
 def launch(parallel, job, threads, words):
     """Runs a job and returns the sum of what its parts return.
 
