@@ -47,8 +47,8 @@ class DAFConfig:
         spill_dir: Folder for a file that takes what does not fit in the budget; None for none.
         pool_growth: "adaptive", or the bytes by which the page pool grows, as a number or a size such as "100MB".
         seed: Selects the random numbers of stochastic rounding. Torch's generators are never touched.
-        backend: "auto" for the kernels of the model's device; "reference" for plain torch operations, slow, on any
-            device.
+        backend: "auto" for the kernels of the model's device, or plain torch operations and a warning where it has
+            none; "reference" for these, slow, on any device.
 
     Raises:
         ConfigError: An option is unknown or a value is not allowed.

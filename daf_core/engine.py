@@ -48,7 +48,7 @@ class ActivationEngine:
 
     Raises:
         NothingToTrainError: No parameter requires a gradient.
-        UnsupportedDeviceError: There are no kernels for a device that the model is on.
+        UnsupportedDeviceError: A part of the model is on device "meta".
         SpillError: `spill_dir` takes no file.
     """
 
@@ -273,5 +273,5 @@ def _load_backend(device: torch.device, name: str) -> Backend:
         return load_backend(device, name)
     except NoKernelError as error:
         raise UnsupportedDeviceError(
-            f'{error}. Move the model, or set backend="reference", which runs on any device in plain torch, slowly'
+            f"{error}; give the model values, with model.to_empty(device=...) and weights"
         ) from error

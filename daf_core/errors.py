@@ -16,7 +16,7 @@ class NothingToTrainError(DAFError, ValueError):
 
 
 class UnsupportedDeviceError(DAFError, RuntimeError):
-    """There are no kernels for the device the model is on."""
+    """The model is where DAF cannot work: on device "meta", or on several GPUs in one process."""
 
 
 class HooksActiveError(DAFError, RuntimeError):

@@ -10,6 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first importe
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which torch does not do
+
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from logging import getLogger
 
 import torch
@@ -12,32 +13,50 @@ from daf_kernels.reference_backend import ReferenceBackend
 SLOW_WARM_UP = 0.5
 """Seconds from which loading kernels is reported: from the disk cache it takes 0.1 s, compiling takes 10."""
 
-DEVICES_WITH_KERNELS = ("cpu",)
+LEAST_CAPABILITY = (8, 0)
+"""NVIDIA GPUs before this have no minimum that shows a NaN, and no bfloat16."""
 
 log = getLogger("daf")
 
 
 class NoKernelError(Exception):
-    """There is no kernel for a device."""
+    """Nothing can be computed on a device."""
+
+
+class UnusableError(Exception):
+    """Why a device's kernels cannot be used."""
 
 
 def load_backend(device: torch.device, name: str = "auto") -> Backend:
     """Returns the kernels for a device, compiled and checked.
+
+    Where a device has none, or they cannot be used, it is the reference, in plain torch operations; a warning says so
+    once, and why.
 
     Args:
         device: Where the tensors lie.
         name: "auto" for the device's own kernels, "reference" for torch operations.
 
     Raises:
-        NoKernelError: `name` is "auto" and the device has no kernels.
+        NoKernelError: The device holds no values.
+        RuntimeError: Kernels were loaded, and do not give back what they were given.
     """
     if name == "reference":
         return ReferenceBackend()
-    if device.type not in DEVICES_WITH_KERNELS:
-        raise NoKernelError(
-            f"there are no kernels for device '{device}'; devices with kernels: {', '.join(DEVICES_WITH_KERNELS)}"
-        )
-    return _load_cpu()
+    if device.type == "meta":
+        raise NoKernelError("tensors on device 'meta' have no values that could be kept")
+    if device.type == "cpu":
+        return _load_cpu()
+    try:
+        return _load_triton(device)
+    except UnusableError as error:
+        _warn_once(device.type, str(error))
+        return ReferenceBackend()
+
+
+@lru_cache(maxsize=16)
+def _warn_once(kind: str, why: str) -> None:
+    log.warning("DAF works on device '%s' with plain torch operations, which are slow: %s", kind, why)
 
 
 def _load_cpu() -> Backend:
@@ -48,3 +67,23 @@ def _load_cpu() -> Backend:
     if seconds > SLOW_WARM_UP:
         log.warning("DAF compiled its CPU kernels in %.1f s; the next run finds them on disk.", seconds)
     return cpu.CpuBackend()
+
+
+@lru_cache(maxsize=16)
+def _load_triton(device: torch.device) -> Backend:
+    """Returns the Triton kernels of a GPU.
+
+    Raises:
+        UnusableError: They cannot be used there.
+    """
+    if device.type != "cuda":
+        raise UnusableError("there are kernels for CPUs and for the GPUs that torch calls 'cuda'")
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < LEAST_CAPABILITY:
+        found, least = (".".join(map(str, version)) for version in (capability, LEAST_CAPABILITY))
+        raise UnusableError(f"its compute capability is {found}, and kernels need {least}")
+    try:
+        from daf_kernels.triton.backend import load
+    except ImportError as error:
+        raise UnusableError(f"Triton cannot be imported ({error}); run: pip install triton") from error
+    return load(device)

@@ -39,13 +39,16 @@ class GuardedPages:
         count: Number of pages.
         page_bytes: Bytes in a page.
         fill: What every byte of them holds at first.
+        device: Where they lie.
     """
 
-    def __init__(self, count: int, page_bytes: int = PAGE_BYTES, fill: int = 0) -> None:
+    def __init__(
+        self, count: int, page_bytes: int = PAGE_BYTES, fill: int = 0, device: torch.device | None = None
+    ) -> None:
         self.page_bytes = page_bytes
         order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
         self.pages: Pages = (2 * order + 1).numpy()
-        self._region = torch.full((2 * count + 1, page_bytes), SENTINEL, dtype=torch.uint8)
+        self._region = torch.full((2 * count + 1, page_bytes), SENTINEL, dtype=torch.uint8, device=device)
         self._region[1::2] = fill
 
     def addresses(self, pages: Pages) -> npt.NDArray[np.int64]:
@@ -67,10 +70,12 @@ class GuardedPages:
 class Embedded:
     """A tensor inside a buffer of sentinels, at every `step`-th element of it."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, step: int) -> None:
-        count = int(np.prod(shape))
-        self._bytes = torch.full(((2 * MARGIN + step * count), dtype.itemsize), SENTINEL, dtype=torch.uint8)
-        self._inside = slice(MARGIN, MARGIN + step * (count - 1) + 1, step)
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, step: int, device: torch.device | None = None
+    ) -> None:
+        size = (2 * MARGIN + step * int(np.prod(shape)), dtype.itemsize)
+        self._bytes = torch.full(size, SENTINEL, dtype=torch.uint8, device=device)
+        self._inside = slice(MARGIN, MARGIN + step * (int(np.prod(shape)) - 1) + 1, step)
         self.tensor = self._bytes.view(dtype).view(-1)[self._inside].view(shape)
 
     def check(self) -> None:
@@ -90,14 +95,14 @@ def encode(
 ) -> tuple[GuardedPages, bool]:
     """Encodes a tensor into new pages; returns them and what the backend answered."""
     layout = layout_of(values, page_bytes)
-    memory = GuardedPages(layout.pages(planes), page_bytes, fill)
+    memory = GuardedPages(layout.pages(planes), page_bytes, fill, values.device)
     return memory, backend.encode(values, layout, planes, memory, memory.pages, seed)
 
 
 def decode(backend: Backend, memory: GuardedPages, like: Tensor, planes: int) -> Tensor:
     """Decodes what is left of an encoded tensor, with only the pages that are left at hand."""
     layout = layout_of(like, memory.page_bytes)
-    out = torch.full(like.shape, -77.0, dtype=like.dtype)
+    out = torch.full(like.shape, -77.0, dtype=like.dtype, device=like.device)
     backend.decode(out, layout, planes, memory, memory.pages[: layout.pages(planes)])
     return out
 
@@ -134,13 +139,13 @@ def used_bytes(layout: PlaneLayout, planes: int) -> Tensor:
 
 def pack_mask(backend: Backend, values: Tensor, two: tuple[int, int], fill: int = 0) -> tuple[GuardedPages, bool]:
     """Packs a mask into new pages; returns them and what the backend answered."""
-    memory = GuardedPages(mask_pages(values.numel(), PAGE_BYTES), PAGE_BYTES, fill)
+    memory = GuardedPages(mask_pages(values.numel(), PAGE_BYTES), PAGE_BYTES, fill, values.device)
     return memory, backend.encode_mask(values, two, memory, memory.pages)
 
 
 def unpack_mask(backend: Backend, memory: GuardedPages, two: tuple[int, int], like: Tensor) -> Tensor:
     """Unpacks a mask into a new dense tensor."""
-    out = torch.empty(like.shape, dtype=like.dtype)
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     backend.decode_mask(out, two, memory, memory.pages)
     return out
 
@@ -150,7 +155,7 @@ def encode_slopes(
 ) -> tuple[GuardedPages, bool]:
     """Encodes GELU's derivative into new pages; returns them and what the backend answered."""
     layout = plane_layout(values.numel(), 0, page_bytes)
-    memory = GuardedPages(layout.pages(planes), page_bytes, fill)
+    memory = GuardedPages(layout.pages(planes), page_bytes, fill, values.device)
     return memory, backend.encode_slopes(values, layout, planes, memory, memory.pages)
 
 

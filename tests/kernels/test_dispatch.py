@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from functools import lru_cache
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from daf_kernels import NoKernelError, cpu, dispatch, load_backend
 from daf_kernels.cpu import CpuBackend
 from daf_kernels.reference_backend import ReferenceBackend
+from tests.kernels.triton_device import DEVICE
 
 
 def test_the_cpu_has_kernels() -> None:
@@ -21,11 +24,72 @@ def test_the_reference_works_on_any_device(device: str) -> None:
     assert isinstance(load_backend(torch.device(device), "reference"), ReferenceBackend)
 
 
-@pytest.mark.parametrize("device", ["meta", "cuda", "cuda:1"])
-def test_a_device_without_kernels_is_named_with_those_that_have_some(device: str) -> None:
-    allowed = ", ".join(dispatch.DEVICES_WITH_KERNELS)
-    with pytest.raises(NoKernelError, match=f"no kernels for device '{device}'; devices with kernels: {allowed}$"):
-        load_backend(torch.device(device))
+def test_nothing_is_kept_of_what_has_no_values() -> None:
+    with pytest.raises(NoKernelError, match="device 'meta' have no values"):
+        load_backend(torch.device("meta"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that torch describes and Triton never sees; what was said of others is forgotten."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    monkeypatch.setattr(dispatch, "_warn_once", lru_cache(dispatch._warn_once.__wrapped__))
+    monkeypatch.setattr(dispatch, "_load_triton", lru_cache(dispatch._load_triton.__wrapped__))
+    return torch.device("cuda:0")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, device: torch.device) -> list[str]:
+    """Loads the kernels of a device that has none, twice, and returns what is said."""
+    with caplog.at_level(logging.WARNING, logger="daf"):
+        for _ in range(2):
+            assert isinstance(load_backend(device), ReferenceBackend)
+    return caplog.messages
+
+
+def test_an_old_gpu_works_slowly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpu: torch.device
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (7, 5))
+    (message,) = warnings_of(caplog, gpu)
+    assert "device 'cuda' with plain torch operations" in message
+    assert "its compute capability is 7.5, and kernels need 8.0" in message
+
+
+def test_without_triton_a_gpu_works_slowly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpu: torch.device
+) -> None:
+    monkeypatch.setitem(sys.modules, "daf_kernels.triton.backend", None)
+    (message,) = warnings_of(caplog, gpu)
+    assert "Triton cannot be imported" in message
+    assert "pip install triton" in message
+
+
+def test_another_device_works_slowly(caplog: pytest.LogCaptureFixture, gpu: torch.device) -> None:
+    (message,) = warnings_of(caplog, torch.device("xpu"))
+    assert "device 'xpu'" in message
+    assert "the GPUs that torch calls 'cuda'" in message
+
+
+def test_a_gpu_has_kernels(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    """They are loaded once for each GPU, and looked at."""
+    from daf_kernels.triton import backend
+
+    loaded: list[torch.device] = []
+    monkeypatch.setattr(backend, "load", lambda device: loaded.append(device) or backend.TritonBackend())
+    for index in (0, 0, 1):
+        assert isinstance(load_backend(torch.device("cuda", index)), backend.TritonBackend)
+    assert loaded == [torch.device("cuda:0"), torch.device("cuda:1")]
+
+
+def test_triton_kernels_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted here: they give the reference's bytes, and a backend that gives others is refused."""
+    from daf_kernels.triton import backend
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=None: "a device")
+    assert isinstance(backend.load(DEVICE), backend.TritonBackend)
+    monkeypatch.setattr(backend, "launch_over_blocks", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="other bytes than the reference on a device"):
+        backend.load(DEVICE)
 
 
 @pytest.mark.parametrize(("seconds", "messages"), [(0.1, 0), (12.34, 1)])

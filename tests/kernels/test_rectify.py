@@ -19,7 +19,7 @@ BACKENDS = [pytest.param(CPU, id="cpu"), pytest.param(REFERENCE, id="reference")
 
 def nonzero_bits(backend: Backend, values: Tensor, fill: int = 0) -> GuardedPages:
     """Packs where a tensor is not zero into new pages."""
-    memory = GuardedPages(mask_pages(values.numel(), PAGE_BYTES), PAGE_BYTES, fill)
+    memory = GuardedPages(mask_pages(values.numel(), PAGE_BYTES), PAGE_BYTES, fill, values.device)
     backend.encode_nonzero(values, memory, memory.pages)
     return memory
 

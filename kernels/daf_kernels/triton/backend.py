@@ -1,0 +1,271 @@
+"""The Triton backend: GPUs, and, interpreted, a machine that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from daf_kernels import reference
+from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues
+from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PlaneLayout, sampled_groups
+from daf_kernels.reference import Seed
+from daf_kernels.reference_backend import ReferenceBackend
+from daf_kernels.slopes import inputs_of_codes
+from daf_kernels.triton.bitmask import decode_mask, encode_mask, encode_nonzero, rectify
+from daf_kernels.triton.groups import decode_groups, encode_blocks, encode_groups
+from daf_kernels.triton.launch import launch, launch_over_blocks
+from daf_kernels.triton.numerics import INTERPRETED
+from daf_kernels.triton.planes import decode_fused, encode_fused
+from daf_kernels.triton.reduction import group_ranges, strategies
+from daf_kernels.triton.selection import Selector, cuda_timer, default_file, problem_class
+from daf_kernels.triton.slopes import decode_slopes, encode_slopes
+
+FUSED_GROUPS = (32, 64, 128, 256)
+"""Groups that are whole rows of a packing block: one kernel reads each element once."""
+
+GROUPS = {"GROUPS": 32} if INTERPRETED.value else {"GROUPS": 2, "num_warps": 1}
+"""Groups of a program where they do not follow packing blocks. A single warp finds the sums of a group without waiting
+for others, and repeats what is done once a group for 8 elements of it in each thread; 4 warps did for 2, in 2.4 times
+the instructions of sm_90. With 4 groups, a thread that decodes needs more than its 255 registers. An interpreted
+program costs 40 ms whatever its size."""
+
+_NO_SEED: Seed = (0, 0, 0, 0)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TritonBackend:
+    """Triton kernels. Tensors with holes go through dense copies, and what a kernel answers is waited for.
+
+    Args:
+        selector: Chooses between ways of doing the same; by rule alone by default.
+    """
+
+    def __init__(self, selector: Selector | None = None) -> None:
+        self._torch = ReferenceBackend()
+        self._selector = selector or Selector(torch.device("cpu"))
+
+    def group_ranges(self, values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Returns the minimum and the maximum of groups by the strategy that is fastest here; see `group_ranges`."""
+        problem = problem_class("range", values.dtype, values.numel() // group, group)
+        ways = {name: partial(group_ranges, values, group, name) for name in strategies(group)}
+        return ways[self._selector.choose(problem, ways)]()
+
+    def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
+        """See `Backend.relative_range`."""
+        count, step, size = sampled_groups(layout)
+        first = torch.arange(count, device=values.device) * (step * layout.group)
+        sample = values.reshape(-1)[first[:, None] + torch.arange(size, device=values.device)]
+        minimum, maximum = self.group_ranges(sample.view(-1), size)
+        squares = (maximum - minimum).double().square().sum()
+        variances = sample.double().var(1, correction=0).sum()
+        return float(torch.where(variances == 0, 0.0, squares / variances))
+
+    def encode(
+        self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
+    ) -> bool:
+        """See `Backend.encode`."""
+        values = _flat(values)
+        flag = _new_flag(values.device)
+        arguments = (values, _table(memory, pages, values.device), flag, layout, planes, memory.page_bytes, seed)
+        ways = {"two kernels": partial(_encode_in_two, *arguments)}
+        if layout.group in FUSED_GROUPS:
+            ways = {"fused": partial(_encode_fused, *arguments), **ways}
+        name = f"encode {planes}" + (" stochastic" if seed else "")
+        ways[self._selector.choose(problem_class(name, values.dtype, layout.groups, layout.group), ways)]()
+        return not flag.item()
+
+    def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode`."""
+        table, limit = _table(memory, pages, out.device), torch.finfo(out.dtype).max
+        headers = {"PLANES": planes, "PER_PAGE": layout.headers_per_page, "LIMIT": limit}
+        with _dense(out) as dense:
+            if layout.group in FUSED_GROUPS:
+                launch_over_blocks(
+                    decode_fused,
+                    (dense, table),
+                    _starts(layout),
+                    memory.page_bytes,
+                    planes,
+                    GROUP=layout.group,
+                    **headers,
+                )
+            else:
+                numbers = (dense.numel(), layout.group, *_starts(layout))
+                shift = memory.page_bytes.bit_length() - 1
+                launch(decode_groups, _programs(layout), (dense, table), numbers, SHIFT=shift, **GROUPS, **headers)
+
+    def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
+        """See `Backend.encode_slopes`."""
+        values = _flat(values)
+        table, flag = _table(memory, pages, values.device), _new_flag(values.device)
+        pointers = (values, table, flag)
+        launch_over_blocks(encode_slopes, pointers, _starts(layout), memory.page_bytes, planes, PLANES=planes)
+        return not flag.item()
+
+    def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode_slopes`."""
+        inputs = _inputs_of_codes(out.device)[planes]
+        table = _table(memory, pages, out.device)
+        with _dense(out) as dense:
+            pointers = (dense, table, inputs)
+            launch_over_blocks(decode_slopes, pointers, _starts(layout), memory.page_bytes, planes, PLANES=planes)
+
+    def two_values(self, values: Tensor) -> TwoValues | None:
+        """See `Backend.two_values`."""
+        if self._torch.two_values(values.reshape(-1)[:BLOCK]) is None:
+            return None
+        return self._torch.two_values(values)
+
+    def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
+        """See `Backend.encode_mask`."""
+        bits = _flat(values).view(_INTEGERS[values.element_size()])
+        table, flag = _table(memory, pages, values.device), _new_flag(values.device)
+        launch_over_blocks(encode_mask, (bits, table, flag), _signed(two), memory.page_bytes, 1)
+        return not flag.item()
+
+    def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode_mask`."""
+        table = _table(memory, pages, out.device)
+        with _dense(out) as dense:
+            bits = dense.view(_INTEGERS[out.element_size()])
+            launch_over_blocks(decode_mask, (bits, table), _signed(two), memory.page_bytes, 1)
+
+    def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.encode_nonzero`."""
+        table = _table(memory, pages, values.device)
+        launch_over_blocks(encode_nonzero, (_flat(values), table), (), memory.page_bytes, 1)
+
+    def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.rectify`."""
+        table, tiny = _table(memory, pages, out.device), torch.finfo(out.dtype).tiny
+        with _dense(out, load=True) as dense:
+            launch_over_blocks(rectify, (dense, table), (), memory.page_bytes, 1, TINY=tiny)
+
+
+def _flat(values: Tensor) -> Tensor:
+    """Returns the elements densely, of shape (elements,)."""
+    return values.contiguous().view(-1)
+
+
+def _encode_fused(
+    values: Tensor,
+    table: Tensor,
+    flag: Tensor,
+    layout: PlaneLayout,
+    planes: int,
+    page_bytes: int,
+    seed: Seed | None,
+) -> None:
+    launch_over_blocks(
+        encode_fused,
+        (values, table, flag),
+        (*_starts(layout), *(seed or _NO_SEED)),
+        page_bytes,
+        planes,
+        GROUP=layout.group,
+        **_header_constants(layout, planes, seed),
+    )
+
+
+def _encode_in_two(
+    values: Tensor,
+    table: Tensor,
+    flag: Tensor,
+    layout: PlaneLayout,
+    planes: int,
+    page_bytes: int,
+    seed: Seed | None,
+) -> None:
+    lows, inverses = torch.empty(2, layout.groups, dtype=torch.float32, device=values.device)
+    launch(
+        encode_groups,
+        _programs(layout),
+        (values, table, flag, lows, inverses),
+        (values.numel(), layout.group),
+        **GROUPS,
+        **_header_constants(layout, planes, seed),
+    )
+    if planes:
+        launch_over_blocks(
+            encode_blocks,
+            (values, table, lows, inverses),
+            (layout.group, *_starts(layout), *(seed or _NO_SEED)),
+            page_bytes,
+            planes,
+            PLANES=planes,
+            STOCHASTIC=seed is not None,
+        )
+
+
+def _programs(layout: PlaneLayout) -> int:
+    return -(-layout.groups // GROUPS["GROUPS"])
+
+
+def _header_constants(layout: PlaneLayout, planes: int, seed: Seed | None) -> dict[str, int]:
+    return {"PLANES": planes, "PER_PAGE": layout.headers_per_page, "STOCHASTIC": seed is not None}
+
+
+@contextmanager
+def _dense(out: Tensor, load: bool = False) -> Generator[Tensor]:
+    """Gives a dense tensor of shape (elements,) whose content becomes that of `out`."""
+    if out.is_contiguous():
+        yield out.view(-1)
+        return
+    dense = _flat(out) if load else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+    yield dense
+    out.copy_(dense.view(out.shape))
+
+
+def _table(memory: PageMemory, pages: Pages, device: torch.device) -> Tensor:
+    """Returns the addresses of pages, where kernels read them."""
+    return torch.from_numpy(memory.addresses(pages)).to(device, non_blocking=True)
+
+
+def _new_flag(device: torch.device) -> Tensor:
+    """Returns a number that kernels set where they find what they do not encode."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _starts(layout: PlaneLayout) -> tuple[int, ...]:
+    """Returns where the pages of each plane start."""
+    return tuple(layout.plane_start(plane) for plane in range(len(PLANE_WIDTHS)))
+
+
+def _signed(two: TwoValues) -> tuple[int, int]:
+    """Returns the bits of two values as kernels take integers: with a sign."""
+    zero, one = (bits - (1 << 64) if bits >> 63 else bits for bits in two)
+    return zero, one
+
+
+@lru_cache(maxsize=8)
+def _inputs_of_codes(device: torch.device) -> Tensor:
+    return torch.from_numpy(inputs_of_codes()).to(device)
+
+
+def load(device: torch.device) -> TritonBackend:
+    """Returns the kernels for a GPU, after a look at what they give.
+
+    Raises:
+        RuntimeError: They give other bytes than the reference.
+    """
+    backend = TritonBackend(Selector(device, cuda_timer(device), default_file()))
+    layout = PlaneLayout(4 * BLOCK, BLOCK, 128)
+    values = torch.arange(float(layout.elements), device=device)
+    memory = FixedPages(layout.pages(len(PLANE_WIDTHS)), layout.page_bytes, device)
+    pages = np.arange(layout.pages(len(PLANE_WIDTHS)))
+    memory.write(pages, torch.zeros(pages.size, layout.page_bytes, dtype=torch.uint8, device=device))
+    TritonBackend().encode(values, layout, len(PLANE_WIDTHS), memory, pages, None)
+    out = torch.empty_like(values)
+    backend.decode(out, layout, len(PLANE_WIDTHS), memory, pages)
+    expected = reference.encode(values, layout, len(PLANE_WIDTHS))
+    if not torch.equal(memory.read(pages), expected) or float((out - values).abs().max()) > 0.51:
+        raise RuntimeError(
+            f"the Triton kernels give other bytes than the reference on {torch.cuda.get_device_name(device)}; "
+            'reinstall triton, or set backend="reference"'
+        )
+    return backend

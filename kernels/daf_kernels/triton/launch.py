@@ -1,0 +1,102 @@
+"""Launches Triton kernels, and keeps what was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from daf_kernels.layout import BLOCK, COLUMNS, PLANE_WIDTHS
+from daf_kernels.triton.numerics import INTERPRETED
+
+ROW_BYTES = 2048
+"""Bytes of a program's row at most: each of its threads moves 16 of them at a time."""
+
+THREADS = 128
+"""Threads of a program: 4 warps of an NVIDIA GPU, 2 of an AMD GPU, whose warps have 64 threads."""
+
+OPTIONS = {"enable_fp_fusion": False}
+"""A product and a sum in one would be rounded once, and the bytes would not be those of other backends."""
+
+NEAR_BYTES = 2**31 - 1
+"""Triton addresses the elements of a tensor of so many bytes at most by 32 bits where it compiles for AMD's GPUs."""
+
+_compiled: dict[Hashable, Any] = {}
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Makes a function a kernel that `launch` may run, as ``triton.jit`` does.
+
+    Triton would compile it anew for integers that are 1 and for those that 16 divides, and rely on that: called with
+    other numbers, such code writes past the last element. So all its integers are told not to be looked at.
+    """
+    integers = [name for name, kind in function.__annotations__.items() if "int64" in str(kind)]
+    return triton.jit(do_not_specialize=integers)(function)
+
+
+def launch(kernel: Any, programs: int, pointers: Sequence[Tensor], numbers: Sequence[int], **constants: Any) -> None:
+    """Runs `programs` programs of a kernel.
+
+    Triton looks at every argument of every call, which takes 10 us; a compiled kernel that is called itself takes 1.5
+    and looks at nothing. So it is kept by all that its code depends on.
+
+    Args:
+        kernel: A function with the decorator `kernel`, whose integers are all declared to have 64 bits.
+        programs: How many; none are no call.
+        pointers: Its tensors, which come first.
+        numbers: Its integers, which come next.
+        constants: Its constants, and ``num_warps`` where programs do not have `THREADS` threads.
+    """
+    if not programs:
+        return
+    grid, device = (programs, 1, 1), pointers[0].device
+    if INTERPRETED.value:
+        kernel[grid](*pointers, *numbers, **constants)
+        return
+    key = (kernel, device, pointers[0].dtype, *map(_assumed, pointers), *sorted(constants.items()))
+    with torch.cuda.device(device):
+        compiled = _compiled.get(key)
+        if compiled is None:
+            target: Any = triton.runtime.driver.active.get_current_target()
+            options = {**OPTIONS, "num_warps": THREADS // target.warp_size, **constants}
+            _compiled[key] = kernel[grid](*pointers, *numbers, **options)
+        else:
+            names = kernel.arg_names[len(pointers) + len(numbers) :]
+            compiled[grid](*pointers, *numbers, *(constants[name] for name in names))
+
+
+def _assumed(pointer: Tensor) -> tuple[bool, bool]:
+    """What compiled code assumes of a tensor, beside its type."""
+    return pointer.data_ptr() % 16 == 0, pointer.nbytes <= NEAR_BYTES
+
+
+def launch_over_blocks(
+    kernel: Any, pointers: Sequence[Tensor], numbers: Sequence[int], page_bytes: int, planes: int, **constants: Any
+) -> None:
+    """Runs a kernel over all packing blocks of its first tensor: programs that are full, and one that may not be.
+
+    That one is a launch of its own, since looking whether an element exists makes loads and stores slower.
+
+    Args:
+        kernel: See `launch`; its first integers are the elements and the number of the first program, its last
+            constants ``BLOCKS``, ``SHIFT`` and ``MASKED``.
+        pointers: Its tensors.
+        numbers: Its other integers.
+        page_bytes: Bytes of a page.
+        planes: Planes that it works on: what a program does of each lies in one page.
+        constants: Its other constants.
+    """
+    elements = pointers[0].numel()
+    blocks = blocks_of_program(pointers[0].element_size(), page_bytes, planes)
+    full, rest = divmod(elements, blocks * BLOCK)
+    constants |= {"BLOCKS": blocks, "SHIFT": page_bytes.bit_length() - 1}
+    launch(kernel, full, pointers, (elements, 0, *numbers), MASKED=False, **constants)
+    launch(kernel, int(rest > 0), pointers, (elements, full, *numbers), MASKED=True, **constants)
+
+
+def blocks_of_program(element_size: int, page_bytes: int, planes: int) -> int:
+    """Returns the packing blocks of a program, a power of two."""
+    return min(ROW_BYTES // (COLUMNS * element_size), page_bytes // (COLUMNS * PLANE_WIDTHS[max(planes, 1) - 1]))
