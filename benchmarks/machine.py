@@ -3,7 +3,7 @@
 import os
 import platform
 from ctypes.util import find_library
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -26,9 +26,20 @@ class Machine:
     dtype: str
 
 
-def describe_machine(*, threads: int, allocator: str, dtype: str) -> Machine:
+@dataclass(frozen=True, kw_only=True)
+class GpuMachine(Machine):
+    """A machine whose GPU was measured; ``cuda`` is the version that torch was built with."""
+
+    gpu: str
+    gpu_bytes: int
+    capability: str
+    cuda: str
+    triton: str
+
+
+def describe_machine(*, threads: int, allocator: str, dtype: str, device: str = "cpu") -> Machine:
     """Returns this machine, with what the benchmark chose of it."""
-    return Machine(
+    machine = Machine(
         cpu=_cpu_name(),
         cores=core_count(),
         threads=threads,
@@ -37,6 +48,7 @@ def describe_machine(*, threads: int, allocator: str, dtype: str) -> Machine:
         allocator=allocator,
         dtype=dtype,
     )
+    return machine if device == "cpu" else _with_gpu(machine)
 
 
 def core_count() -> int:
@@ -51,6 +63,20 @@ def tcmalloc_library() -> str | None:
     method, so that it says little about activations.
     """
     return next(filter(None, map(find_library, _TCMALLOC)), None)
+
+
+def _with_gpu(machine: Machine) -> GpuMachine:
+    import triton  # not everywhere where there is no GPU
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return GpuMachine(
+        **asdict(machine),
+        gpu=properties.name,
+        gpu_bytes=properties.total_memory,
+        capability=f"{properties.major}.{properties.minor}",
+        cuda=torch.version.cuda or "",
+        triton=triton.__version__,
+    )
 
 
 def _cpu_name() -> str:

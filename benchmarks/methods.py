@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.resnet.modeling_resnet import ResNetBasicLayer
 
 from benchmarks.process_memory import SavedTensorCounter
 
@@ -186,6 +185,8 @@ class _Compressed:
 
 
 def _enable_checkpointing(model: nn.Module) -> None:
+    from transformers.models.resnet.modeling_resnet import ResNetBasicLayer  # benchmarks of kernels run without it
+
     blocks = [module for module in model.modules() if isinstance(module, ResNetBasicLayer)]
     for block in blocks:  # transformers has no checkpointing for ResNet
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

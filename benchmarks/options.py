@@ -4,6 +4,8 @@ import argparse
 import re
 from collections.abc import Callable
 
+import torch
+
 from benchmarks.methods import METHODS, is_method
 
 
@@ -32,6 +34,15 @@ def probability(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; allowed is a number from 0 to below 1, such as 0.1")
     return value
+
+
+def usable_device(text: str) -> str:
+    """Parses the kind of device to measure on, which has to be there."""
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed are cpu and cuda")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("got 'cuda', and torch sees no GPU here; pass cpu, or run it where one is")
+    return text
 
 
 def method_names(allowed: tuple[str, ...] = METHODS) -> Callable[[str], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Resident memory of this process, and the bytes that autograd saves."""
+"""Memory of this process, resident and on a GPU, and the bytes that autograd saves."""
 
 import ctypes
 import resource
@@ -53,6 +53,23 @@ def release_free_memory() -> None:
 def loaded_allocator() -> str:
     """Returns the name of the allocator that serves this process."""
     return "tcmalloc" if hasattr(ctypes.CDLL(None), "MallocExtension_ReleaseFreeMemory") else "system"
+
+
+class GpuMemory:
+    """Allocated bytes of the current CUDA device, above those allocated now."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._loaded = torch.cuda.memory_allocated()
+
+    def reset_peak(self) -> None:
+        """Starts a new peak."""
+        torch.cuda.reset_peak_memory_stats()
+
+    def figures(self) -> dict[str, int]:
+        """Returns the bytes that were allocated at first, and the peak above them."""
+        peak = torch.cuda.max_memory_allocated() - self._loaded
+        return {"loaded_device_bytes": self._loaded, "peak_device_bytes": peak}
 
 
 class SavedTensorCounter:

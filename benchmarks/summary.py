@@ -8,7 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.worker import Measurement
+from benchmarks.timing import paired_ratio
+from benchmarks.worker import GpuMeasurement, Measurement
+
+ROUND_FIELDS = ("step_seconds", "peak_rss_bytes")
+DEVICE_FIELDS = ("loaded_device_bytes", "peak_device_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +60,12 @@ class MethodResult:
     rounds: list[dict[str, float]]
 
 
-def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
-    """Returns the median of the ratios of values to their baseline in the same round.
+@dataclass(frozen=True, kw_only=True)
+class GpuMethodResult(MethodResult):
+    """The figures of one method on a GPU; its device's bytes are those of ``GpuMeasurement``."""
 
-    Pairing cancels what changes from round to round, such as the clock of a shared machine.
-
-    Raises:
-        ValueError: If the two do not have one entry for each round.
-    """
-    if not values or len(values) != len(baseline):
-        raise ValueError(
-            f"got {len(values)} values and {len(baseline)} of the baseline; "
-            "pass one of each for every round, at least one"
-        )
-    return statistics.median(value / base for value, base in zip(values, baseline, strict=True))
+    loaded_device_bytes: int
+    peak_device_bytes: int
 
 
 def compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> GradientComparison:
@@ -109,7 +105,7 @@ def compare_lora_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]
 
 def load_gradients(path: Path) -> dict[str, Tensor]:
     """Returns the gradients that a worker saved."""
-    return torch.load(path, weights_only=True)
+    return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def summarize(
@@ -125,7 +121,9 @@ def summarize(
     """
     seconds = [measured.step_seconds for measured in rounds]
     raw = plain_rounds if method == "checkpoint" else rounds
-    return MethodResult(
+    on_gpu = all(isinstance(measured, GpuMeasurement) for measured in rounds)
+    kind, fields = (GpuMethodResult, DEVICE_FIELDS) if on_gpu else (MethodResult, ())
+    return kind(
         method=method,
         raw_bytes=int(_median(raw, "raw_bytes")),
         held_bytes=int(_median(rounds, "held_bytes")),
@@ -145,9 +143,8 @@ def summarize(
         pager_seconds=_median(rounds, "pager_seconds"),
         audit_seconds=_median(rounds, "audit_seconds"),
         audited_error=rounds[-1].audited_error,
-        rounds=[
-            {"step_seconds": measured.step_seconds, "peak_rss_bytes": measured.peak_rss_bytes} for measured in rounds
-        ],
+        rounds=[{field: getattr(measured, field) for field in (*ROUND_FIELDS, *fields)} for measured in rounds],
+        **{field: int(_median(rounds, field)) for field in fields},
     )
 
 

@@ -22,9 +22,17 @@ from rich.table import Table
 
 from benchmarks.machine import core_count, describe_machine, tcmalloc_library
 from benchmarks.models import MODELS
-from benchmarks.options import method_names, probability, whole_number
-from benchmarks.summary import MethodResult, compare_gradients, compare_lora_gradients, load_gradients, summarize
-from benchmarks.worker import Measurement, Task
+from benchmarks.options import method_names, probability, usable_device, whole_number
+from benchmarks.summary import (
+    GpuMethodResult,
+    MethodResult,
+    compare_gradients,
+    compare_lora_gradients,
+    load_gradients,
+    summarize,
+)
+from benchmarks.tables import Grid, markdown_table
+from benchmarks.worker import GpuMeasurement, Measurement, Task
 
 DEFAULT_METHODS = "plain,checkpoint,daf-exact,daf-8bit,daf-4bit,daf-2bit"
 SMALLEST_IMAGE = 32
@@ -40,6 +48,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description="Times whole training steps.")
     cores = core_count()
     parser.add_argument("--model", choices=tuple(MODELS), default="roberta-base", help="tiny is for smoke tests")
+    parser.add_argument("--device", type=usable_device, default="cpu", help="cpu or cuda")
     parser.add_argument("--batch", type=whole_number(1), default=8, help="rows of a batch")
     parser.add_argument("--seq", type=whole_number(2), default=128, help="tokens of a row")
     parser.add_argument("--image", type=whole_number(SMALLEST_IMAGE), default=224, help="height and width, resnet18")
@@ -50,6 +59,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
     parser.add_argument("--lora-dropout", type=probability, default=0.1)
     parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args(arguments)
     longest = MODELS[options.model].longest_seq
     if longest and options.seq > longest:
@@ -87,7 +97,8 @@ def run_worker(task: Task, folder: Path) -> Measurement:
             f"the process for {task.method!r} ended with code {process.returncode}; "
             f"correct what it says and run again:\n{process.stderr[-2000:]}"
         )
-    return Measurement(**json.loads(result.read_text()))
+    kind = GpuMeasurement if task.device == "cuda" else Measurement
+    return kind(**json.loads(result.read_text()))
 
 
 def run_rounds(options: argparse.Namespace, folder: Path) -> dict[str, list[Measurement]]:
@@ -123,23 +134,23 @@ def compare(options: argparse.Namespace) -> tuple[list[MethodResult], str]:
     return results, measured["plain"][0].allocator
 
 
+def result_grid(title: str, results: Sequence[MethodResult]) -> Grid:
+    """Returns the figures as cells; sizes in MB of 10^6 bytes, of a GPU's own memory where it ran on one."""
+    on_gpu = any(isinstance(result, GpuMethodResult) for result in results)
+    sizes = ("loaded MB", "peak MB") if on_gpu else ("code MB", "peak RSS MB")
+    headings = ("method", "saved MB", "held MB", *sizes, "step s", "ratio", "gradient error", "LoRA error")
+    return Grid(title, headings, [*map(_row, results)])
+
+
 def result_table(title: str, results: Sequence[MethodResult]) -> Table:
-    """Returns the figures as a table; sizes in MB of 10^6 bytes."""
-    table = Table(title=title, box=SIMPLE, collapse_padding=True)
-    table.add_column("method", no_wrap=True)
-    for heading in ("saved MB", "held MB", "code MB", "peak RSS MB", "step s", "ratio"):
-        table.add_column(heading, justify="right")
-    for heading in ("gradient error", "LoRA error"):
-        table.add_column(heading, justify="right", min_width=len("gradient"))
-    for result in results:
-        sizes = (result.raw_bytes, result.held_bytes, result.setup_rss_bytes, result.peak_rss_bytes)
-        table.add_row(
-            result.method,
-            *(f"{size / MEGABYTE:.1f}" for size in sizes),
-            f"{result.step_seconds:.3f}",
-            f"{result.step_ratio:.3f}",
-            *map(_error_text, (result.gradient_error, result.lora_gradient_error)),
-        )
+    """Returns the figures as a table for a terminal."""
+    grid = result_grid(title, results)
+    table = Table(title=grid.title, box=SIMPLE, collapse_padding=True)
+    table.add_column(grid.headings[0], no_wrap=True)
+    for heading in grid.headings[1:]:
+        table.add_column(heading, justify="right", min_width=len("gradient") if "error" in heading else None)
+    for row in grid.rows:
+        table.add_row(*row)
     return table
 
 
@@ -150,10 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     results, allocator = compare(options)
-    machine = describe_machine(threads=options.threads, allocator=allocator, dtype=options.dtype)
+    machine = describe_machine(threads=options.threads, allocator=allocator, dtype=options.dtype, device=options.device)
     Console().print(result_table(_title(options), results))
+    if options.markdown:
+        options.markdown.write_text(markdown_table(result_grid(_title(options), results)))
     if options.json:
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "markdown")}
         report = {
             "methods": [asdict(result) for result in results],
             "machine": asdict(machine),
@@ -174,6 +187,7 @@ def _task(options: argparse.Namespace, method: str, gradients: Path | None) -> T
         threads=options.threads,
         lora_dropout=options.lora_dropout,
         gradients=str(gradients) if gradients else "",
+        device=options.device,
     )
 
 
@@ -193,6 +207,19 @@ def _worker_environment(threads: int) -> dict[str, str]:
     return environment
 
 
+def _row(result: MethodResult) -> list[str]:
+    sizes = [result.setup_rss_bytes, result.peak_rss_bytes]
+    if isinstance(result, GpuMethodResult):
+        sizes = [result.loaded_device_bytes, result.peak_device_bytes]
+    return [
+        result.method,
+        *(f"{size / MEGABYTE:.1f}" for size in (result.raw_bytes, result.held_bytes, *sizes)),
+        f"{result.step_seconds:.3f}",
+        f"{result.step_ratio:.3f}",
+        *map(_error_text, (result.gradient_error, result.lora_gradient_error)),
+    ]
+
+
 def _error_text(error: float | None) -> str:
     return "" if error is None else f"{error:.2g}"
 
@@ -201,7 +228,8 @@ def _title(options: argparse.Namespace) -> str:
     size = f"{options.batch} x {options.seq}"
     if MODELS[options.model].task == "image":
         size = f"{options.batch} x {options.image} x {options.image}"
-    return f"{options.model}, {size}, {options.dtype}, {options.threads} threads"
+    where = f"{options.threads} threads" if options.device == "cpu" else options.device
+    return f"{options.model}, {size}, {options.dtype}, {where}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.methods import Method, open_method
 from benchmarks.models import SEED, build_batch, build_model
 from benchmarks.process_memory import (
+    GpuMemory,
     loaded_allocator,
     peak_bytes,
     release_free_memory,
@@ -46,6 +47,7 @@ class Task:
     threads: int
     lora_dropout: float
     gradients: str = ""
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,18 @@ class Measurement:
     audited_error: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuMeasurement(Measurement):
+    """What one process measured on a GPU.
+
+    ``loaded_device_bytes`` is what model, batch and optimizer have of the device's memory, ``peak_device_bytes`` the
+    peak of allocated bytes above that.
+    """
+
+    loaded_device_bytes: int
+    peak_device_bytes: int
+
+
 class TrainingStep:
     """A training step on one batch; its random numbers depend on the seed alone, not on the method."""
 
@@ -83,10 +97,11 @@ class TrainingStep:
         self._optimizer = optimizer
         self._method = method
         self._autocast = dtype == "bf16"
+        self._device = next(iter(batch.values())).device.type
 
     def forward(self, batch: dict[str, Tensor] | None = None) -> Tensor:
         """Returns the loss of the batch, or of another one."""
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
+        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._autocast):
             return self._model(**batch or self._batch).loss
 
     def compute_gradients(self, seed: int) -> None:
@@ -103,9 +118,11 @@ class TrainingStep:
 
     def timed_run(self, seed: int) -> float:
         """Sets the gradients, updates the weights and returns the seconds that this took."""
+        _finish(self._device)
         start = time.perf_counter()
         self.compute_gradients(seed)
         self._optimizer.step()
+        _finish(self._device)
         return time.perf_counter() - start
 
 
@@ -118,11 +135,13 @@ def measure(task: Task) -> Measurement:
     saved, so that a method has had one step to settle.
     """
     torch.set_num_threads(task.threads)
-    model = build_model(task.model, lora_dropout=task.lora_dropout)
+    model = build_model(task.model, lora_dropout=task.lora_dropout).to(task.device)
     batch = build_batch(task.model, batch=task.batch, seq=task.seq, image=task.image)
+    batch = {name: tensor.to(task.device) for name, tensor in batch.items()}
     optimizer = _build_optimizer(model)
     release_free_memory()
     loaded = resident_bytes()
+    gpu = GpuMemory() if task.device == "cuda" else None
     method = open_method(task.method, model)
     level = resident_bytes()
     step = TrainingStep(model, batch, optimizer, method, task.dtype)
@@ -131,12 +150,16 @@ def measure(task: Task) -> Measurement:
     if task.gradients:
         torch.save(_gradients(model), task.gradients)
     reset_peak()
+    if gpu:
+        gpu.reset_peak()
     seconds = [step.timed_run(SEED + number) for number in range(task.steps)]
     peak = peak_bytes() - level
+    kind, figures = (GpuMeasurement, gpu.figures()) if gpu else (Measurement, {})
     stored = method.measure(step.forward)
     method.close()
-    return Measurement(
+    return kind(
         **asdict(stored),
+        **figures,
         setup_rss_bytes=level - loaded,
         peak_rss_bytes=peak,
         step_seconds=statistics.median(seconds),
@@ -157,8 +180,15 @@ def _build_optimizer(model: nn.Module) -> Optimizer:
     return optimizer
 
 
+def _finish(device: str) -> None:
+    """Waits for what a device has been given to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: gradient.cpu() for name, gradient in gradients if gradient is not None}
 
 
 def main(arguments: list[str]) -> None:

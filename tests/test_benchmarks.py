@@ -21,9 +21,9 @@ from benchmarks.summary import (
     compare_gradients,
     compare_lora_gradients,
     load_gradients,
-    paired_ratio,
     summarize,
 )
+from benchmarks.timing import paired_ratio
 from benchmarks.worker import Measurement, Task, measure
 
 METHOD_KEYS = {
@@ -237,6 +237,8 @@ def test_training_writes_its_figures(tmp_path: Path) -> None:
     assert 0 < coded["gradient_error"] < coded["lora_gradient_error"] < 1
     assert report["machine"].keys() == MACHINE_KEYS
     assert report["settings"]["methods"] == ["plain", "daf-4bit"]
+    assert report["settings"]["device"] == "cpu"
+    assert not {"peak_device_bytes", "loaded_device_bytes"} & plain.keys()
 
 
 def test_a_budget_is_part_of_a_methods_name(tmp_path: Path) -> None:
