@@ -116,7 +116,14 @@ class TritonBackend:
             launch_over_blocks(decode_slopes, pointers, _starts(layout), memory.page_bytes, planes, PLANES=planes)
 
     def two_values(self, values: Tensor) -> TwoValues | None:
-        """See `Backend.two_values`."""
+        """See `Backend.two_values`; floats on a GPU are not looked at.
+
+        To wait for what is in them would leave the GPU without work at each, and its dropouts save masks of bools.
+        """
+        if values.dtype is torch.bool:
+            return 0, 1
+        if values.is_cuda and values.is_floating_point():
+            return None
         if self._torch.two_values(values.reshape(-1)[:BLOCK]) is None:
             return None
         return self._torch.two_values(values)
