@@ -60,7 +60,9 @@ def is_being_saved(node: Any, name: str) -> bool:
     try:
         saved = getattr(node, f"_raw_saved_{name}", None)
         # Under hooks that is put in place first; without, the tensor itself is there.
-        return saved is not None and saved.unpack_hook is None and getattr(node, f"_saved_{name}") is None
+        if saved is None or not hasattr(saved, "unpack_hook"):  # a torch that does not tell
+            return False
+        return saved.unpack_hook is None and getattr(node, f"_saved_{name}") is None
     except RuntimeError:  # it has released the tensor, or saved it without hooks and it was changed since
         return False
 

@@ -44,8 +44,11 @@ class DevicePagers:
 
     @property
     def total_budget(self) -> int | None:
-        """Bytes that may be held on all devices together; None where one of them has no limit."""
-        budgets = [pager.budget for pager in list(self._pagers.values())]
+        """Bytes that may be held on all devices that have pages; None where one of them has no limit.
+
+        A model on a GPU may save a number that lies in the memory of the CPU, which makes no room on the GPU.
+        """
+        budgets = [pager.budget for pager in list(self._pagers.values()) if pager.pool.reserved_bytes]
         limited = [budget for budget in budgets if budget is not None]
         return sum(limited) if budgets and len(limited) == len(budgets) else None
 

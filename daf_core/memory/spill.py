@@ -93,7 +93,7 @@ class SpillFile:
         """
         try:
             for start, rows in self._chunks(slots):
-                content = torch.empty((rows.stop - rows.start, self._page_bytes), dtype=torch.uint8)
+                content = torch.empty((rows.stop - rows.start, self._page_bytes), dtype=torch.uint8, device="cpu")
                 with self._lock:
                     self._read_at(start, content.numpy().data.cast("B"))
                 memory.write(pages[rows], content)

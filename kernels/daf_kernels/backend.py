@@ -30,7 +30,7 @@ def bits_of_elements(values: Tensor) -> Tensor:
 
 def bits_of_number(number: float, dtype: torch.dtype) -> int:
     """Returns the bits of a number as an integer; those of a negative one are negative."""
-    return int(bits_of_elements(torch.tensor(number, dtype=dtype)))
+    return int(bits_of_elements(torch.tensor(number, dtype=dtype, device="cpu")))
 
 
 class PageMemory(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from functools import lru_cache
 from logging import getLogger
 
@@ -86,4 +87,17 @@ def _load_triton(device: torch.device) -> Backend:
         from daf_kernels.triton.backend import load
     except ImportError as error:
         raise UnusableError(f"Triton cannot be imported ({error}); run: pip install triton") from error
+    try:
+        _build_driver()
+    except (OSError, RuntimeError, AssertionError, subprocess.CalledProcessError) as error:
+        raise UnusableError(
+            f"Triton cannot work here ({error}); it needs a C compiler and the header files of Python"
+        ) from error
     return load(device)
+
+
+def _build_driver() -> None:
+    """Has Triton compile what it calls the GPU's driver with, which it does once."""
+    import triton
+
+    triton.runtime.driver.active.get_current_target()

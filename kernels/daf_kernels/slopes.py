@@ -61,6 +61,11 @@ def inputs_of_codes() -> np.ndarray:
 
     Its derivative is the mean over what is cut to the code, for normal inputs.
     """
+    with torch.device("cpu"):  # whatever the user's default
+        return _inputs_of_codes()
+
+
+def _inputs_of_codes() -> np.ndarray:
     x = torch.linspace(-9, 9, 1 << 18, dtype=torch.float64)
     slopes = derivative(x)
     weights = torch.exp(-((x - _TYPICAL_MEAN) ** 2) / (2 * _TYPICAL_DEVIATION**2))

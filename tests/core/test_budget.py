@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daf_core import ActivationBudgetError, ActivationEngine
+from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
+from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pool import PAGE_BYTES
 from daf_core.torch_internals import innermost_hooks
 from tests.core.harness import (
@@ -188,3 +189,12 @@ def test_parameters_do_not_count_against_the_budget() -> None:
         loss = model(normal(1, 256).requires_grad_()).sum()
     loss.backward()
     assert_empty(engine)
+
+
+def test_a_device_without_pages_makes_no_room() -> None:
+    """A number on the CPU that a model on a GPU saves has a budget of its own, which lossy activations cannot use."""
+    pagers = DevicePagers(DAFConfig(memory_budget="1MB"))
+    assert pagers.total_budget is None
+    with pagers.on(torch.device("cpu")).writing(1):
+        pagers.on(torch.device("meta")).hold(8)
+        assert pagers.total_budget == 1_000_000

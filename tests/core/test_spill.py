@@ -22,7 +22,7 @@ from daf_core.memory import spill
 from daf_core.memory.growth import FixedGrowth
 from daf_core.memory.pool import PagePool
 from daf_core.memory.spill import SpillFile
-from daf_kernels import Pages
+from daf_kernels import FixedPages, Pages
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -344,3 +344,16 @@ def test_disk_that_recovers_gives_the_right_gradient(tmp_path: Path) -> None:
     model.zero_grad()
     loss.backward()
     assert_same(gradients(model), expected)
+
+
+def test_pages_come_back_whatever_the_default_device(tmp_path: Path) -> None:
+    """The file is read through the memory of the CPU."""
+    memory, file = FixedPages(3, 128), SpillFile(tmp_path, 128)
+    pages = np.arange(3)
+    content = torch.arange(3 * 128).view(3, 128).to(torch.uint8)
+    memory.write(pages, content)
+    slots = file.write(memory, pages)
+    memory.write(pages, torch.zeros_like(content))
+    with torch.device("meta"):
+        file.read(slots, memory, pages)
+    assert torch.equal(memory.read(pages), content)

@@ -33,6 +33,7 @@ def test_nothing_is_kept_of_what_has_no_values() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU that torch describes and Triton never sees; what was said of others is forgotten."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    monkeypatch.setattr(dispatch, "_build_driver", lambda: None)
     monkeypatch.setattr(dispatch, "_warn_once", lru_cache(dispatch._warn_once.__wrapped__))
     monkeypatch.setattr(dispatch, "_load_triton", lru_cache(dispatch._load_triton.__wrapped__))
     return torch.device("cuda:0")
@@ -62,6 +63,18 @@ def test_without_triton_a_gpu_works_slowly(
     (message,) = warnings_of(caplog, gpu)
     assert "Triton cannot be imported" in message
     assert "pip install triton" in message
+
+
+def test_without_a_compiler_a_gpu_works_slowly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpu: torch.device
+) -> None:
+    def no_compiler() -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(dispatch, "_build_driver", no_compiler)
+    (message,) = warnings_of(caplog, gpu)
+    assert "Failed to find C compiler" in message
+    assert "needs a C compiler" in message
 
 
 def test_another_device_works_slowly(caplog: pytest.LogCaptureFixture, gpu: torch.device) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from daf_kernels import PRECISIONS, cpu, plane_layout, slopes
-from daf_kernels.backend import Backend
+from daf_kernels.backend import Backend, bits_of_number
 from daf_kernels.cpu import CpuBackend
 from daf_kernels.layout import PLANE_WIDTHS
 from daf_kernels.slopes import LIMIT, STEPS, codes_of, derivative, inputs_of_codes
@@ -249,3 +249,10 @@ def test_error_falls_with_every_plane(at: Callable[[Tensor], Tensor], mean: floa
         for left in (0, 2, 3, 4)
     ]
     assert errors == sorted(errors, reverse=True)
+
+
+def test_tables_do_not_depend_on_the_default_device() -> None:
+    with torch.device("meta"):
+        table = inputs_of_codes.__wrapped__()
+        assert bits_of_number(1.0, torch.float32) == 0x3F800000
+    assert np.array_equal(table, inputs_of_codes())
