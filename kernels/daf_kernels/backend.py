@@ -33,6 +33,12 @@ def bits_of_number(number: float, dtype: torch.dtype) -> int:
     return int(bits_of_elements(torch.tensor(number, dtype=dtype, device="cpu")))
 
 
+def signed_words(two: TwoValues) -> tuple[int, int]:
+    """Returns the bits of two values as kernels take integers: 64 bits with a sign."""
+    zero, one = (bits - (1 << 64) if bits >> 63 else bits for bits in two)
+    return zero, one
+
+
 class PageMemory(Protocol):
     """Memory cut into pages of one size."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from daf_kernels import cpu_jobs, cpu_masks, cpu_ranges
-from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues, bits_of_number
+from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues, bits_of_number, signed_words
 from daf_kernels.cpu_bits import BFLOAT16, FLOAT16, FLOAT32
 from daf_kernels.cpu_team import Team
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
@@ -136,12 +136,12 @@ class CpuBackend:
 
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_mask`."""
-        kernel = _Kernel(cpu_jobs.encode_mask, values.element_size(), _signed(two))
+        kernel = _Kernel(cpu_jobs.encode_mask, values.element_size(), signed_words(two))
         return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
-        self._over(out, _Kernel(cpu_jobs.decode_mask, out.element_size(), _signed(two)), memory, pages, store=True)
+        self._over(out, _Kernel(cpu_jobs.decode_mask, out.element_size(), signed_words(two)), memory, pages, store=True)
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
@@ -212,12 +212,6 @@ class CpuBackend:
         cpu_masks.copy_strided(
             values.data_ptr(), shape, strides, values.element_size(), first, stop, buffer.data_ptr(), into_dense
         )
-
-
-def _signed(two: TwoValues) -> tuple[int, int]:
-    """Returns the bits of two values as words are stored: with a sign."""
-    zero, one = (bits - (1 << 64) if bits >> 63 else bits for bits in two)
-    return zero, one
 
 
 @lru_cache(maxsize=1024)

@@ -16,9 +16,7 @@ class ReferenceBackend:
 
     def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
         """See `Backend.relative_range`."""
-        count, step, size = sampled_groups(layout)
-        first = torch.arange(count, device=values.device) * (step * layout.group)
-        groups = values.reshape(-1)[first[:, None] + torch.arange(size, device=values.device)].float()
+        groups = sample_groups(values, layout).float()
         squares = float((groups.amax(1) - groups.amin(1)).double().square().sum())
         variances = float(groups.double().var(1, correction=0).sum())
         return squares / variances if variances else 0.0
@@ -92,3 +90,10 @@ def _signed(bits: int, like: Tensor) -> Tensor:
     """Returns unsigned `bits` as a number of the integer type of `like`."""
     size = like.element_size()
     return torch.frombuffer(bytearray(bits.to_bytes(size, "little")), dtype=like.dtype)[0].to(like.device)
+
+
+def sample_groups(values: Tensor, layout: PlaneLayout) -> Tensor:
+    """Returns the groups that stand for all, of shape (groups, elements of a group); see `layout.sampled_groups`."""
+    count, step, size = sampled_groups(layout)
+    first = torch.arange(count, device=values.device) * (step * layout.group)
+    return values.reshape(-1)[first[:, None] + torch.arange(size, device=values.device)]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +40,17 @@ class HardInput:
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Returns float32 normal numbers, the same every time, without touching torch's own generator."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_bits(seed: int, shift: int, rows: int, row: int, dtype: torch.dtype) -> Tensor:
+    """Returns elements of random bits, NaNs and infinities among them, of a spread that varies from row to row.
+
+    A shift of 0 leaves any float32, one of 26 a few bits of it.
+    """
+    source, distance = np.random.default_rng(seed), np.uint64(shift)
+    pattern = source.integers(0, 2**32, (rows, row), dtype=np.uint64) >> distance
+    pattern += source.integers(0, 2**32, (rows, 1), dtype=np.uint64) >> distance << distance
+    return torch.from_numpy((pattern & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)).to(dtype)
 
 
 def _from(values: Callable[[], Tensor]) -> Make:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from daf_kernels import Backend, Seed, cpu
 from daf_kernels.cpu import CpuBackend
-from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal
+from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal, random_bits
 from tests.kernels.harness import CPU, REFERENCE, SEED, bits, decode, encode, layout_of
 
 ROUNDINGS = [pytest.param(None, id="nearest"), pytest.param(SEED, id="stochastic")]
@@ -93,11 +93,8 @@ def test_any_bits_in_any_shape(
     data: st.DataObject, rows: int, row: int, planes: int, seed: Seed | None, dtype: torch.dtype
 ) -> None:
     """Elements of random bits, NaNs and infinities among them, of a spread that varies from group to group."""
-    source = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    shift = data.draw(st.sampled_from([0, 4, 12, 20, 26]))  # 0 leaves any float32, 26 a few bits of it
-    pattern = source.integers(0, 2**32, (rows, row), dtype=np.uint64) >> np.uint64(shift)
-    pattern += source.integers(0, 2**32, (rows, 1), dtype=np.uint64) >> np.uint64(shift) << np.uint64(shift)
-    values = torch.from_numpy((pattern & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)).to(dtype)
+    seed_of_bits, shift = data.draw(st.integers(0, 2**32 - 1)), data.draw(st.sampled_from([0, 4, 12, 20, 26]))
+    values = random_bits(seed_of_bits, shift, rows, row, dtype)
     expected, reference_answer = encode(REFERENCE, values, planes, seed)
     found, answer = encode(CPU, values, planes, seed)
     assert answer == reference_answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from daf_kernels import Seed
 from daf_kernels.triton import launch
 from daf_kernels.triton.backend import TritonBackend
 from daf_kernels.triton.selection import Selector
-from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal
+from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal, random_bits
 from tests.kernels.harness import REFERENCE, SEED, Embedded, bits, decode, encode, layout_of, used_bytes
 from tests.kernels.triton_device import DEVICE, PAGE_BYTES, TRITON
 
@@ -96,11 +95,8 @@ def test_any_bits_in_any_shape(
     data: st.DataObject, rows: int, row: int, planes: int, seed: Seed | None, dtype: torch.dtype
 ) -> None:
     """Elements of random bits, NaNs and infinities among them, of a spread that varies from group to group."""
-    source = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    shift = data.draw(st.sampled_from([0, 4, 12, 20, 26]))  # 0 leaves any float32, 26 a few bits of it
-    pattern = source.integers(0, 2**32, (rows, row), dtype=np.uint64) >> np.uint64(shift)
-    pattern += source.integers(0, 2**32, (rows, 1), dtype=np.uint64) >> np.uint64(shift) << np.uint64(shift)
-    values = torch.from_numpy((pattern & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)).to(dtype)
+    seed_of_bits, shift = data.draw(st.integers(0, 2**32 - 1)), data.draw(st.sampled_from([0, 4, 12, 20, 26]))
+    values = random_bits(seed_of_bits, shift, rows, row, dtype)
     check(values, (planes, seed, (planes, planes // 2)))
 
 

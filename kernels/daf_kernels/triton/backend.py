@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from daf_kernels import reference
-from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues
-from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PlaneLayout, sampled_groups
+from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues, bits_of_elements, signed_words
+from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PlaneLayout
 from daf_kernels.reference import Seed
-from daf_kernels.reference_backend import ReferenceBackend
+from daf_kernels.reference_backend import ReferenceBackend, sample_groups
 from daf_kernels.slopes import inputs_of_codes
 from daf_kernels.triton.bitmask import decode_mask, encode_mask, encode_nonzero, rectify
 from daf_kernels.triton.groups import decode_groups, encode_blocks, encode_groups
@@ -35,7 +35,6 @@ the instructions of sm_90. With 4 groups, a thread that decodes needs more than 
 program costs 40 ms whatever its size."""
 
 _NO_SEED: Seed = (0, 0, 0, 0)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TritonBackend:
@@ -57,10 +56,8 @@ class TritonBackend:
 
     def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
         """See `Backend.relative_range`."""
-        count, step, size = sampled_groups(layout)
-        first = torch.arange(count, device=values.device) * (step * layout.group)
-        sample = values.reshape(-1)[first[:, None] + torch.arange(size, device=values.device)]
-        minimum, maximum = self.group_ranges(sample.view(-1), size)
+        sample = sample_groups(values, layout)
+        minimum, maximum = self.group_ranges(sample.view(-1), sample.shape[1])
         squares = (maximum - minimum).double().square().sum()
         variances = sample.double().var(1, correction=0).sum()
         return float(torch.where(variances == 0, 0.0, squares / variances))
@@ -130,17 +127,17 @@ class TritonBackend:
 
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_mask`."""
-        bits = _flat(values).view(_INTEGERS[values.element_size()])
+        bits = bits_of_elements(_flat(values))
         table, flag = _table(memory, pages, values.device), _new_flag(values.device)
-        launch_over_blocks(encode_mask, (bits, table, flag), _signed(two), memory.page_bytes, 1)
+        launch_over_blocks(encode_mask, (bits, table, flag), signed_words(two), memory.page_bytes, 1)
         return not flag.item()
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
         table = _table(memory, pages, out.device)
         with _dense(out) as dense:
-            bits = dense.view(_INTEGERS[out.element_size()])
-            launch_over_blocks(decode_mask, (bits, table), _signed(two), memory.page_bytes, 1)
+            bits = bits_of_elements(dense)
+            launch_over_blocks(decode_mask, (bits, table), signed_words(two), memory.page_bytes, 1)
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
@@ -241,12 +238,6 @@ def _new_flag(device: torch.device) -> Tensor:
 def _starts(layout: PlaneLayout) -> tuple[int, ...]:
     """Returns where the pages of each plane start."""
     return tuple(layout.plane_start(plane) for plane in range(len(PLANE_WIDTHS)))
-
-
-def _signed(two: TwoValues) -> tuple[int, int]:
-    """Returns the bits of two values as kernels take integers: with a sign."""
-    zero, one = (bits - (1 << 64) if bits >> 63 else bits for bits in two)
-    return zero, one
 
 
 @lru_cache(maxsize=8)

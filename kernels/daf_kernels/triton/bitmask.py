@@ -3,29 +3,11 @@
 A mask is a plane of width 1 and no header; arguments are those of `daf_kernels.triton.planes`.
 """
 
-import triton
 import triton.language as tl
 
 from daf_kernels.triton.launch import kernel
 from daf_kernels.triton.numerics import largest, narrow, widen
-from daf_kernels.triton.pages import lane_pointer, load_rows, tile
-
-
-@triton.jit
-def _store_bits(bits, table, before, lanes, left, SHIFT: tl.constexpr, MASKED: tl.constexpr):
-    pointer = lane_pointer(table, 0, before, lanes, 1, SHIFT)
-    if MASKED:
-        tl.store(pointer, bits.to(tl.uint8), mask=lanes // 32 * 256 < left)
-    else:
-        tl.store(pointer, bits.to(tl.uint8))
-
-
-@triton.jit
-def _load_bits(table, before, lanes, left, SHIFT: tl.constexpr, MASKED: tl.constexpr):
-    pointer = lane_pointer(table, 0, before, lanes, 1, SHIFT)
-    if MASKED:
-        return tl.load(pointer, mask=lanes // 32 * 256 < left, other=0).to(tl.uint32)
-    return tl.load(pointer).to(tl.uint32)
+from daf_kernels.triton.pages import load_lanes, load_rows, own_blocks, store_lanes, store_row
 
 
 @kernel
@@ -42,10 +24,8 @@ def encode_mask(
     MASKED: tl.constexpr,
 ):
     """Packs where integers are `one`; sets the flag where one is neither that nor `zero`."""
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
-    rows = load_rows(values + before * 256, first, left, MASKED)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
+    rows = load_rows(values, before, first, left, MASKED)
     low, high = zero.to(values.dtype.element_ty), one.to(values.dtype.element_ty)
     bits, others = tl.zeros((BLOCKS, 32), tl.uint32), tl.zeros((BLOCKS, 32), tl.int32)
     for row in tl.static_range(8):
@@ -56,7 +36,7 @@ def encode_mask(
             is_one, other = is_one & there, other & there
         bits |= is_one.to(tl.uint32) << row
         others |= other.to(tl.int32)
-    _store_bits(bits, table, before, lanes, left, SHIFT, MASKED)
+    store_lanes((bits,), table, (0,), before, lanes, left, 1, SHIFT, MASKED)
     if tl.max(tl.max(others, axis=1), axis=0) > 0:
         tl.store(flag, 1)
 
@@ -74,17 +54,12 @@ def decode_mask(
     MASKED: tl.constexpr,
 ):
     """Writes `one` where a bit is set, and `zero` elsewhere."""
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
-    bits = _load_bits(table, before, lanes, left, SHIFT, MASKED)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
+    bits = load_lanes(table, (0,), before, lanes, left, 1, SHIFT, MASKED)[0]
     low, high = zero.to(out.dtype.element_ty), one.to(out.dtype.element_ty)
     for row in tl.static_range(8):
         value = tl.where((bits >> row) & 1 != 0, high, low)
-        if MASKED:
-            tl.store(out + before * 256 + first + row * 32, value, mask=first + row * 32 < left)
-        else:
-            tl.store(out + before * 256 + first + row * 32, value)
+        store_row(out, before, first, left, row, value, MASKED)
 
 
 @kernel
@@ -98,14 +73,12 @@ def encode_nonzero(
     MASKED: tl.constexpr,
 ):
     """Packs where floats are not zero, of either sign."""
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
-    rows = load_rows(values + before * 256, first, left, MASKED)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
+    rows = load_rows(values, before, first, left, MASKED)
     bits = tl.zeros((BLOCKS, 32), tl.uint32)
     for row in tl.static_range(8):
         bits |= (widen(rows[row]) != 0.0).to(tl.uint32) << row
-    _store_bits(bits, table, before, lanes, left, SHIFT, MASKED)
+    store_lanes((bits,), table, (0,), before, lanes, left, 1, SHIFT, MASKED)
 
 
 @kernel
@@ -120,16 +93,11 @@ def rectify(
     MASKED: tl.constexpr,
 ):
     """Sets floats to 0 where a bit is not set, and to ``TINY``, the smallest normal number, or more where it is."""
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
-    bits = _load_bits(table, before, lanes, left, SHIFT, MASKED)
-    rows = load_rows(out + before * 256, first, left, MASKED)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
+    bits = load_lanes(table, (0,), before, lanes, left, 1, SHIFT, MASKED)[0]
+    rows = load_rows(out, before, first, left, MASKED)
     for row in tl.static_range(8):
         value = widen(rows[row])
         value = tl.where((bits >> row) & 1 != 0, largest(value, tl.full(value.shape, TINY, tl.float32)), 0.0)
         value = narrow(value, out.dtype.element_ty)
-        if MASKED:
-            tl.store(out + before * 256 + first + row * 32, value, mask=first + row * 32 < left)
-        else:
-            tl.store(out + before * 256 + first + row * 32, value)
+        store_row(out, before, first, left, row, value, MASKED)

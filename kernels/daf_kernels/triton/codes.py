@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from daf_kernels.layout import DEVIATION_SHIFT
+from daf_kernels.layout import CLIPPED_PRECISION, DEVIATION_SHIFT, PRECISIONS
 from daf_kernels.triton.numerics import (
     BIAS,
     FINE_BIAS,
@@ -18,6 +18,8 @@ from daf_kernels.triton.numerics import (
 from daf_kernels.triton.pages import BITS, header_addresses
 
 DEVIATION = tl.constexpr(DEVIATION_SHIFT)
+LEVELS_OF = tl.constexpr(tuple(2 ** max(bits, 1) - 1 for bits in (0, *PRECISIONS)))
+CLIPS = tl.constexpr(tuple(0 < bits <= CLIPPED_PRECISION for bits in (0, *PRECISIONS)))
 
 
 @triton.jit

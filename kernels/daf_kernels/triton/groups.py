@@ -8,8 +8,18 @@ packs blocks. Decoding gathers the codes of a group from all over its blocks. Ar
 import triton
 import triton.language as tl
 
-from daf_kernels.layout import CLIPPED_PRECISION, MAX_GROUP
-from daf_kernels.triton.codes import add_code, code_bias, code_of, noise, read_headers, without_bias, write_headers
+from daf_kernels.layout import MAX_GROUP
+from daf_kernels.triton.codes import (
+    CLIPS,
+    LEVELS_OF,
+    add_code,
+    code_bias,
+    code_of,
+    noise,
+    read_headers,
+    without_bias,
+    write_headers,
+)
 from daf_kernels.triton.launch import kernel
 from daf_kernels.triton.numerics import (
     INFINITY,
@@ -26,9 +36,8 @@ from daf_kernels.triton.numerics import (
     step_inverses,
     widen,
 )
-from daf_kernels.triton.pages import BITS, code_byte, lanes_of, load_rows, store_lanes, tile
+from daf_kernels.triton.pages import code_byte, lanes_of, load_rows, own_blocks, store_lanes
 
-CLIPPED_BITS = tl.constexpr(CLIPPED_PRECISION)
 LARGEST_GROUP = tl.constexpr(MAX_GROUP)
 
 
@@ -71,8 +80,8 @@ def encode_groups(
         PER_PAGE: See the module.
         STOCHASTIC: Whether codes are rounded with random numbers.
     """
-    LEVELS: tl.constexpr = (1 << BITS[PLANES if PLANES > 0 else 1]) - 1
-    CLIP: tl.constexpr = (PLANES > 0) and (BITS[PLANES] <= CLIPPED_BITS) and (not STOCHASTIC)
+    LEVELS: tl.constexpr = LEVELS_OF[PLANES]
+    CLIP: tl.constexpr = CLIPS[PLANES] and (not STOCHASTIC)
     number, before, first, count = _groups(elements, group, GROUPS)
     column = tl.arange(0, LARGEST_GROUP)[None, :]
     there = column < count[:, None]
@@ -117,12 +126,10 @@ def encode_blocks(
     MASKED: tl.constexpr,
 ):
     """Packs the codes of blocks, with what `encode_groups` found of their groups."""
-    LEVELS: tl.constexpr = (1 << BITS[PLANES]) - 1
-    CLIP: tl.constexpr = (BITS[PLANES] <= CLIPPED_BITS) and (not STOCHASTIC)
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
-    rows = load_rows(values + before * 256, first, left, MASKED)
+    LEVELS: tl.constexpr = LEVELS_OF[PLANES]
+    CLIP: tl.constexpr = CLIPS[PLANES] and (not STOCHASTIC)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
+    rows = load_rows(values, before, first, left, MASKED)
     words = (0, 0, 0, 0)
     if STOCHASTIC:
         words = noise(rows[0], before * 32 + lanes, key_low, key_high, counter_low, counter_high)
@@ -145,7 +152,7 @@ def encode_blocks(
         high, low = add_code(high, low, code, row, PLANES)
     high = without_bias(high, 0, 8, PLANES, STOCHASTIC)
     starts, packed = (start0, start1, start2, start3), lanes_of(high, low)
-    store_lanes(packed, table, starts, before, lanes, lanes // 32 * 256 < left, PLANES, SHIFT, MASKED)
+    store_lanes(packed, table, starts, before, lanes, left, PLANES, SHIFT, MASKED)
 
 
 @kernel

@@ -14,22 +14,44 @@ BITS = tl.constexpr((0, *PRECISIONS))
 
 
 @triton.jit
-def tile(BLOCKS: tl.constexpr):
-    """Numbers of the lanes of a program, shape (blocks, 32), and of the elements of their first row."""
+def own_blocks(elements, first_program, BLOCKS: tl.constexpr):
+    """Which blocks a program works on.
+
+    Args:
+        elements: How many there are.
+        first_program: Number of the launch's first program.
+        BLOCKS: Blocks of a program.
+
+    Returns:
+        The blocks before them, the elements from the first of them on (as many as they hold at most), the numbers of
+        their lanes, of shape (blocks, 32), and of the elements of their first row.
+    """
+    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
+    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
     block, column = tl.arange(0, BLOCKS)[:, None], tl.arange(0, 32)[None, :]
-    return block * 32 + column, block * 256 + column
+    return before, left, block * 32 + column, block * 256 + column
 
 
 @triton.jit
-def load_rows(values, elements, left, MASKED: tl.constexpr):
+def load_rows(values, before, first, left, MASKED: tl.constexpr):
     """The 8 rows of a program's blocks; 0 beyond the last element."""
-    rows = ()
+    own, rows = values + before * 256, ()
     for row in tl.static_range(8):
         if MASKED:
-            rows = rows + (tl.load(values + elements + row * 32, mask=elements + row * 32 < left, other=0.0),)
+            rows = rows + (tl.load(own + first + row * 32, mask=first + row * 32 < left, other=0.0),)
         else:
-            rows = rows + (tl.load(values + elements + row * 32),)
+            rows = rows + (tl.load(own + first + row * 32),)
     return rows
+
+
+@triton.jit
+def store_row(out, before, first, left, row: tl.constexpr, value, MASKED: tl.constexpr):
+    """Writes a row of a program's blocks."""
+    own = out + before * 256
+    if MASKED:
+        tl.store(own + first + row * 32, value, mask=first + row * 32 < left)
+    else:
+        tl.store(own + first + row * 32, value)
 
 
 @triton.jit
@@ -142,7 +164,7 @@ def store_lanes(
     starts,
     blocks_before,
     columns,
-    exists,
+    left,
     PLANES: tl.constexpr,
     SHIFT: tl.constexpr,
     MASKED: tl.constexpr,
@@ -151,14 +173,14 @@ def store_lanes(
     for plane in tl.static_range(PLANES):
         pointer = lane_pointer(table, starts[plane], blocks_before, columns, WIDTHS[plane], SHIFT)
         if MASKED:
-            tl.store(pointer, lanes[plane].to(pointer.dtype.element_ty), mask=exists)
+            tl.store(pointer, lanes[plane].to(pointer.dtype.element_ty), mask=columns // 32 * 256 < left)
         else:
             tl.store(pointer, lanes[plane].to(pointer.dtype.element_ty))
 
 
 @triton.jit
 def load_lanes(
-    table, starts, blocks_before, columns, exists, PLANES: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr
+    table, starts, blocks_before, columns, left, PLANES: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr
 ):
     """Reads lanes from the pages of their planes; those of planes that are missing are zero."""
     lanes = ()
@@ -166,7 +188,7 @@ def load_lanes(
         if plane < PLANES:
             pointer = lane_pointer(table, starts[plane], blocks_before, columns, WIDTHS[plane], SHIFT)
             if MASKED:
-                lanes = lanes + (tl.load(pointer, mask=exists, other=0).to(tl.uint32),)
+                lanes = lanes + (tl.load(pointer, mask=columns // 32 * 256 < left, other=0).to(tl.uint32),)
             else:
                 lanes = lanes + (tl.load(pointer).to(tl.uint32),)
         else:

@@ -17,8 +17,17 @@ Arguments that all kernels of planes and masks have:
 
 import triton.language as tl
 
-from daf_kernels.layout import CLIPPED_PRECISION
-from daf_kernels.triton.codes import add_code, code_bias, code_of, noise, read_headers, without_bias, write_headers
+from daf_kernels.triton.codes import (
+    CLIPS,
+    LEVELS_OF,
+    add_code,
+    code_bias,
+    code_of,
+    noise,
+    read_headers,
+    without_bias,
+    write_headers,
+)
 from daf_kernels.triton.launch import kernel
 from daf_kernels.triton.numerics import (
     INFINITY,
@@ -38,17 +47,15 @@ from daf_kernels.triton.numerics import (
     widen,
 )
 from daf_kernels.triton.pages import (
-    BITS,
     code_in_words,
     lanes_of,
     load_lanes,
     load_rows,
+    own_blocks,
     store_lanes,
-    tile,
+    store_row,
     words_of,
 )
-
-CLIPPED_BITS = tl.constexpr(CLIPPED_PRECISION)
 
 
 @kernel
@@ -75,14 +82,12 @@ def encode_fused(
     MASKED: tl.constexpr,
 ):
     """Encodes blocks whose groups have 32, 64, 128 or 256 elements."""
-    LEVELS: tl.constexpr = (1 << BITS[PLANES if PLANES > 0 else 1]) - 1
-    CLIP: tl.constexpr = (PLANES > 0) and (BITS[PLANES] <= CLIPPED_BITS) and (not STOCHASTIC)
+    LEVELS: tl.constexpr = LEVELS_OF[PLANES]
+    CLIP: tl.constexpr = CLIPS[PLANES] and (not STOCHASTIC)
     PARTS: tl.constexpr = 256 // GROUP
     HEIGHT: tl.constexpr = 8 // PARTS
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
-    rows = load_rows(values + before * 256, first, left, MASKED)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
+    rows = load_rows(values, before, first, left, MASKED)
     words = (0, 0, 0, 0)
     if STOCHASTIC:
         words = noise(rows[0], before * 32 + lanes, key_low, key_high, counter_low, counter_high)
@@ -126,7 +131,7 @@ def encode_fused(
             low_bits += tl.where(finite[:, None], low, 0)
         write_headers(table, flag, before * PARTS + number, number * GROUP < left, mean, deviation, finite, PER_PAGE)
     starts, packed = (start0, start1, start2, start3), lanes_of(high_bits, low_bits)
-    store_lanes(packed, table, starts, before, lanes, lanes // 32 * 256 < left, PLANES, SHIFT, MASKED)
+    store_lanes(packed, table, starts, before, lanes, left, PLANES, SHIFT, MASKED)
 
 
 @kernel
@@ -150,11 +155,9 @@ def decode_fused(
     """Decodes what `encode_fused` encodes. ``LIMIT`` is the largest number of the type of ``out``."""
     PARTS: tl.constexpr = 256 // GROUP
     HEIGHT: tl.constexpr = 8 // PARTS
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
     starts = (start0, start1, start2, start3)
-    packed = load_lanes(table, starts, before, lanes, lanes // 32 * 256 < left, PLANES, SHIFT, MASKED)
+    packed = load_lanes(table, starts, before, lanes, left, PLANES, SHIFT, MASKED)
     high, low = words_of(packed, PLANES)
     for part in tl.static_range(PARTS):
         # Sums of 256 codes of 8 bits and of their squares are below 2**24: float32 holds them exactly.
@@ -170,7 +173,4 @@ def decode_fused(
         for row in tl.static_range(part * HEIGHT, part * HEIGHT + HEIGHT):
             value = float_of(code_in_words(high, low, row, PLANES)) * slope[:, None] + offset[:, None]
             value = narrow(bound(value, LIMIT), out.dtype.element_ty)
-            if MASKED:
-                tl.store(out + before * 256 + first + row * 32, value, mask=first + row * 32 < left)
-            else:
-                tl.store(out + before * 256 + first + row * 32, value)
+            store_row(out, before, first, left, row, value, MASKED)

@@ -7,15 +7,26 @@ import triton
 import triton.language as tl
 
 from daf_kernels import slopes
+from daf_kernels.triton.codes import add_code
 from daf_kernels.triton.launch import kernel
 from daf_kernels.triton.numerics import INFINITY, biased_integer, narrow, widen
-from daf_kernels.triton.pages import code_in_words, lanes_of, load_lanes, load_rows, store_lanes, tile, words_of
+from daf_kernels.triton.pages import (
+    code_in_words,
+    lanes_of,
+    load_lanes,
+    load_rows,
+    own_blocks,
+    store_lanes,
+    store_row,
+    words_of,
+)
 
 LIMIT = tl.constexpr(slopes.LIMIT)
 SCALE = tl.constexpr(1 / slopes.LIMIT)
 MIDDLE = tl.constexpr(slopes.MIDDLE)
 STEPS = tl.constexpr(slopes.STEPS)
 ODD = tl.constexpr(slopes.ODD)
+ALL_PLANES = tl.constexpr(4)  # codes have 8 bits, of which some planes are stored
 
 
 @triton.jit
@@ -56,10 +67,8 @@ def encode_slopes(
     MASKED: tl.constexpr,
 ):
     """Encodes GELU's derivative; sets the flag where a value is not finite."""
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
-    rows = load_rows(values + before * 256, first, left, MASKED)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
+    rows = load_rows(values, before, first, left, MASKED)
     high, low = tl.zeros((BLOCKS, 32), tl.uint32), tl.zeros((BLOCKS, 32), tl.uint32)
     lost = tl.zeros((BLOCKS, 32), tl.int32)
     for row in tl.static_range(8):
@@ -68,10 +77,9 @@ def encode_slopes(
         code = _slope_code(value, _is_negative(rows[row]))
         if MASKED:
             code = tl.where(first + row * 32 < left, code, 0)
-        high += (code >> 4) << (4 * row)
-        low += (code & 15) << (4 * row)
+        high, low = add_code(high, low, code, row, ALL_PLANES)
     starts, packed = (start0, start1, start2, start3), lanes_of(high, low)
-    store_lanes(packed, table, starts, before, lanes, lanes // 32 * 256 < left, PLANES, SHIFT, MASKED)
+    store_lanes(packed, table, starts, before, lanes, left, PLANES, SHIFT, MASKED)
     if tl.max(tl.max(lost, axis=1), axis=0) > 0:
         tl.store(flag, 1)
 
@@ -93,15 +101,10 @@ def decode_slopes(
     MASKED: tl.constexpr,
 ):
     """Writes the input that each code stands for, of 256 `inputs`."""
-    before = (tl.program_id(0).to(tl.int64) + first_program) * BLOCKS
-    left = tl.minimum(elements - before * 256, BLOCKS * 256).to(tl.int32)
-    lanes, first = tile(BLOCKS)
+    before, left, lanes, first = own_blocks(elements, first_program, BLOCKS)
     starts = (start0, start1, start2, start3)
-    packed = load_lanes(table, starts, before, lanes, lanes // 32 * 256 < left, PLANES, SHIFT, MASKED)
+    packed = load_lanes(table, starts, before, lanes, left, PLANES, SHIFT, MASKED)
     high, low = words_of(packed, PLANES)
     for row in tl.static_range(8):
         value = narrow(tl.load(inputs + code_in_words(high, low, row, PLANES)), out.dtype.element_ty)
-        if MASKED:
-            tl.store(out + before * 256 + first + row * 32, value, mask=first + row * 32 < left)
-        else:
-            tl.store(out + before * 256 + first + row * 32, value)
+        store_row(out, before, first, left, row, value, MASKED)
