@@ -16,6 +16,7 @@ Precision = Literal["auto", "exact", 8, 4, 2, 1]
 MinPrecision = Literal[0, 1, 2, 4, 8]
 Rounding = Literal["nearest", "stochastic"]
 BackendName = Literal["auto", "reference"]
+Packing = Literal["auto", "device", "workers"]
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]?b?|[kmgtp]ib|bytes?)\s*", re.IGNORECASE)
 
@@ -49,6 +50,10 @@ class DAFConfig:
         seed: Selects the random numbers of stochastic rounding. Torch's generators are never touched.
         backend: "auto" for the kernels of the model's device, or plain torch operations and a warning where it has
             none; "reference" for these, slow, on any device.
+        packing: Which thread packs on a CPU: "device" for the one that saves an activation, with torch's other threads;
+            "workers" for one of DAF's own, while that one computes on, so that a tensor that is changed in place after
+            it was saved is an error in backward, as without DAF; "auto" for the faster of both, by measurement, where
+            torch leaves cores idle. Bytes and gradients are the same.
 
     Raises:
         ConfigError: An option is unknown or a value is not allowed.
@@ -64,6 +69,7 @@ class DAFConfig:
     pool_growth: int | str = "adaptive"
     seed: int = 0
     backend: BackendName = "auto"
+    packing: Packing = "auto"
 
     def __new__(cls, *_args: object, **options: object) -> DAFConfig:
         """Refuses unknown options by name before the generated constructor would with a bare TypeError."""
@@ -74,6 +80,7 @@ class DAFConfig:
         _check_choice("precision", self.precision, get_args(Precision))
         _check_choice("rounding", self.rounding, get_args(Rounding))
         _check_choice("backend", self.backend, get_args(BackendName))
+        _check_choice("packing", self.packing, get_args(Packing))
         _check_seed(self.seed)
         _check_bound(self.max_gradient_error, self.precision, self.audit_every)
         _check_interval("audit_every", self.audit_every)

@@ -22,13 +22,11 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.derived import Normalization, Source
 from daf_core.codecs.signs import RELU
 from daf_core.handle import Handle
-from daf_core.sites import ModuleScopes
+from daf_core.in_flight import InFlight
+from daf_core.saved import Node, SavedTensor
 from daf_core.torch_internals import leaf_of, packed_for, skip_nodes
 
 UnpackHook = Callable[[Any], Tensor]
-
-Node = Any
-"""A node of the autograd graph; torch has no type for the kinds that are looked at here."""
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0"}
 """Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
@@ -49,15 +47,13 @@ class Derivation:
     """Recognizes tensors that follow from others.
 
     Args:
-        scopes: Knows the latest results of normalizations.
         unpack: The unpack hook whose packed tensors are looked at; other people's are left alone.
     """
 
-    def __init__(self, scopes: ModuleScopes, unpack: UnpackHook) -> None:
-        self._scopes = scopes
+    def __init__(self, unpack: UnpackHook) -> None:
         self._unpack = unpack
 
-    def derive(self, tensor: Tensor, exact: bool) -> StoredActivation | None:
+    def derive(self, saved: SavedTensor, exact: bool) -> StoredActivation | None:
         """Returns a recipe for a tensor that is about to be saved, or None.
 
         It knows the result of a dropout on something that saves its result (a softmax) or its input (a layer
@@ -65,56 +61,55 @@ class Derivation:
         with or without a residual connection. Backward needs the sources anyway, and usually later.
 
         Args:
-            tensor: A tensor as autograd saves it.
+            saved: The tensor.
             exact: Whether the recipe must give the same bits.
         """
-        if tensor.grad_fn is not None and tensor.grad_fn.name() == RELU:
-            return None if exact else self._rectified(tensor)
-        node = skip_nodes(tensor.grad_fn, _VIEWS)
-        if node is None or not tensor.is_contiguous() or tensor._version:  # changed in place after its node made it
+        if saved.node is not None and saved.node.name() == RELU:
+            return None if exact else self._rectified(saved)
+        node = skip_nodes(saved.node, _VIEWS)
+        if node is None or not saved.tensor.is_contiguous() or saved.version:  # changed in place after its node made it
             return None
         if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
-            return self._product(node, tensor, exact)
+            return self._product(node, saved, exact)
         # A result that its own node saves is the same storage, and shared.
-        return None if exact else self._layer_normalized(node, tensor)
+        return None if exact else self._layer_normalized(node, saved)
 
-    def signs_of(self, tensor: Tensor) -> SignsActivation | None:
+    def signs_of(self, saved: SavedTensor) -> SignsActivation | None:
         """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
-        if tensor.grad_fn is None or tensor.grad_fn.name() != RELU:
+        if saved.node is None or saved.node.name() != RELU:
             return None
-        signs = _signs(tensor.grad_fn, self._unpack)
-        return signs if signs is not None and signs.version == tensor._version else None
+        signs = _signs(saved.node, self._unpack)
+        return signs if signs is not None and signs.version == saved.version else None
 
-    def argument_of(self, tensor: Tensor) -> StoredActivation | None:
+    def argument_of(self, saved: SavedTensor) -> StoredActivation | None:
         """Returns a recipe for what a ReLU was taken of, while it saves its result."""
-        node = tensor.grad_fn
-        following = None if node is None else node.next_functions[0][0]
+        following = None if saved.node is None else saved.node.next_functions[0][0]
         if following is None:
             return None
-        if following.name() in _BATCH_NORMS and self._saw_just(node, following, tensor, 0):
-            return self._batch_normalized(following, tensor)
-        if following.name() == "AddBackward0" and self._saw_just(node, following, tensor, 1):
-            return self._residual(following, tensor)
+        if following.name() in _BATCH_NORMS and _saw_just(saved, following, 0):
+            return self._batch_normalized(following, saved.tensor)
+        if following.name() == "AddBackward0" and _saw_just(saved, following, 1):
+            return self._residual(following, saved)
         return None
 
-    def _rectified(self, tensor: Tensor) -> RectifiedActivation | None:
-        signs = self.signs_of(tensor)
+    def _rectified(self, saved: SavedTensor) -> RectifiedActivation | None:
+        signs = self.signs_of(saved)
         if signs is None or signs.argument is None:
             return None
         return RectifiedActivation(signs, signs.argument)
 
-    def _residual(self, node: Node, tensor: Tensor) -> SumActivation | None:
+    def _residual(self, node: Node, saved: SavedTensor) -> SumActivation | None:
         """Returns the recipe for the sum of a normalization's result and of what the block began with."""
         (first, _), start = node.next_functions
         second = start[0]
         if first is None or second is None or node._saved_alpha != 1:
             return None
-        known = self._batch_normalized(first, tensor)
+        known = self._batch_normalized(first, saved.tensor)
         added: Source | None = None
         if second.name() not in _BATCH_NORMS:
-            added = self._block_input(first, start, tensor)
-        elif self._is_unchanged(second, tensor):
-            added = self._batch_normalized(second, tensor)
+            added = self._block_input(first, start, saved.tensor)
+        elif _is_unchanged(second, saved, saved.tensor.shape):
+            added = self._batch_normalized(second, saved.tensor)
         if known is None or added is None or _sums(added) >= LONGEST_SUM:
             return None
         return SumActivation(known, added, 1 + _sums(added))
@@ -141,48 +136,22 @@ class Derivation:
         packed = _packed(node, name, self._unpack)
         return packed is not None and packed.is_unchanged
 
-    def _is_unchanged(self, node: Node, like: Tensor | None = None) -> bool:
-        """Says whether the result of a normalization is still there to be looked at, and as the operator made it.
-
-        Args:
-            node: The operator.
-            like: Has the same shape.
-        """
-        found = [result for result in self._scopes.normalized if result.grad_fn is node]
-        return any(not result._version and (like is None or result.shape == like.shape) for result in found)
-
-    def _saw_just(self, relu: Node, node: Node, tensor: Tensor, in_place: int) -> bool:
-        """Says whether a ReLU saw just what a node before it made.
-
-        Args:
-            relu: The ReLU.
-            node: The node before it.
-            tensor: The ReLU's result.
-            in_place: Operators in place that the graph shows between a normalization and the result of `node`.
-        """
-        for result in self._scopes.normalized:
-            if result.grad_fn is node:
-                return result._version == in_place and not tensor._version
-            if result.grad_fn is relu:  # the ReLU was in place too
-                return result._version == in_place + 1
-        return False
-
-    def _product(self, node: Node, tensor: Tensor, exact: bool) -> ProductActivation | None:
-        mask = self._source(node, "other", tensor)
+    def _product(self, node: Node, saved: SavedTensor, exact: bool) -> ProductActivation | None:
+        mask = self._source(node, "other", saved.tensor)
         factor_node = skip_nodes(node.next_functions[0][0], _VIEWS)
         if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
             return None
-        factor = self._source(factor_node, "result", tensor)
+        factor = self._source(factor_node, "result", saved.tensor)
         if factor is None and not exact:
-            factor = self._layer_normalized(factor_node, tensor)
-        if factor is None or not _agree(tensor, factor, mask):
+            factor = self._layer_normalized(factor_node, saved)
+        if factor is None or not _agree(saved.tensor, factor, mask):
             return None
         return ProductActivation(factor, mask)
 
-    def _layer_normalized(self, node: Node, tensor: Tensor) -> NormalizedActivation | None:
-        if node.name() != "NativeLayerNormBackward0" or not self._is_unchanged(node):
+    def _layer_normalized(self, node: Node, saved: SavedTensor) -> NormalizedActivation | None:
+        if node.name() != "NativeLayerNormBackward0" or not _is_unchanged(node, saved):
             return None
-        source = self._source(node, "input", tensor)
+        source = self._source(node, "input", saved.tensor)
         mean, scale, weight, bias = (self._small(node, name) for name in ("result1", "result2", "weight", "bias"))
         if source is None or mean is None or scale is None or weight is None or bias is None:
             return None
@@ -218,8 +187,38 @@ class Derivation:
         return source if isinstance(source, RawActivation) or source.whole else None
 
 
+def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
+    """Says whether the result of a normalization was there when a tensor was saved, and as the operator made it.
+
+    Args:
+        node: The operator.
+        saved: The tensor.
+        shape: The shape that the result must have, if any.
+    """
+    found = [result for result in saved.normalized if result.node is node]
+    return any(not result.version and (shape is None or result.shape == shape) for result in found)
+
+
+def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
+    """Says whether a ReLU saw just what a node before it made.
+
+    Args:
+        saved: The ReLU's result.
+        node: The node before it.
+        in_place: Operators in place that the graph shows between a normalization and the result of `node`.
+    """
+    for result in saved.normalized:
+        if result.node is node:
+            return result.version == in_place and not saved.version
+        if result.node is saved.node:  # the ReLU was in place too
+            return result.version == in_place + 1
+    return False
+
+
 def _packed(node: Node, name: str, unpack: UnpackHook) -> Handle | RawActivation | None:
     packed = packed_for(node, name, unpack)
+    if isinstance(packed, InFlight):
+        packed = packed.packed
     return packed if isinstance(packed, Handle | RawActivation) else None
 
 

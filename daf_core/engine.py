@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from daf_core.eligibility import Eligibility
 from daf_core.errors import NothingToTrainError, StateError, UnsupportedDeviceError
 from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.memory.devices import DevicePagers
-from daf_core.packing import LossyStore, Packer
+from daf_core.packing import Packer
+from daf_core.packing_choice import PackingChoice
 from daf_core.precision.audit import Auditor
-from daf_core.precision.census import LastPass
+from daf_core.precision.census import Census, LastPass
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.rehearsal import GradientError, Rehearsal
 from daf_core.sites import ModuleScopes, follow_modules
+from daf_core.store import ActivationStore, LossyStore
 from daf_core.telemetry import StepRecorder, StepStatistics
 from daf_core.undisturbed import undisturbed
 from daf_kernels import Backend, NoKernelError, load_backend
@@ -66,6 +69,7 @@ class ActivationEngine:
         self._policy = PrecisionPolicy(self.config)
         self._auditor = Auditor(self.config, self._policy)
         self._streams = RandomStreams(self.config)
+        self._choice = PackingChoice(self.config, devices)
         self._store = TrainingStore(self._policy, self._streams)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._last_pass = LastPass()
@@ -87,11 +91,13 @@ class ActivationEngine:
             yield
             return
         hook_stack.refuse_foreign_hooks()
-        complete = False
+        complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
-            self._begin_pass()
+            self._begin_pass(threads)
             with hook_stack.installed(self._packer.pack, self._packer.unpack):
                 yield
+            self._packer.finish()
+            self._choice.add(threads, time.perf_counter() - started, self._recorder.scope_raw_bytes)
             complete = True
         finally:
             self._end_pass(complete)
@@ -125,7 +131,7 @@ class ActivationEngine:
                     loss = loss_function()
             finally:
                 self._scopes.stop()
-                packer.finish_pass()
+                packer.end_pass()
             try:
                 yield Rehearsal(loss, parameters, store.activations, store.reads, store.census.sizes, packer.unpack)
             finally:
@@ -194,6 +200,7 @@ class ActivationEngine:
             ActivationBudgetError: What is held does not fit even so; the budget stays as it was.
             SpillError: The spill file cannot be written.
         """
+        self._packer.drain()
         self._pagers.set_budget(None if budget is None else parse_size("memory_budget", budget, "auto"))
 
     @property
@@ -232,20 +239,29 @@ class ActivationEngine:
     def _make_packer(
         self, eligibility: Eligibility, pagers: DevicePagers, store: LossyStore, recorder: StepRecorder
     ) -> Packer:
-        return Packer(self.config, eligibility, self._scopes, self._backends, pagers, store, recorder)
+        activations = ActivationStore(self.config, self._backends, pagers, store, recorder)
+        return Packer(eligibility, self._scopes, activations, recorder)
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, threads: int) -> None:
         self._inside.scope = True
         self._store.begin_pass()
         self._streams.passes += 1
         self._pagers.follow_available_memory()
         self._eligibility.refresh()
         self._recorder.enter_scope()
+        if threads:
+            self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
         self._scopes.start()
+
+    def _join_pass(self, census: Census, threads: int) -> None:
+        """Lets a thread pack for another's forward pass."""
+        self._store.census = census
+        for backend in self._backends.values():
+            backend.limit_threads(threads)
 
     def _end_pass(self, complete: bool) -> None:
         self._scopes.stop()
-        self._packer.finish_pass()
+        self._packer.end_pass()
         self._inside.scope = False
         census = self._store.census
         if complete and census.sizes:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-
 from torch import Tensor
 
 from daf_core.codecs import StoredActivation
 from daf_core.geometry import Geometry
+from daf_core.saved import SavedTensor
 
 
 class Handle:
@@ -19,13 +18,18 @@ class Handle:
 
     __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "stored")
 
-    def __init__(self, stored: StoredActivation, geometry: Geometry, tensor: Tensor) -> None:
+    def __init__(self, stored: StoredActivation, geometry: Geometry, saved: SavedTensor) -> None:
         self.stored = stored
         self._geometry = geometry
-        self._dtype = tensor.dtype
-        self._device = tensor.device
-        self._saved = weakref.ref(tensor)
-        self._version = tensor._version
+        self._dtype = saved.tensor.dtype
+        self._device = saved.tensor.device
+        self._saved = saved.reference
+        self._version = saved.version
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the saved tensor."""
+        return self._geometry.shape
 
     @property
     def is_unchanged(self) -> bool:

@@ -11,6 +11,7 @@ from daf_core.codecs import StoredActivation
 from daf_core.codecs.raw import KeptStorage
 from daf_core.geometry import Geometry
 from daf_core.memory.pager import Pager
+from daf_core.saved import SavedTensor
 from daf_core.torch_internals import storage_id
 
 Key = tuple[object, ...]
@@ -36,14 +37,14 @@ class SharingTable:
         self._storages[number] = StorageWeakRef(tensor.untyped_storage())
         return True
 
-    def find(self, tensor: Tensor, geometry: Geometry) -> StoredActivation | None:
+    def find(self, saved: SavedTensor, geometry: Geometry) -> StoredActivation | None:
         """Returns the live stored activation of the same values: same place in the same storage at the same version."""
-        version, reference = self._stored.get(_key(tensor, geometry), (None, None))
-        return reference() if reference is not None and version == tensor._version else None
+        version, reference = self._stored.get(_key(saved.tensor, geometry), (None, None))
+        return reference() if reference is not None and version == saved.version else None
 
-    def add(self, tensor: Tensor, geometry: Geometry, stored: StoredActivation) -> None:
-        """Remembers what `tensor` was stored as."""
-        self._stored[_key(tensor, geometry)] = (tensor._version, weakref.ref(stored))
+    def add(self, saved: SavedTensor, geometry: Geometry, stored: StoredActivation) -> None:
+        """Remembers what a tensor was stored as."""
+        self._stored[_key(saved.tensor, geometry)] = (saved.version, weakref.ref(stored))
 
     def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
         """Returns the account of the tensor's storage among raw activations.

@@ -20,7 +20,8 @@ class StepStatistics:
         held_bytes: The most bytes that were held at once instead, pages and exact tensors together.
         stored_as: How many saved tensors each codec stored, parameters and buffers not counted; "shared" ones were
             stored already.
-        pack_seconds: Time spent encoding.
+        pack_seconds: Time spent encoding by the threads that train, waiting for workers included.
+        worker_seconds: Time that workers (`DAFConfig.packing`) spent encoding meanwhile.
         unpack_seconds: Time spent decoding.
         dropped_planes: Planes given up to keep the memory budget.
         dropped_bytes: Bytes of their pages.
@@ -34,6 +35,7 @@ class StepStatistics:
     held_bytes: int = 0
     stored_as: dict[str, int] = field(default_factory=dict)
     pack_seconds: float = 0.0
+    worker_seconds: float = 0.0
     unpack_seconds: float = 0.0
     dropped_planes: int = 0
     dropped_bytes: int = 0
@@ -56,6 +58,7 @@ class StepRecorder:
     scope_raw_bytes: int = 0
     stored_as: Counter[str] = field(default_factory=Counter)
     pack_seconds: float = 0.0
+    worker_seconds: float = 0.0
     unpack_seconds: float = 0.0
     gradient_error: GradientError | None = None
     audit_seconds: float = 0.0
@@ -81,6 +84,7 @@ class StepRecorder:
             held_bytes=sum(account.peak_bytes for account in accounts),
             stored_as=dict(self.stored_as),
             pack_seconds=self.pack_seconds,
+            worker_seconds=self.worker_seconds,
             unpack_seconds=self.unpack_seconds,
             dropped_planes=sum(account.dropped_planes for account in accounts),
             dropped_bytes=sum(account.dropped_bytes for account in accounts),

@@ -67,10 +67,10 @@ def is_being_saved(node: Any, name: str) -> bool:
         return False
 
 
-def is_changed_view(tensor: Tensor) -> bool:
-    """Says whether a tensor is a view that an operator in place wrote through: its node tells no more of which one."""
-    following = [] if tensor.grad_fn is None else tensor.grad_fn.next_functions
-    return any(node is not None and node.name() == "torch::autograd::CopySlices" for node, _ in following)
+def is_changed_view(node: Any) -> bool:
+    """Says whether a node made a view that an operator in place wrote through: it tells no more of which operator."""
+    following = [] if node is None else node.next_functions
+    return any(before is not None and before.name() == "torch::autograd::CopySlices" for before, _ in following)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -79,6 +79,16 @@ def storage_id(tensor: Tensor) -> int:
     Unlike the address of its data it is not reused while a weak reference to the storage exists.
     """
     return tensor.untyped_storage()._cdata
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """Returns an empty tensor whose `_version` follows that of `tensor`, without keeping its memory alive.
+
+    Setting ``data`` replaces all of a tensor but what autograd knows of it, its version among that.
+    """
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 def all_nodes(node: Any) -> list[Any]:

@@ -31,6 +31,8 @@ def render(title: str, totals: RunTotals) -> str:
         table.add_row("gradient error, measured last", f"{error:.3g} (cosine {cosine:.4f})")
         table.add_row("audits, and those above the bound", f"{totals.audits:,}, {totals.audits_above:,}")
     table.add_row("encoding, a step", f"{metrics['daf/pack_ms']:.1f} ms")
+    if metrics["daf/worker_ms"]:
+        table.add_row("encoding meanwhile, a step", f"{metrics['daf/worker_ms']:.1f} ms")
     table.add_row("decoding, a step", f"{metrics['daf/unpack_ms']:.1f} ms")
     table.add_row("measuring the error, a step", f"{metrics['daf/audit_ms']:.1f} ms")
     table.add_row("steps", f"{totals.steps:,}")

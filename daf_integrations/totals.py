@@ -15,7 +15,8 @@ class RunTotals:
         steps: Training steps.
         raw_bytes: The most bytes of saved activations that plain training would have kept.
         held_bytes: The most bytes that were held instead.
-        pack_seconds: Time spent encoding.
+        pack_seconds: Time spent encoding, by the threads that train.
+        worker_seconds: Time that workers spent encoding meanwhile.
         unpack_seconds: Time spent decoding.
         dropped_bytes: The most bytes that were given up in a step to keep the memory budget.
         spilled_bytes: The most bytes that were written to the spill file in a step.
@@ -30,6 +31,7 @@ class RunTotals:
     raw_bytes: int = 0
     held_bytes: int = 0
     pack_seconds: float = 0.0
+    worker_seconds: float = 0.0
     unpack_seconds: float = 0.0
     dropped_bytes: int = 0
     spilled_bytes: int = 0
@@ -45,6 +47,7 @@ class RunTotals:
         self.raw_bytes = max(self.raw_bytes, step.raw_bytes)
         self.held_bytes = max(self.held_bytes, step.held_bytes)
         self.pack_seconds += step.pack_seconds
+        self.worker_seconds += step.worker_seconds
         self.unpack_seconds += step.unpack_seconds
         self.dropped_bytes = max(self.dropped_bytes, step.dropped_bytes)
         self.spilled_bytes = max(self.spilled_bytes, step.spilled_bytes)
@@ -61,6 +64,7 @@ class RunTotals:
             "daf/held_mb": self.held_bytes / 1e6,
             "daf/ratio": self.raw_bytes / self.held_bytes if self.held_bytes else 1.0,
             "daf/pack_ms": self.pack_seconds * 1e3 / steps,
+            "daf/worker_ms": self.worker_seconds * 1e3 / steps,
             "daf/unpack_ms": self.unpack_seconds * 1e3 / steps,
             "daf/dropped_mb": self.dropped_bytes / 1e6,
             "daf/spilled_mb": self.spilled_bytes / 1e6,

@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
+from daf_core import packing_choice
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # What third parties write into the environment when they are first imported, or by design while a test runs.
@@ -44,6 +46,12 @@ def leaves_no_trace() -> Iterator[None]:
     yield
     leaks = [*_undo_hooks(), *_undo_environment(environment), *_undo_dtype(dtype)]
     assert not leaks, f"this test left behind: {', '.join(leaks)}"
+
+
+@pytest.fixture(autouse=True)
+def no_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes ``packing="auto"`` the same on every machine; the background is tested where a test asks for it."""
+    monkeypatch.setattr(packing_choice, "idle_cores", lambda: 0)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accuracy, memory, training
+from benchmarks import accuracy, memory, overlap, training
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
 from benchmarks.models import build_batch, build_model
@@ -311,3 +311,25 @@ def test_accuracy_writes_its_figures(tmp_path: Path) -> None:
     assert files["json"].read_bytes() == before, "runs that the file has are not repeated"
     with pytest.raises(SystemExit, match="pass another file"):
         accuracy.main([*short, "--train-rows", "8", *outputs])
+
+
+def test_hidden_share() -> None:
+    assert overlap.hidden_share(1.2, 1.05) == pytest.approx(0.75)
+
+
+def test_overlap_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "_take_cores", lambda count: None)
+    output = tmp_path / "overlap.json"
+    size = ["--model", "tiny", "--batch", str(TINY_BATCH), "--seq", str(TINY_SEQ)]
+    overlap.main([*size, "--rounds", "2", "--precisions", "8,4", "--json", str(output)])
+    report = json.loads(output.read_text())
+    assert report["machine"].keys() >= MACHINE_KEYS
+    assert [result["precision"] for result in report["overlap"]] == [8, 4]
+    for result in report["overlap"]:
+        assert {name: len(taken) for name, taken in result["rounds"].items()} == {"plain": 2, "device": 2, "workers": 2}
+
+
+def test_overlap_refuses_unknown_precisions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        overlap.main(["--precisions", "8,3"])
+    assert "got '3'; allowed are 8, 4, 2, 1" in capsys.readouterr().err

@@ -32,13 +32,14 @@ class RawActivation:
     Args:
         tensor: The saved tensor.
         kept: Accounts for its storage; None for parameters, which are no activations.
+        version: Its version when it was saved; by default that of now.
     """
 
     codec: ClassVar[str] = "raw"
 
-    def __init__(self, tensor: Tensor, kept: KeptStorage | None) -> None:
+    def __init__(self, tensor: Tensor, kept: KeptStorage | None, version: int | None = None) -> None:
         self._tensor = tensor.detach()
-        self._version = tensor._version
+        self._version = tensor._version if version is None else version
         self._kept = kept
 
     @property
@@ -60,9 +61,14 @@ class RawActivation:
             ModifiedInPlaceError: It was changed since it was saved.
         """
         if not self.is_unchanged:
-            raise ModifiedInPlaceError(
-                f"a tensor of shape {tuple(self._tensor.shape)} needed for backward was modified by an in-place "
-                f"operation: it was saved at version {self._version} and is at version {self._tensor._version}. "
-                "Replace the in-place operation (for example x += y by x = x + y), as without DAF"
-            )
+            raise modified_in_place(tuple(self._tensor.shape), self._version, self._tensor._version)
         return self._tensor
+
+
+def modified_in_place(shape: tuple[int, ...], saved: int, now: int) -> ModifiedInPlaceError:
+    """Returns the error for a tensor that was saved at one version and is at another."""
+    return ModifiedInPlaceError(
+        f"a tensor of shape {shape} needed for backward was modified by an in-place operation: it was saved at "
+        f"version {saved} and is at version {now}. Replace the in-place operation (for example x += y by x = x + y), "
+        "as without DAF"
+    )

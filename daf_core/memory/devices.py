@@ -12,6 +12,7 @@ from daf_core.memory.available import AutoBudget
 from daf_core.memory.growth import AdaptiveGrowth, FixedGrowth
 from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PAGE_BYTES, PagePool
+from daf_core.memory.releases import ReleaseClock
 from daf_core.memory.spill import SpillFile
 from daf_kernels import PRECISIONS
 
@@ -23,6 +24,10 @@ class DevicePagers:
         config: Budget, spill folder and growth.
         page_bytes: Bytes in a page.
 
+    Attributes:
+        budget: Bytes that may be held at once on each device, "auto" for what is available, None for no limit.
+        clock: The time of releases.
+
     Raises:
         SpillError: The spill folder takes no file.
     """
@@ -30,6 +35,7 @@ class DevicePagers:
     def __init__(self, config: DAFConfig, page_bytes: int = PAGE_BYTES) -> None:
         self._page_bytes = page_bytes
         self.budget = config.memory_budget
+        self.clock = ReleaseClock()
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
         self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
         self._spill = None if config.spill_dir is None else SpillFile(config.spill_dir, page_bytes)
@@ -95,7 +101,8 @@ class DevicePagers:
     def _add(self, device: torch.device) -> Pager:
         with self._lock:
             if device not in self._pagers:
-                pager = Pager(PagePool(device, self._growth, self._page_bytes), None, self._least_planes, self._spill)
+                pool = PagePool(device, self._growth, self._page_bytes)
+                pager = Pager(pool, None, self._least_planes, self._spill, self.clock)
                 pager.set_budget(self._bytes(self.budget, device, pager))
                 self._pagers[device] = pager
             return self._pagers[device]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ from daf_core.memory.account import PagerAccount
 from daf_core.memory.index import LeaseIndex
 from daf_core.memory.lease import NOWHERE, Lease, plan_drops
 from daf_core.memory.pool import PagePool
+from daf_core.memory.releases import ReleaseClock, Releases
 from daf_core.memory.spill import ReadAhead, SpillFile
 from daf_kernels import Pages
 
@@ -33,10 +33,16 @@ class Pager:
         budget: Bytes that may be held at once, pages and outside tensors together; None for no limit.
         least_planes: Leading planes that are never dropped.
         spill: Where activations move that do not fit; None for nowhere.
+        clock: Says which releases count already; by default all do.
     """
 
     def __init__(
-        self, pool: PagePool, budget: int | None = None, least_planes: int = 0, spill: SpillFile | None = None
+        self,
+        pool: PagePool,
+        budget: int | None = None,
+        least_planes: int = 0,
+        spill: SpillFile | None = None,
+        clock: ReleaseClock | None = None,
     ) -> None:
         self.pool = pool
         self.budget = budget
@@ -50,7 +56,7 @@ class Pager:
         self._account = PagerAccount()
         self._index = LeaseIndex()
         self._read: set[Lease] = set()
-        self._returned: deque[Lease | int] = deque()
+        self._released: Releases[Lease | int] = Releases(clock)
         self._lock = threading.Lock()
 
     @contextmanager
@@ -96,7 +102,7 @@ class Pager:
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, once."""
-        self._returned.append(lease)
+        self._released.add(lease)
 
     def hold(self, size: int) -> None:
         """Counts `size` bytes of an activation that lies outside the pool.
@@ -112,7 +118,7 @@ class Pager:
 
     def let_go(self, size: int) -> None:
         """Counts `size` bytes outside the pool as freed."""
-        self._returned.append(size)
+        self._released.add(size)
 
     def set_budget(self, budget: int | None) -> None:
         """Changes the budget; if less is allowed than is held, the least important bits are given up now.
@@ -359,8 +365,7 @@ class Pager:
     def _collect(self) -> None:
         """Counts what was released; pages go back in one go, as each trip to the pool costs 50 us with cold caches."""
         freed: list[Pages] = []
-        while self._returned:
-            item = self._returned.popleft()
+        for item in self._released.due():
             if isinstance(item, int):
                 self.held_bytes -= item
                 self._outside_bytes -= item

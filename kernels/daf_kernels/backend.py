@@ -107,6 +107,10 @@ def _reserve(size: int, device: torch.device) -> Tensor:
 class Backend(Protocol):
     """Kernels for one kind of device. Tensors are taken in row-major order of their shape, whatever their strides."""
 
+    def limit_threads(self, count: int) -> None:
+        """Has kernels that the calling thread starts run on so many threads at most, instead of torch's number."""
+        ...
+
     def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
         """Returns the squared range of scaling groups over their variance, both summed over `layout.sampled_groups`.
 

@@ -82,6 +82,10 @@ class CpuBackend:
         self._team = Team(threads)
         self._scratch = _Scratch()
 
+    def limit_threads(self, count: int) -> None:
+        """See `Backend.limit_threads`."""
+        self._team.limit(count)
+
     def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
         """See `Backend.relative_range`."""
         count, step, size = sampled_groups(layout)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -159,13 +160,18 @@ class Team:
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads
         self._process = os.getpid()
+        self._own = threading.local()
+
+    def limit(self, threads: int) -> None:
+        """Uses so many at most for the jobs of the calling thread."""
+        self._own.threads = threads
 
     @property
     def threads(self) -> int:
         """Threads that a job may run on now. In a forked child one: the parent's others are not there."""
         if not parallel_function() or os.getpid() != self._process:
             return 1
-        return self._threads or torch.get_num_threads()
+        return getattr(self._own, "threads", None) or self._threads or torch.get_num_threads()
 
     def run(
         self,

@@ -14,6 +14,9 @@ from daf_kernels.reference import Seed
 class ReferenceBackend:
     """Torch operations instead of kernels; see `daf_kernels.backend.Backend` for the contract."""
 
+    def limit_threads(self, count: int) -> None:
+        """See `Backend.limit_threads`; torch alone decides."""
+
     def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
         """See `Backend.relative_range`."""
         groups = sample_groups(values, layout).float()

@@ -1,11 +1,15 @@
-"""The engine's tests run on one thread."""
+"""The engine's tests run on one thread of torch's, and with one of DAF's own where they ask for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from daf_core.in_flight import Flight
+from tests.core.paces import PACES
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -15,3 +19,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=PACES)
+def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing in the background that is fast and slow."""
+    PACES[request.param](monkeypatch)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Flight]:
+    """What is packed in the background from now on."""
+    flights: list[Flight] = []
+    create = Flight.__init__
+
+    def record(flight: Flight, *arguments: Any) -> None:
+        create(flight, *arguments)
+        flights.append(flight)
+
+    monkeypatch.setattr(Flight, "__init__", record)
+    return flights

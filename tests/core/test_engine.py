@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig, NothingToTrainError, UnsupportedDeviceError
+from daf_core.saved import SavedTensor
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -90,13 +91,14 @@ def test_sites_tell_calls_and_modules_apart() -> None:
     model = _Dictionaries()
     engine = engine_for(model, 4)
     sites = []
-    packer_store = engine._packer._store
+    activations = engine._packer._store
+    encode = activations._encode
 
-    def store(*args: Any) -> Any:
-        sites.append(args[-1])
-        return packer_store(*args)
+    def noted(saved: SavedTensor, *args: Any) -> Any:
+        sites.append(saved.site)
+        return encode(saved, *args)
 
-    engine._packer._store = store
+    activations._encode = noted
     for _ in range(2):
         with engine.compress():
             loss = _loss(model, normal(*LARGE), False)

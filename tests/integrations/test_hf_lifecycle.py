@@ -157,6 +157,7 @@ class TestCheckpoints:
             "pool_growth": "adaptive",
             "seed": 0,
             "backend": "auto",
+            "packing": "auto",
         }
         assert state["attributes"]["totals"]["steps"] == 2
         assert state["attributes"]["totals"]["raw_bytes"] > 1e6

@@ -48,6 +48,9 @@ class TritonBackend:
         self._torch = ReferenceBackend()
         self._selector = selector or Selector(torch.device("cpu"))
 
+    def limit_threads(self, count: int) -> None:
+        """See `Backend.limit_threads`; kernels run on the GPU."""
+
     def group_ranges(self, values: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """Returns the minimum and the maximum of groups by the strategy that is fastest here; see `group_ranges`."""
         problem = problem_class("range", values.dtype, values.numel() // group, group)

@@ -1,0 +1,178 @@
+"""Times how much of packing is hidden behind the forward pass when workers do it.
+
+Run ``python -m benchmarks.overlap --json overlap.json`` on a machine with a core for each of torch's threads and of the
+workers, and nothing else to do. Every round times the forward pass and its loss in turn: plain, packed on torch's
+threads, and packed by workers; ratios are taken within rounds. *Hidden* is the share of all the time that packing adds
+to a forward pass, Python's included, that workers take off again.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from benchmarks.machine import core_count, describe_machine
+from benchmarks.models import MODELS, build_batch, build_model
+from benchmarks.options import whole_number
+from benchmarks.process_memory import loaded_allocator
+from benchmarks.timing import paired_ratio
+from daf_core import ActivationEngine, DAFConfig, StepStatistics
+from daf_core.config import Packing, Precision
+
+PRECISIONS: dict[str, Precision] = {"8": 8, "4": 4, "2": 2, "1": 1}
+SMALLEST_IMAGE = 32
+Seconds = dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapResult:
+    """Forward passes at one precision: medians over rounds, ratios within them.
+
+    ``pack_seconds`` is what the training thread spends on packing with workers, ``worker_seconds`` what these do.
+    """
+
+    precision: int | str
+    plain_seconds: float
+    device_ratio: float
+    workers_ratio: float
+    hidden: float
+    pack_seconds: float
+    worker_seconds: float
+    rounds: Seconds
+
+
+def hidden_share(device_ratio: float, workers_ratio: float) -> float:
+    """Returns the share of packing's time that workers hide, from the ratios of both to the plain forward pass."""
+    return 1 - (workers_ratio - 1) / (device_ratio - 1)
+
+
+def measure(model: nn.Module, forward: Callable[[], object], precision: Precision, rounds: int) -> OverlapResult:
+    """Times the three kinds of forward passes in turn."""
+    engines = {packing: _engine(model, precision, packing) for packing in ("device", "workers")}
+    scopes: dict[str, Callable[[], AbstractContextManager[object]]] = {"plain": nullcontext}
+    scopes |= {packing: engine.compress for packing, engine in engines.items()}
+    seconds: Seconds = {name: [] for name in scopes}
+    steps: list[StepStatistics] = []
+    for turn in range(rounds + 1):
+        for name, scope in scopes.items():
+            taken = _timed(forward, scope)
+            if turn:  # the first round warms up
+                seconds[name].append(taken)
+        steps.append(engines["workers"].finish_step())
+    for engine in engines.values():
+        engine.close()
+    return _result(precision, seconds, steps[1:])
+
+
+def run(options: argparse.Namespace) -> list[OverlapResult]:
+    """Measures all precisions, on as many cores as torch's threads and the workers need."""
+    torch.set_num_threads(options.threads)
+    _take_cores(options.threads + options.workers)
+    model = build_model(options.model, lora_dropout=0.1)
+    batch = build_batch(options.model, batch=options.batch, seq=options.seq, image=SMALLEST_IMAGE)
+    return [
+        measure(model, lambda: model(**batch).loss, PRECISIONS[name], options.rounds)
+        for name in options.precisions.split(",")
+    ]
+
+
+def result_table(title: str, results: Sequence[OverlapResult]) -> Table:
+    """Returns the results as a table."""
+    table = Table(title=title, box=SIMPLE, collapse_padding=True)
+    for heading in ("bits", "plain s", "device", "workers", "hidden", "training thread ms", "workers ms"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            str(result.precision),
+            f"{result.plain_seconds:.3f}",
+            f"{result.device_ratio:.3f}",
+            f"{result.workers_ratio:.3f}",
+            f"{result.hidden:.0%}",
+            f"{result.pack_seconds * 1e3:.0f}",
+            f"{result.worker_seconds * 1e3:.0f}",
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark, prints its table and writes its JSON file."""
+    description = "Times how much of packing workers hide behind the forward pass."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=description)
+    parser.add_argument("--model", choices=tuple(MODELS), default="roberta-base")
+    parser.add_argument("--batch", type=whole_number(1), default=8)
+    parser.add_argument("--seq", type=whole_number(1), default=128)
+    parser.add_argument("--precisions", type=_precisions, default="8,4,2", help="bits, separated by commas")
+    parser.add_argument("--threads", type=whole_number(1, core_count()), default=1, help="threads of torch")
+    parser.add_argument("--workers", type=whole_number(1, core_count()), default=1, help="threads that pack")
+    parser.add_argument("--rounds", type=whole_number(1), default=15)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    results = run(options)
+    title = f"{options.model} forward, {options.batch} x {options.seq}, {options.threads} + {options.workers} thread(s)"
+    Console().print(result_table(title, results))
+    if options.json:
+        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
+        report = {"overlap": [asdict(result) for result in results], "machine": asdict(machine)}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _engine(model: nn.Module, precision: Precision, packing: Packing) -> ActivationEngine:
+    return ActivationEngine(model, DAFConfig(precision=precision, audit_every=None, packing=packing))
+
+
+def _timed(forward: Callable[[], object], scope: Callable[[], AbstractContextManager[object]]) -> float:
+    """Returns the seconds of a forward pass, until all of it is packed; its graph dies afterwards."""
+    started = time.perf_counter()
+    with scope():
+        loss = forward()
+    seconds = time.perf_counter() - started
+    del loss
+    return seconds
+
+
+def _result(precision: Precision, seconds: Seconds, steps: Sequence[StepStatistics]) -> OverlapResult:
+    plain, device, workers = seconds["plain"], seconds["device"], seconds["workers"]
+    device_ratio, workers_ratio = paired_ratio(device, plain), paired_ratio(workers, plain)
+    return OverlapResult(
+        precision=precision,
+        plain_seconds=statistics.median(plain),
+        device_ratio=device_ratio,
+        workers_ratio=workers_ratio,
+        hidden=hidden_share(device_ratio, workers_ratio),
+        pack_seconds=statistics.median(step.pack_seconds for step in steps),
+        worker_seconds=statistics.median(step.worker_seconds for step in steps),
+        rounds=seconds,
+    )
+
+
+def _take_cores(count: int) -> None:
+    """Leaves the process so many cores, which decides how many workers there are."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < count:
+        raise SystemExit(f"{count} threads need as many cores, and {len(cores)} may be used; lower --threads")
+    os.sched_setaffinity(0, cores[:count])
+
+
+def _precisions(text: str) -> str:
+    unknown = [name for name in text.split(",") if name not in PRECISIONS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(PRECISIONS)}, separated by commas"
+        )
+    return text
+
+
+if __name__ == "__main__":
+    main()

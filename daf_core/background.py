@@ -1,0 +1,196 @@
+"""Packs on a thread of DAF's own, while the one that saves activations computes on.
+
+That thread does all that packing takes, in the order of saving. So bytes, drops and gradients are those of packing at
+once, and the saving thread only notes what there is to know of a tensor at that moment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from daf_core.codecs import RawActivation
+from daf_core.codecs.signs import RELU
+from daf_core.errors import DAFError
+from daf_core.handle import Handle
+from daf_core.in_flight import Flight, InFlight
+from daf_core.memory.devices import DevicePagers
+from daf_core.saved import SavedTensor
+
+IN_FLIGHT_BYTES = 64 << 20
+"""Bytes of tensors that may be in flight: five of the largest of RoBERTa-base at batch 8 x 128."""
+
+CPU = torch.device("cpu")
+
+Store = Callable[[SavedTensor], Handle | RawActivation]
+"""Packs one tensor."""
+
+
+class BackgroundPacker:
+    """The background of one forward pass. What is sent off *lands* when it is packed.
+
+    Nothing that is decided here depends on the clock. A tensor in flight counts against the memory budget in full, and
+    its pages beside it; what is held besides is known as of the last landing that was waited for.
+
+    Args:
+        store: Packs a tensor.
+        prepare: Is called first on the thread that packs.
+        pagers: Where things are stored.
+
+    Attributes:
+        seconds: Time that the thread has packed.
+    """
+
+    def __init__(self, store: Store, prepare: Callable[[], None], pagers: DevicePagers) -> None:
+        self.seconds = 0.0
+        self._store = store
+        self._prepare = prepare
+        self._clock = pagers.clock
+        self._pager = pagers.on(CPU)
+        self._window: deque[Flight] = deque()
+        self._window_bytes = 0
+        self._largest = 0
+        self._held_bytes = 0
+        self._sent: list[weakref.ref[InFlight]] = []
+        self._queue: SimpleQueue[Flight | _Dropped | None] = SimpleQueue()
+        self._landed = 0
+        self._landing = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._cancelled = False
+        self._error: BaseException | None = None
+
+    def admits(self, saved: SavedTensor) -> bool:
+        """Says whether a tensor may be sent off, and waits for others first if need be; if not, nothing is in flight.
+
+        What a ReLU saves is recognized by what exists at that moment.
+
+        Raises:
+            Exception: Packing one of the others failed.
+        """
+        size = saved.tensor.untyped_storage().nbytes()
+        background = saved.tensor.device == CPU and saved.site.op != RELU
+        while self._window and not (background and self._fits(size)):
+            self._await_oldest()
+        self._raise_error()
+        return background and self._fits(size)
+
+    def send(self, saved: SavedTensor) -> InFlight:
+        """Has a tensor packed, for which `admits` said yes."""
+        self._clock.now += 1
+        flight = Flight(saved, self._clock.now)
+        self._window.append(flight)
+        self._window_bytes += flight.size
+        self._largest = max(self._largest, flight.size)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="daf-pack", daemon=True)
+            self._thread.start()
+        self._queue.put(flight)
+        sent = InFlight(flight, self._wait, self._drop)
+        self._sent.append(weakref.ref(sent))
+        return sent
+
+    def finish(self) -> None:
+        """Returns when all has landed.
+
+        Raises:
+            Exception: What the first that failed did so with.
+        """
+        self.drain()
+        self._raise_error()
+
+    def drain(self) -> None:
+        """Returns when all has landed; errors are kept."""
+        while self._window:
+            self._await_oldest()
+
+    def close(self) -> None:
+        """Ends the pass, also one that failed: what has not landed is given up."""
+        self._cancelled = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        while self._window:
+            self._window.popleft().saved = None
+        for reference in self._sent:
+            if (sent := reference()) is not None:
+                sent.settle()
+
+    def _fits(self, size: int) -> bool:
+        flying = self._window_bytes + size
+        if flying > IN_FLIGHT_BYTES:
+            return False
+        held = self._held_bytes if self._window else self._pager.held_bytes
+        return self._pager.budget is None or held + flying + max(self._largest, size) <= self._pager.budget
+
+    def _await_oldest(self) -> None:
+        flight = self._window.popleft()
+        self._wait(flight)
+        flight.saved = None
+        self._window_bytes -= flight.size
+        self._held_bytes = flight.held_bytes
+
+    def _wait(self, flight: Flight) -> None:
+        with self._landing:
+            self._landing.wait_for(lambda: self._landed >= flight.time)
+
+    def _drop(self, flight: Flight) -> None:
+        """Lets go of what a tensor was packed as, once all is packed that was saved before now."""
+        self._queue.put(_Dropped(flight, self._clock.now))
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        """What the thread does."""
+        self._prepare()
+        while (item := self._queue.get()) is not None:
+            started = time.perf_counter()
+            self._clock.set_back(item.time)
+            if isinstance(item, Flight):
+                self._pack(item)
+                with self._landing:
+                    self._landed = item.time
+                    self._landing.notify_all()
+            else:
+                item.flight.packed = None
+            self.seconds += time.perf_counter() - started
+
+    def _pack(self, flight: Flight) -> None:
+        try:
+            if self._cancelled or flight.saved is None:
+                raise RuntimeError("the forward pass that saved this tensor ended with an error")
+            flight.land(self._store(flight.saved), self._pager.held_bytes)
+        except BaseException as error:  # the saving thread raises it
+            if isinstance(error, DAFError):
+                error.__traceback__ = None  # its frames would keep the tensor
+            flight.fail(error)
+            self._error = self._error or error
+
+
+class _Dropped(NamedTuple):
+    """Autograd has let go of a tensor.
+
+    Attributes:
+        flight: The way of the tensor.
+        time: When that was.
+    """
+
+    flight: Flight
+    time: int
+
+
+def idle_cores() -> int:
+    """Returns the cores that this process may use and that torch does not."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun and accelerate start several processes on a machine, each of which sees all of its cores.
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return usable // max(processes, 1) - torch.get_num_threads()

@@ -1,0 +1,57 @@
+"""What was released, and when: released things count with the pager's next call, and not before their time."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class ReleaseClock(threading.local):
+    """The time of each thread, in activations that were saved in a forward pass.
+
+    Where activations are packed in the background, the thread that saves them is ahead of the one that packs them. What
+    it releases meanwhile must not be free yet for activations that were saved before: what the pager gives up would
+    depend on how far ahead it is.
+
+    Attributes:
+        now: The time in this thread.
+        horizon: Releases up to this time count in this thread; all, unless it packs in the background.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.horizon = math.inf
+
+    def set_back(self, time: int) -> None:
+        """This thread packs now what was saved at some time."""
+        self.now = self.horizon = time
+
+
+class Releases(Generic[Item]):
+    """Collects what was released. Adding takes no lock: it may happen inside a garbage collection.
+
+    Args:
+        clock: Says when it is; by default all that was added is due.
+    """
+
+    def __init__(self, clock: ReleaseClock | None = None) -> None:
+        self._clock = clock or ReleaseClock()
+        self._items: deque[tuple[int, Item]] = deque()
+
+    def add(self, item: Item) -> None:
+        """Notes that something was released now."""
+        self._items.append((self._clock.now, item))
+
+    def due(self) -> Iterator[Item]:
+        """Takes out what was released up to this thread's horizon."""
+        for _ in range(len(self._items)):
+            time, item = self._items.popleft()
+            if time <= self._clock.horizon:
+                yield item
+            else:
+                self._items.append((time, item))

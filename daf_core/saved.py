@@ -1,0 +1,60 @@
+"""A tensor that autograd saves, and all that can be known of it at that moment alone."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from daf_core.eligibility import Form
+from daf_core.sites import ModuleScopes, Site
+
+Node = Any
+"""A node of the autograd graph; torch has no type for the kinds that are looked at here."""
+
+
+class NormalizedResult(NamedTuple):
+    """The result of a normalization that still exists.
+
+    Attributes:
+        node: The autograd node that its tensor has now.
+        version: Its version.
+        shape: Its shape.
+    """
+
+    node: Node
+    version: int
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """What is to be packed, now or a little later.
+
+    Attributes:
+        tensor: The saved tensor, detached: the tensor itself would tie an operator's output to the graph that saves it,
+            and a graph that never runs backward would leak.
+        reference: Whether the saved tensor itself is still there to be looked at.
+        version: Its version.
+        node: The autograd node that made it; None for a leaf.
+        form: The form that it may take.
+        site: Where it is saved.
+        normalized: The latest results of normalizations, the newest first.
+    """
+
+    tensor: Tensor
+    reference: weakref.ref[Tensor]
+    version: int
+    node: Node
+    form: Form
+    site: Site
+    normalized: list[NormalizedResult]
+
+
+def note(tensor: Tensor, form: Form, site: Site, scopes: ModuleScopes) -> SavedTensor:
+    """Returns what is to be known of a tensor that is being saved."""
+    normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
+    reference = weakref.ref(tensor)
+    return SavedTensor(tensor.detach(), reference, tensor._version, tensor.grad_fn, form, site, normalized)
