@@ -60,8 +60,9 @@ class BackgroundPacker:
         self._largest = 0
         self._held_bytes = 0
         self._sent: list[weakref.ref[InFlight]] = []
-        self._queue: SimpleQueue[Flight | _Dropped | None] = SimpleQueue()
+        self._queue: SimpleQueue[Flight | _Dropped | _Mark | None] = SimpleQueue()
         self._landed = 0
+        self._busy = False
         self._landing = threading.Condition()
         self._thread: threading.Thread | None = None
         self._cancelled = False
@@ -77,10 +78,13 @@ class BackgroundPacker:
         """
         size = saved.tensor.untyped_storage().nbytes()
         background = saved.tensor.device == CPU and saved.site.op != RELU
-        while self._window and not (background and self._fits(size)):
+        while self._window and background and not self._fits(size):
             self._await_oldest()
+        admitted = background and self._fits(size)
+        if not admitted:
+            self.drain()
         self._raise_error()
-        return background and self._fits(size)
+        return admitted
 
     def send(self, saved: SavedTensor) -> InFlight:
         """Has a tensor packed, for which `admits` said yes."""
@@ -92,7 +96,7 @@ class BackgroundPacker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="daf-pack", daemon=True)
             self._thread.start()
-        self._queue.put(flight)
+        self._put(flight)
         sent = InFlight(flight, self._wait, self._drop)
         self._sent.append(weakref.ref(sent))
         return sent
@@ -107,7 +111,12 @@ class BackgroundPacker:
         self._raise_error()
 
     def drain(self) -> None:
-        """Returns when all has landed; errors are kept."""
+        """Returns when all has landed, and what was dropped is gone; errors are kept."""
+        if self._busy:
+            self._busy = False
+            self._clock.now += 1
+            self._queue.put(_Mark(self._clock.now))
+            self._wait(self._clock.now)
         while self._window:
             self._await_oldest()
 
@@ -127,23 +136,31 @@ class BackgroundPacker:
         flying = self._window_bytes + size
         if flying > IN_FLIGHT_BYTES:
             return False
-        held = self._held_bytes if self._window else self._pager.held_bytes
-        return self._pager.budget is None or held + flying + max(self._largest, size) <= self._pager.budget
+        if self._pager.budget is None:
+            return True
+        if not self._window:
+            self.drain()
+            self._held_bytes = self._pager.settle()
+        return self._held_bytes + flying + max(self._largest, size) <= self._pager.budget
 
     def _await_oldest(self) -> None:
         flight = self._window.popleft()
-        self._wait(flight)
+        self._wait(flight.time)
         flight.saved = None
         self._window_bytes -= flight.size
         self._held_bytes = flight.held_bytes
 
-    def _wait(self, flight: Flight) -> None:
+    def _put(self, item: Flight | _Dropped) -> None:
+        self._busy = True
+        self._queue.put(item)
+
+    def _wait(self, landed: int) -> None:
         with self._landing:
-            self._landing.wait_for(lambda: self._landed >= flight.time)
+            self._landing.wait_for(lambda: self._landed >= landed)
 
     def _drop(self, flight: Flight) -> None:
         """Lets go of what a tensor was packed as, once all is packed that was saved before now."""
-        self._queue.put(_Dropped(flight, self._clock.now))
+        self._put(_Dropped(flight, self._clock.now))
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -157,12 +174,12 @@ class BackgroundPacker:
             self._clock.set_back(item.time)
             if isinstance(item, Flight):
                 self._pack(item)
-                with self._landing:
-                    self._landed = item.time
-                    self._landing.notify_all()
-            else:
+            elif isinstance(item, _Dropped):
                 item.flight.packed = None
             self.seconds += time.perf_counter() - started
+            with self._landing:
+                self._landed = max(self._landed, item.time)  # a collection in this thread may drop with its own time
+                self._landing.notify_all()
 
     def _pack(self, flight: Flight) -> None:
         try:
@@ -185,6 +202,16 @@ class _Dropped(NamedTuple):
     """
 
     flight: Flight
+    time: int
+
+
+class _Mark(NamedTuple):
+    """Everything before it is done.
+
+    Attributes:
+        time: Its time.
+    """
+
     time: int
 
 

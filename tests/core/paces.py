@@ -36,7 +36,7 @@ def _at_once(patch: pytest.MonkeyPatch) -> None:
 
     def send_and_wait(self: BackgroundPacker, saved: SavedTensor) -> InFlight:
         sent = send(self, saved)
-        self._wait(sent._flight)
+        self._wait(sent._flight.time)
         return sent
 
     patch.setattr(BackgroundPacker, "send", send_and_wait)

@@ -90,7 +90,7 @@ def test_tensor_is_kept_alive_until_it_is_packed_and_no_longer(sent: list[Flight
         del x
         assert not storage.expired()
         gate.set()
-        background_of(engine)._wait(sent[0])
+        background_of(engine)._wait(sent[0].time)
         assert storage.expired()
 
 
