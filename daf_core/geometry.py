@@ -43,8 +43,8 @@ class Geometry:
         return True
 
     def compact(self, tensor: Tensor) -> Tensor:
-        """Returns the compact form of a tensor of this geometry, a view."""
-        return tensor.detach().as_strided(self.compact_shape, self.compact_strides)
+        """Returns the compact form of a detached tensor of this geometry, a view."""
+        return tensor.as_strided(self.compact_shape, self.compact_strides)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns an uninitialized tensor of this geometry and its compact form, in the same memory."""

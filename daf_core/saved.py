@@ -41,7 +41,7 @@ class SavedTensor:
         node: The autograd node that made it; None for a leaf.
         form: The form that it may take.
         site: Where it is saved.
-        normalized: The latest results of normalizations, the newest first.
+        normalized: Where it may be derived, the latest results of normalizations, the newest first.
     """
 
     tensor: Tensor
@@ -55,6 +55,8 @@ class SavedTensor:
 
 def note(tensor: Tensor, form: Form, site: Site, scopes: ModuleScopes) -> SavedTensor:
     """Returns what is to be known of a tensor that is being saved."""
-    normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
+    normalized: list[NormalizedResult] = []
+    if form is Form.LOSSY:  # nothing else is derived
+        normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
     reference = weakref.ref(tensor)
     return SavedTensor(tensor.detach(), reference, tensor._version, tensor.grad_fn, form, site, normalized)

@@ -11,7 +11,6 @@ from daf_core.codecs import StoredActivation
 from daf_core.codecs.raw import KeptStorage
 from daf_core.geometry import Geometry
 from daf_core.memory.pager import Pager
-from daf_core.saved import SavedTensor
 from daf_core.torch_internals import storage_id
 
 Key = tuple[object, ...]
@@ -37,14 +36,14 @@ class SharingTable:
         self._storages[number] = StorageWeakRef(tensor.untyped_storage())
         return True
 
-    def find(self, saved: SavedTensor, geometry: Geometry) -> StoredActivation | None:
+    def find(self, key: Key, version: int) -> StoredActivation | None:
         """Returns the live stored activation of the same values: same place in the same storage at the same version."""
-        version, reference = self._stored.get(_key(saved.tensor, geometry), (None, None))
-        return reference() if reference is not None and version == saved.version else None
+        found = self._stored.get(key)
+        return found[1]() if found is not None and found[0] == version else None
 
-    def add(self, saved: SavedTensor, geometry: Geometry, stored: StoredActivation) -> None:
+    def add(self, key: Key, version: int, stored: StoredActivation) -> None:
         """Remembers what a tensor was stored as."""
-        self._stored[_key(saved.tensor, geometry)] = (saved.version, weakref.ref(stored))
+        self._stored[key] = (version, weakref.ref(stored))
 
     def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
         """Returns the account of the tensor's storage among raw activations.
@@ -64,7 +63,8 @@ class SharingTable:
         self._stored.clear()
 
 
-def _key(tensor: Tensor, geometry: Geometry) -> Key:
+def sharing_key(tensor: Tensor, geometry: Geometry) -> Key:
+    """Returns what tensors have in common that are the same place in the same storage."""
     return (
         storage_id(tensor),
         tensor.storage_offset(),

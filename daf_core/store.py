@@ -28,7 +28,7 @@ from daf_core.handle import Handle
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pager import Pager
 from daf_core.saved import SavedTensor
-from daf_core.sharing import SharingTable
+from daf_core.sharing import SharingTable, sharing_key
 from daf_core.sites import Site
 from daf_core.telemetry import StepRecorder
 from daf_core.torch_internals import is_being_saved, is_changed_view
@@ -97,7 +97,8 @@ class ActivationStore:
         if self._sharing.is_new_storage(tensor):
             self._recorder.add_raw(tensor.untyped_storage().nbytes())
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        shared = self._sharing.find(saved, geometry)
+        key = sharing_key(tensor, geometry)
+        shared = self._sharing.find(key, saved.version)
         kept = None
         try:
             stored = shared or self._derive(saved, derivation) or self._encode(saved, geometry, derivation)
@@ -112,7 +113,7 @@ class ActivationStore:
             self._recorder.stored_as[RawActivation.codec] += 1
             return RawActivation(tensor, kept, saved.version)
         if stored.whole:  # otherwise other operators ask for more
-            self._sharing.add(saved, geometry, stored)
+            self._sharing.add(key, saved.version, stored)
         self._recorder.stored_as["shared" if shared else stored.codec] += 1
         return Handle(stored, geometry, saved)
 

@@ -18,6 +18,10 @@ from daf_core.memory.pool import PagePool
 from daf_core.precision.importance import LEVELS, plane_importances, rounding_errors
 from daf_kernels import Backend, Pages, PlaneLayout, Seed, plane_layout, planes_for
 
+TYPICAL_RANGE = 32.0
+"""Squared range of a scaling group over its variance: that of 256 normal values. Without a budget nothing is dropped,
+and what a range is goes without asking; should a budget be set later, it counts for what is held then."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels encode."""
 
@@ -79,7 +83,7 @@ class PlanesActivation(PagedActivation):
             finite: Whether scaling groups with a NaN or an infinity are refused; otherwise all their values decode to
                 NaN.
             errors: What the values' error does at 0 bits and at each of `PRECISIONS`, squared and in any unit that is
-                the same for all activations; None estimates it from their range.
+                the same for all activations; None estimates it from their range, where there is a budget.
 
         Returns:
             None where pages would take no less than the values themselves, or where a value is not finite: an overflow
@@ -96,7 +100,9 @@ class PlanesActivation(PagedActivation):
         pages = [layout.plane_pages(plane) for plane in range(planes)]
         sizes = [page_bytes * count for count in pages]
         if errors is None:
-            errors = rounding_errors(cls._relative_range(backend, values, layout), values.numel())
+            known = pager.budget is not None
+            relative_range = cls._relative_range(backend, values, layout) if known else TYPICAL_RANGE
+            errors = rounding_errors(relative_range, values.numel())
         importances = plane_importances(errors, sizes)
         with pager.writing(layout.header_pages, pages, importances) as lease:
             usable = cls._write(backend, values, layout, lease.planes, pager.pool, lease.pages, seed)

@@ -43,7 +43,8 @@ class FreeList:
             raise ValueError(f"{count} pages were asked for, and {self.count} of {self.total} are free")
         self.count -= count
         self.untouched = min(self.untouched, self.count)
-        numbers = np.sort(self._stack[self.count : self.count + count])
+        numbers = self._stack[self.count : self.count + count].copy()
+        numbers.sort()
         self._taken[numbers] = True
         return numbers
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from daf_core.errors import ActivationBudgetError
+from daf_core.memory.access import Reading, Writing
 from daf_core.memory.account import PagerAccount
 from daf_core.memory.index import LeaseIndex
 from daf_core.memory.lease import NOWHERE, Lease, plan_drops
@@ -17,6 +18,8 @@ from daf_core.memory.pool import PagePool
 from daf_core.memory.releases import ReleaseClock, Releases
 from daf_core.memory.spill import ReadAhead, SpillFile
 from daf_kernels import Pages
+
+_planned_drops = lru_cache(maxsize=4096)(plan_drops)
 
 
 class Pager:
@@ -59,8 +62,7 @@ class Pager:
         self._released: Releases[Lease | int] = Releases(clock)
         self._lock = threading.Lock()
 
-    @contextmanager
-    def writing(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> Generator[Lease]:
+    def writing(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> Writing:
         """Leases pages to a new activation; inside, its planes are written. They may be fewer than asked for.
 
         An exception inside releases the lease; otherwise it is held until `release`.
@@ -74,17 +76,9 @@ class Pager:
             ActivationBudgetError: It does not fit even if everything is given up that may be.
             SpillError: The spill file cannot be written.
         """
-        lease = self._open(fixed, planes, importances)
-        try:
-            yield lease
-        except BaseException:
-            self._publish(lease)
-            self.release(lease)
-            raise
-        self._publish(lease)
+        return Writing(self._open(fixed, planes, importances), self._publish, self.release)
 
-    @contextmanager
-    def reading(self, lease: Lease) -> Generator[Lease]:
+    def reading(self, lease: Lease) -> Reading:
         """Brings an activation back if it was spilled; inside, its pages and planes stay as they are.
 
         Raises:
@@ -92,13 +86,7 @@ class Pager:
             SpillError: The spill file cannot be read.
         """
         self._pin(lease)
-        try:
-            yield lease
-        finally:
-            with self._lock:
-                lease.readers -= 1
-                if not lease.readers:
-                    self._read.discard(lease)
+        return Reading(lease, self._unpin)
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, once."""
@@ -111,10 +99,13 @@ class Pager:
             ActivationBudgetError: They do not fit even if everything is given up that may be.
             SpillError: The spill file cannot be written.
         """
-        with self._pressing():
+        started = self._begin_pressing()
+        with self._lock:
+            self._collect()
             self._make_room(size, size, self.budget, drop=True)
             self._count(size)
             self._outside_bytes += size
+            self._account.seconds += time.perf_counter() - started
 
     def let_go(self, size: int) -> None:
         """Counts `size` bytes outside the pool as freed."""
@@ -127,7 +118,9 @@ class Pager:
             ActivationBudgetError: What is held does not fit even so; the budget stays as it was.
             SpillError: The spill file cannot be written.
         """
-        with self._pressing():
+        self._begin_pressing()
+        with self._lock:
+            self._collect()
             largest = 0 if self._spill is None else self._index.largest * self.pool.page_bytes
             if budget is not None and largest > budget:  # it could be spilled, and never be read back
                 raise ActivationBudgetError(largest, budget)
@@ -175,28 +168,27 @@ class Pager:
             if self.budget is not None and self.held_bytes > self.budget:
                 raise AssertionError(f"{self.held_bytes} bytes are held, and {self.budget} are allowed")
 
-    @contextmanager
-    def _pressing(self) -> Generator[None]:
-        """Holds the lock for what may drop planes, and adds the time to the account."""
+    def _begin_pressing(self) -> float:
+        """Prepares for what may drop planes, without the lock yet, and returns the time."""
         started = time.perf_counter()
         if self._spill is not None:
             self._read_ahead.stop()  # the drops would depend on how far it has come
-        with self._lock:
-            self._collect()
-            yield
-            self._account.seconds += time.perf_counter() - started
+        return started
 
     def _open(self, fixed: int, planes: Sequence[int], importances: Sequence[float]) -> Lease:
-        drops = plan_drops(planes, importances, self._least_planes)
-        with self._pressing():
+        drops = list(_planned_drops(tuple(planes), tuple(importances), self._least_planes))
+        page = self.pool.page_bytes
+        started = self._begin_pressing()
+        with self._lock:
+            self._collect()
             lease = Lease(self._serial, fixed, planes, drops)
             self._serial += 1
-            page = self.pool.page_bytes
             self._make_room(lease.size * page, lease.least * page, self.budget, drop=True, incoming=lease)
             lease.pages = self.pool.take(lease.size, self.budget)
             lease.readers = 1
             self._writing += 1
             self._count(lease.size * page)
+            self._account.seconds += time.perf_counter() - started
             return lease
 
     def _publish(self, lease: Lease) -> None:
@@ -216,6 +208,12 @@ class Pager:
                     self._load(lease)
         if self._index.spilled:
             self._read_ahead.start(lease.serial)
+
+    def _unpin(self, lease: Lease) -> None:
+        with self._lock:
+            lease.readers -= 1
+            if not lease.readers:
+                self._read.discard(lease)
 
     def _pin_resident(self, lease: Lease, started: float) -> bool:
         with self._lock:

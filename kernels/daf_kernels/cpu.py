@@ -33,6 +33,7 @@ STAGE = 1 << 16
 """Elements of a tensor with holes that are copied together at a time, 256 kB of float32."""
 
 _NO_SEED = np.zeros(4, np.uint64)
+_NO_SEED_ADDRESS = _NO_SEED.ctypes.data
 
 
 class _Scratch(threading.local):
@@ -40,15 +41,22 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
+        self._size = self._address = 0
 
     def reserve(self, size: int) -> int:
         """Returns the address of `size` bytes, aligned to 64; they stay valid until the thread's next call."""
-        if self._buffer.size < size + 64:
-            self._buffer = np.empty(size + 64, np.uint8)
-        return -(-self._buffer.ctypes.data // 64) * 64
+        if self._size < size:
+            self._buffer, self._size = np.empty(size + 64, np.uint8), size
+            self._address = -(-self._buffer.ctypes.data // 64) * 64
+        return self._address
 
 
-_NO_STARTS = np.zeros(0, np.int64)
+class _Starts(NamedTuple):
+    """An array of the index of each plane's first page, with its address, which takes numpy a microsecond."""
+
+    address: int = 0
+    size: int = 0
+    array: npt.NDArray[np.int64] | None = None
 
 
 class _Kernel(NamedTuple):
@@ -60,7 +68,7 @@ class _Kernel(NamedTuple):
         own: Its own words.
         tile: Elements that it works on at a time; parts begin at multiples of it.
         scratch: Bytes of scratch memory that a thread needs.
-        starts: Index of each plane's first page.
+        starts: Where the pages of planes start.
     """
 
     job: Callable[..., None]
@@ -68,7 +76,7 @@ class _Kernel(NamedTuple):
     own: tuple[int, ...] = ()
     tile: int = TILE
     scratch: int = BLOCK
-    starts: npt.NDArray[np.int64] = _NO_STARTS
+    starts: _Starts = _Starts()
 
 
 class CpuBackend:
@@ -101,10 +109,12 @@ class CpuBackend:
     ) -> bool:
         """See `Backend.encode`."""
         tile, starts = _tiling(layout)
-        levels, words = 2 ** PRECISIONS[max(planes, 1) - 1] - 1, _NO_SEED if seed is None else np.array(seed, np.uint64)
+        levels = 2 ** PRECISIONS[max(planes, 1) - 1] - 1
+        random = None if seed is None else np.array(seed, np.uint64)
+        random_address = _NO_SEED_ADDRESS if random is None else random.ctypes.data
         noise_bytes = 0 if seed is None else 2 * tile
         scratch = tile + noise_bytes + 24 * (tile // layout.group) + 1024
-        own = (layout.group, tile, planes, levels, noise_bytes, words.ctypes.data)
+        own = (layout.group, tile, planes, levels, noise_bytes, random_address)
         kernel = _Kernel(cpu_jobs.encode_planes, KINDS[values.dtype], own, tile, scratch, starts)
         return self._over(values, kernel, memory, pages, load=True) == 0
 
@@ -183,33 +193,31 @@ class CpuBackend:
         A tensor whose memory has holes is worked on in a dense buffer, loaded from and stored to it `STAGE` elements at
         a time.
         """
-        addresses, starts = memory.addresses(pages), kernel.starts
-        shared = (memory.page_bytes.bit_length() - 1, addresses.ctypes.data, addresses.size)
-        words = np.array([0, kernel.kind, *shared, starts.ctypes.data, starts.size, *kernel.own], np.int64)
+        addresses, shift = memory.addresses(pages), memory.page_bytes.bit_length() - 1
         count, size = values.numel(), values.element_size()
         if values.is_contiguous():
-            words[0] = values.data_ptr()
-            return self._run(kernel, words, 0, count)
+            return self._run(kernel, values.data_ptr(), shift, addresses, 0, count)
         stage = max(kernel.tile, STAGE // kernel.tile * kernel.tile)
         buffer = torch.empty(min(stage, count), dtype=values.dtype)
         total = 0
         for start in range(0, count, stage):
             end = min(start + stage, count)
-            words[0] = buffer.data_ptr() - size * start
             if load:
                 self._copy(values, start, end, buffer, into_dense=True)
-            total += self._run(kernel, words, start, end)
+            total += self._run(kernel, buffer.data_ptr() - size * start, shift, addresses, start, end)
             if store:
                 self._copy(values, start, end, buffer, into_dense=False)
         return total
 
-    def _run(self, kernel: _Kernel, words: npt.NDArray[np.int64], first: int, stop: int) -> int:
+    def _run(self, kernel: _Kernel, origin: int, shift: int, addresses: Pages, first: int, stop: int) -> int:
+        """Runs a kernel over some elements, of which number 0 lies, or would lie, at address `origin`."""
         threads = self._team.threads if stop - first > SPLIT else 1
         step = max(SPLIT // kernel.tile, 1) * kernel.tile if threads > 1 else stop - first
         stride = -(-kernel.scratch // 64) * 64
         scratch = self._scratch.reserve(threads * stride)
+        words = (origin, kernel.kind, shift, kernel.starts.address, kernel.starts.size, *kernel.own)
         job = cpu_jobs.compiled(kernel.job).address
-        return self._team.run(job, words, (first, stop), step, scratch, stride, threads)
+        return self._team.run(job, words, addresses, (first, stop), step, scratch, stride, threads)
 
     def _copy(self, values: Tensor, first: int, stop: int, buffer: Tensor, into_dense: bool) -> None:
         shape, strides = np.array(values.shape, np.int64), np.array(values.stride(), np.int64)
@@ -219,10 +227,10 @@ class CpuBackend:
 
 
 @lru_cache(maxsize=1024)
-def _tiling(layout: PlaneLayout) -> tuple[int, npt.NDArray[np.int64]]:
+def _tiling(layout: PlaneLayout) -> tuple[int, _Starts]:
     """Returns the elements to encode at a time and where each plane's pages start."""
-    tile = layout.tile * max(1, TILE // layout.tile)
-    return tile, np.array([layout.plane_start(plane) for plane in range(len(PLANE_WIDTHS))], np.int64)
+    starts = np.array([layout.plane_start(plane) for plane in range(len(PLANE_WIDTHS))], np.int64)
+    return layout.tile * max(1, TILE // layout.tile), _Starts(starts.ctypes.data, starts.size, starts)
 
 
 def warm_up() -> float:

@@ -11,11 +11,11 @@ from numba import carray
 from daf_kernels import cpu_masks, cpu_planes, cpu_slopes
 from daf_kernels.cpu_bits import F32, I64, U64, f32_at, u64_at
 from daf_kernels.cpu_cache import c_function
-from daf_kernels.cpu_team import JOB, WORDS, add_result, array_at, own_scratch, parts
+from daf_kernels.cpu_team import JOB, PAGES, WORDS, add_result, array_at, own_scratch, parts
 
-MEMORY, KIND, SHIFT, PAGES, STARTS, OWN = WORDS, WORDS + 1, WORDS + 2, WORDS + 3, WORDS + 5, WORDS + 7
+MEMORY, KIND, SHIFT, STARTS, OWN = WORDS, WORDS + 1, WORDS + 2, WORDS + 3, WORDS + 5
 """Words of every kernel: address of the elements, their type or size, binary logarithm of the page size, address and
-number of the pages' addresses, the same of where planes begin; then the kernel's own."""
+length of an array of where planes begin; then the kernel's own."""
 
 
 def encode_planes(words):

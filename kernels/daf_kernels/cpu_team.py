@@ -33,10 +33,10 @@ from daf_kernels.cpu_cache import kernel
 JOB = types.void(types.CPointer(types.int64))
 """Signature of a job."""
 
-PART, THREAD, FIRST, STOP, STEP, SCRATCH, STRIDE, RESULT, WORDS = range(9)
+PART, THREAD, FIRST, STOP, STEP, SCRATCH, STRIDE, RESULT, PAGES, _, WORDS = range(11)
 """Words of every job: the part to be taken next, the number of the next thread, the first element and the end of all
 parts, elements in a part, address of the first thread's scratch memory and its bytes for each thread, the sum of what
-parts return; the kernel's arguments follow."""
+parts return, address and number of the pages' addresses; the kernel's own arguments follow."""
 
 
 @intrinsic
@@ -78,7 +78,7 @@ def _call_team(_typing, _parallel, _job, _words, _threads):
 
 
 @kernel
-def launch(parallel, job, threads, words):
+def launch(parallel, job, threads, words, pages):
     """Runs a job and returns the sum of what its parts return.
 
     Args:
@@ -86,7 +86,9 @@ def launch(parallel, job, threads, words):
         job: Address of the job.
         threads: Threads to run it on.
         words: int64 array, the job's words.
+        pages: int64 array whose address and length become the words `PAGES`, which takes Python several times as long.
     """
+    words[PAGES], words[PAGES + 1] = pages.ctypes.data, pages.size
     if parallel != 0 and threads > 1:
         _call_team(parallel, job, words.ctypes.data, I64(threads))
     else:
@@ -176,7 +178,8 @@ class Team:
     def run(
         self,
         job: int,
-        arguments: npt.NDArray[np.int64],
+        arguments: tuple[int, ...],
+        pages: npt.NDArray[np.int64],
         span: tuple[int, int],
         step: int,
         scratch: int,
@@ -188,13 +191,12 @@ class Team:
         Args:
             job: Address of the job.
             arguments: The kernel's own words.
+            pages: Addresses of pages.
             span: First element and end.
             step: Elements in a part.
             scratch: Address of scratch memory for all threads.
             stride: Bytes of it for each.
             threads: How many to run it on.
         """
-        words = np.empty(WORDS + arguments.size, np.int64)
-        words[:WORDS] = 0, 0, *span, step, scratch, stride, 0
-        words[WORDS:] = arguments
-        return launch(parallel_function(), job, threads, words)
+        words = np.array((0, 0, *span, step, scratch, stride, 0, 0, 0, *arguments), np.int64)
+        return launch(parallel_function(), job, threads, words, pages)

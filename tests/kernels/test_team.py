@@ -23,6 +23,7 @@ from tests.kernels.hard_inputs import normal
 from tests.kernels.harness import CPU, encode
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+NO_PAGES = np.zeros(0, np.int64)
 NEEDS_A_TEAM = pytest.mark.skipif(not cpu_team.parallel_function(), reason="this torch's OpenMP cannot be called")
 
 
@@ -53,8 +54,8 @@ def _meet(words):
 def test_every_element_is_taken_once(first: int, elements: int, step: int, threads: int) -> None:
     """Whichever thread takes it, and none outside of the span."""
     counts = np.zeros(6000, np.uint8)
-    words = np.array([counts.ctypes.data], np.int64)
-    found = Team(threads).run(_count.address, words, (first, first + elements), step, 0, 0, threads)
+    words, span = (counts.ctypes.data,), (first, first + elements)
+    found = Team(threads).run(_count.address, words, NO_PAGES, span, step, 0, 0, threads)
     assert found == elements
     assert (counts[first : first + elements] == 1).all()
     assert counts.sum() == elements
@@ -65,8 +66,8 @@ def test_every_element_is_taken_once(first: int, elements: int, step: int, threa
 def test_threads_run_at_the_same_time_with_scratch_of_their_own(threads: int) -> None:
     """Each waits for all others, so that a job on fewer threads would not end."""
     arrived = np.zeros(1 + threads, np.int64)
-    words = np.array([arrived.ctypes.data, threads], np.int64)
-    assert Team(threads).run(_meet.address, words, (0, 1), 1, 4096, 64, threads) == threads
+    words = (arrived.ctypes.data, threads)
+    assert Team(threads).run(_meet.address, words, NO_PAGES, (0, 1), 1, 4096, 64, threads) == threads
     assert sorted(arrived[1:]) == [4096 + 64 * thread for thread in range(threads)]
 
 
