@@ -5,11 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from daf_integrations.arguments import DAFArguments
     from daf_integrations.hf import DAFCallback
+    from daf_integrations.plain import load_state_dict, metrics, prepare, scope, state_dict, summary
 
-__all__ = ["DAFCallback"]
+__all__ = [
+    "DAFArguments",
+    "DAFCallback",
+    "load_state_dict",
+    "metrics",
+    "prepare",
+    "scope",
+    "state_dict",
+    "summary",
+]
 
-_HOMES = {"DAFCallback": ("daf_integrations.hf", "transformers", "hf")}
+_PLAIN = ("daf_integrations.plain", "torch", "dev")
+_HOMES = {
+    "DAFArguments": ("daf_integrations.arguments", "torch", "dev"),
+    "DAFCallback": ("daf_integrations.hf", "transformers", "hf"),
+    "load_state_dict": _PLAIN,
+    "metrics": _PLAIN,
+    "prepare": _PLAIN,
+    "scope": _PLAIN,
+    "state_dict": _PLAIN,
+    "summary": _PLAIN,
+}
 
 
 def __getattr__(name: str) -> Any:

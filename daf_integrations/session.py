@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from daf_core import (
     DAFConfig,
     GradientError,
     HooksActiveError,
+    StateError,
     StepStatistics,
 )
 from daf_core.hook_stack import refuse_foreign_hooks
@@ -33,6 +35,19 @@ LEAST_SHARE = 1 / 1024
 """Part of a batch below which an audit is given up that does not fit in the memory budget."""
 
 log = getLogger("daf")
+
+
+class _Thread(threading.local):
+    """What runs in this thread.
+
+    Attributes:
+        session: Whose scope or audit is open.
+    """
+
+    session: DAFSession | None = None
+
+
+_thread = _Thread()
 
 
 class DAFSession:
@@ -56,6 +71,7 @@ class DAFSession:
         self.last_step: StepStatistics | None = None
         self._recent = RunTotals()
         self._engine: ActivationEngine | None = None
+        self._parameters: frozenset[int] = frozenset()
         self._description = ""
 
     def attach(self, model: nn.Module) -> None:
@@ -72,6 +88,7 @@ class DAFSession:
         self._engine = ActivationEngine(model, self.config)
         if self._engine_state is not None:
             self._engine.load_state_dict(self._engine_state)
+        self._parameters = frozenset(map(id, model.parameters()))
         self._description = _describe(model)
 
     def detach(self) -> None:
@@ -81,19 +98,40 @@ class DAFSession:
             self._engine.close()
             self._engine = None
 
+    @property
+    def covering(self) -> DAFSession | None:
+        """The session whose scope or audit is open in this thread, if it knows all parameters of this model."""
+        outer = _thread.session
+        return outer if outer is not None and self._parameters <= outer._parameters else None
+
     @contextmanager
     def scope(self) -> Generator[None]:
-        """Compresses what is saved inside; does nothing where no gradient is recorded, as in evaluation."""
-        if self._engine is None or not torch.is_grad_enabled():
+        """Compresses what is saved inside.
+
+        Does nothing where no gradient is recorded, as in evaluation, and inside a scope or audit that covers the model.
+
+        Raises:
+            HooksActiveError: Other saved-tensor hooks are active, among them the scope of another model.
+        """
+        if self._engine is None or not torch.is_grad_enabled() or self.covering:
             yield
             return
-        with self._engine.compress():
+        with self._opened(), self._engine.compress():
             yield
+
+    @contextmanager
+    def _opened(self) -> Generator[None]:
+        outer, _thread.session = _thread.session, self
+        try:
+            yield
+        finally:
+            _thread.session = outer
 
     def audit(self, batch: Any, loss_function: Callable[[Any], Tensor]) -> None:
         """Measures the error of the gradient on a few rows, where that is due and a gradient is recorded.
 
-        To be called before the forward pass of a step, outside of `scope`.
+        Does nothing inside a scope or audit that covers the model. To be called before the forward pass of a step,
+        outside of `scope`.
 
         Args:
             batch: The step's batch.
@@ -104,15 +142,17 @@ class DAFSession:
         """
         if self._engine is None or self._share is None or not self._engine.audit_due or not torch.is_grad_enabled():
             return
+        if self.covering:
+            return
         try:
             self._warn(self._audit(self._engine, batch, loss_function))
         except HooksActiveError:
             raise
         except Exception as error:  # whatever a model does with a part of a batch: training must not end for it
-            self._share = None
             reason = f"DAF cannot measure the error of the gradient on a part of the batch: {error!r}"
             if self.config.max_gradient_error is not None:
                 raise AuditError(f"{reason}. max_gradient_error cannot be kept without; leave it out") from error
+            self._share = None
             log.warning("%s. Training goes on without audits; audit_every=None turns them off", reason)
 
     def _audit(
@@ -122,7 +162,8 @@ class DAFSession:
         while True:
             assert self._share is not None
             try:
-                return engine.audit(partial(loss_function, few_rows(batch, self._share)))
+                with self._opened():
+                    return engine.audit(partial(loss_function, few_rows(batch, self._share)))
             except ActivationBudgetError:
                 if self._share < LEAST_SHARE:
                     raise
@@ -200,6 +241,20 @@ class DAFSession:
         """Returns the totals and what the engine has learned, as JSON-able values."""
         learned = self._engine_state if self._engine is None else self._engine.state_dict()
         return {"totals": asdict(self.totals), "engine_state": learned}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned, attached or not.
+
+        Raises:
+            StateError: It is something else.
+        """
+        try:
+            totals, engine_state = RunTotals(**state["totals"]), state["engine_state"]
+        except (KeyError, TypeError) as error:
+            raise StateError(f"this is no saved state of a run with DAF: {error!r}") from error
+        if self._engine is not None and engine_state is not None:
+            self._engine.load_state_dict(engine_state)
+        self.totals, self._engine_state = totals, engine_state
 
 
 def _describe(model: nn.Module) -> str:

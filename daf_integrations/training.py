@@ -1,0 +1,210 @@
+"""The training of one model in a loop of the user's own: its forward passes, optimizer steps and figures."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from daf_core import AuditError, DAFConfig
+from daf_integrations.forward import ForwardWrapper, innermost
+from daf_integrations.session import DAFSession
+from daf_integrations.totals import RunTotals
+
+UNSEEN_STEPS = 3
+"""Optimizer steps without a compressed pass before a warning: libraries take one of their own to fill their state."""
+
+log = getLogger("daf")
+
+
+@dataclass
+class Ending:
+    """What is said of a training when the program ends, without keeping its model alive until then.
+
+    Attributes:
+        title: The line above the table.
+        totals: The figures.
+        shown: Whether the table is printed.
+        covered: Whether another scope compressed the model.
+    """
+
+    title: str
+    totals: RunTotals
+    shown: bool = False
+    covered: bool = False
+
+
+class Training:
+    """Compresses a model's forward passes; a step ends when an optimizer with its parameters has stepped.
+
+    A step that a gradient scaler skips counts with the next one. Where several optimizers share the model, the first
+    of them ends the step.
+
+    Args:
+        model: The model as it is called, perhaps compiled or in a DistributedDataParallel.
+        config: How activations are stored.
+
+    Raises:
+        HooksActiveError: Saved-tensor hooks of someone else are active.
+        NothingToTrainError: No parameter requires a gradient.
+        UnsupportedDeviceError: The model is on device "meta", or in a DataParallel.
+    """
+
+    def __init__(self, model: nn.Module, config: DAFConfig) -> None:
+        self.outer, self.model = model, innermost(model)
+        self.session = DAFSession(config)
+        self.session.attach(self.model)
+        self.ending = Ending(self.session.start_line(), self.session.totals)
+        self._passes = self._unseen = 0
+        self._forward = ForwardWrapper(model, self._compressed)
+        _trainings.add(self)
+        _endings.append(self.ending)
+        _watch_optimizers()
+
+    def stop(self) -> None:
+        """Makes the model the one it was."""
+        self._forward.remove()
+        self.session.detach()
+        _trainings.discard(self)
+        if not self.ending.totals.steps:
+            _endings.remove(self.ending)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state of the session.
+
+        Raises:
+            StateError: It is something else.
+        """
+        self.session.load_state(state)
+        self.ending.totals = self.session.totals
+
+    @contextmanager
+    def scope(self) -> Generator[None]:
+        """Compresses what is saved inside; does nothing in evaluation, and inside a scope that covers the model.
+
+        Raises:
+            AuditError: `max_gradient_error` is set, and the loss is not known here.
+            HooksActiveError: Other saved-tensor hooks are active.
+        """
+        if self._records:
+            self.session.audit((), _unknown_loss)
+        with self._pass():
+            yield
+
+    def finish_step(self, optimizer: Optimizer) -> None:
+        """Ends the step, if the optimizer has trained this model and passes were compressed for it."""
+        parameters = set(map(id, self.model.parameters()))
+        if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        if self._passes:
+            self.session.finish_step()
+            self._passes = 0
+        elif self.session.last_step is None and not self.ending.covered:
+            self._unseen += 1
+            if self._unseen == UNSEEN_STEPS:
+                log.warning("%s", _nothing_compressed(self.ending, f"{UNSEEN_STEPS} optimizer steps"))
+
+    @property
+    def _records(self) -> bool:
+        return self.outer.training and torch.is_grad_enabled()
+
+    def _compressed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._records:
+            return forward(*args, **kwargs)
+        self.session.audit((args, kwargs), self._loss)
+        with self._pass():
+            return forward(*args, **kwargs)
+
+    def _loss(self, rows: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+        # Not through DistributedDataParallel, which would wait for other processes, nor compiled anew for few rows.
+        args, kwargs = rows
+        return _loss_in(self.model(*args, **kwargs))
+
+    @contextmanager
+    def _pass(self) -> Generator[None]:
+        covering = self.session.covering
+        if self._records and covering is None:
+            self._passes += 1
+        elif covering is not None and covering is not self.session and not self.ending.covered:
+            self.ending.covered = True
+            log.warning(
+                "The activations of %s are compressed by another DAF scope, with its options: those of %r do not count",
+                type(self.model).__name__,
+                self.ending.title,
+            )
+        with self.session.scope():
+            yield
+
+
+_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+_endings: list[Ending] = []
+
+
+def trainings() -> list[Training]:
+    """Returns the trainings of all models that still exist."""
+    return list(_trainings)
+
+
+def training_of(model: nn.Module) -> Training | None:
+    """Returns the training of a model, whatever it is wrapped in; None if it has none."""
+    inner = innermost(model)
+    return next((training for training in trainings() if training.model is inner), None)
+
+
+@cache
+def _watch_optimizers() -> None:
+    def finish(optimizer: Optimizer, *_: Any) -> None:
+        for training in trainings():
+            training.finish_step(optimizer)
+
+    register_optimizer_step_post_hook(finish)
+
+
+@atexit.register
+def say_endings() -> None:
+    """Prints the tables that are to be shown, and warns of trainings in which nothing was compressed."""
+    for ending in _endings:
+        if not ending.totals.raw_bytes and not ending.covered:
+            log.warning("%s", _nothing_compressed(ending, "the whole run"))
+        elif ending.shown and not ending.covered:
+            from daf_integrations.report import render
+
+            print(render(ending.title, ending.totals))
+    _endings.clear()
+
+
+def _nothing_compressed(ending: Ending, when: str) -> str:
+    return (
+        f"DAF compressed nothing in {when} ({ending.title}). It covers calls of the prepared model in training mode "
+        "(model.train()) that record gradients, and steps of torch optimizers that hold its parameters. Call the model "
+        "that prepare returned, not a part of it, or put forward pass and loss into `with daf_integrations.scope():`"
+    )
+
+
+def _unknown_loss(_: object) -> Tensor:
+    raise AuditError("the loss is computed outside of the model, in a scope of its own, so it cannot be computed again")
+
+
+def _loss_in(output: Any) -> Tensor:
+    """Finds the loss in what a model returns."""
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple) and not hasattr(output, "loss"):
+        found = output[0] if output else None
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "loss", None)
+    if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
+        return found
+    raise AuditError(
+        "the model returns no loss (a number, or one in `loss`, or first of a tuple), so what its loss is, is unknown"
+    )
