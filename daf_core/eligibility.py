@@ -62,7 +62,9 @@ class Eligibility:
             tensor: The tensor as autograd saves it.
             largest: Elements of the largest activation saved so far in the same module call.
         """
-        if not is_plain(tensor) or storage_id(tensor) in self._storages or self._is_cast(tensor):
+        if not is_plain(tensor) or _is_parameter(tensor) or storage_id(tensor) in self._storages:
+            return Form.PARAMETER
+        if self._is_cast(tensor):
             return Form.PARAMETER
         # The memory of what torch negates lazily holds the negative of its values.
         if tensor.numel() < self._least_elements or tensor.is_neg():
@@ -92,6 +94,11 @@ class Eligibility:
 def is_plain(tensor: Tensor) -> bool:
     """Says whether a tensor has a storage of its own to look at: no subclass with a layout of its own, not sparse."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Recognizes a parameter by its type: FSDP brings its shards together elsewhere while a forward pass runs."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def _is_statistic(tensor: Tensor, largest: int) -> bool:

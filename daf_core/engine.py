@@ -184,6 +184,10 @@ class ActivationEngine:
         self._policy.load(state["policy"])
         self._auditor, self._last_pass = auditor, last_pass
 
+    def finish_backward(self) -> None:
+        """Counts what is saved next as another forward pass, after a backward pass inside the scope."""
+        self._recorder.enter_scope()
+
     def finish_step(self) -> StepStatistics:
         """Returns the statistics since the last call, and starts counting anew."""
         self._auditor.finish_step()

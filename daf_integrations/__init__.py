@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from daf_integrations.arguments import DAFArguments
     from daf_integrations.hf import DAFCallback
+    from daf_integrations.lightning import DAFStrategy
     from daf_integrations.plain import load_state_dict, metrics, prepare, scope, state_dict, summary
 
 __all__ = [
     "DAFArguments",
     "DAFCallback",
+    "DAFStrategy",
     "load_state_dict",
     "metrics",
     "prepare",
@@ -24,6 +26,7 @@ _PLAIN = ("daf_integrations.plain", "torch", "dev")
 _HOMES = {
     "DAFArguments": ("daf_integrations.arguments", "torch", "dev"),
     "DAFCallback": ("daf_integrations.hf", "transformers", "hf"),
+    "DAFStrategy": ("daf_integrations.lightning", "lightning", "lightning"),
     "load_state_dict": _PLAIN,
     "metrics": _PLAIN,
     "prepare": _PLAIN,

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from daf_core import DAFConfig, StepStatistics, UnsupportedDeviceError
 from daf_integrations.session import DAFSession
+from daf_integrations.settings import configured
 from daf_integrations.totals import RunTotals
 
 FRAMES = 8
@@ -42,11 +43,11 @@ class DAFCallback(TrainerCallback, ExportableState):
         options: The fields of `DAFConfig`, such as ``precision=4``.
 
     Raises:
-        ConfigError: An option is unknown or its value is not allowed.
+        ConfigError: An option is unknown or its value is not allowed, or both a configuration and options are given.
     """
 
     def __init__(self, config: DAFConfig | None = None, **options: Any) -> None:
-        self.config = config or DAFConfig.from_dict(options)
+        self.config = configured(config, options)
         self.totals: dict[str, Any] = {}
         self.engine_state: dict[str, Any] | None = None
         self._session = DAFSession(self.config)

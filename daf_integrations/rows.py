@@ -50,6 +50,11 @@ def few_rows(batch: Any, share: float = SHARE) -> Any:
     return _map(batch, cut)
 
 
+def has_rows(batch: Any) -> bool:
+    """Says whether there is anything in a batch that `few_rows` can cut."""
+    return next(_tensors(batch), None) is not None
+
+
 def _start(tensors: list[Tensor], rows: int, kept: int) -> int:
     """Returns where the `kept` tokens begin in which the fewest labels are ignored: those of a prompt are."""
     for tensor in tensors:

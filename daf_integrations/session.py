@@ -57,12 +57,18 @@ class DAFSession:
         config: How activations are stored.
         totals: Figures of an earlier part of the run, when it is resumed.
         engine_state: What the engine had learned then.
+        covered: What of the trainer runs inside of `scope`.
     """
 
     def __init__(
-        self, config: DAFConfig, totals: RunTotals | None = None, engine_state: Mapping[str, Any] | None = None
+        self,
+        config: DAFConfig,
+        totals: RunTotals | None = None,
+        engine_state: Mapping[str, Any] | None = None,
+        covered: str = "compute_loss and the model's forward",
     ) -> None:
         self.config = config
+        self._covered = covered
         self.totals = totals or RunTotals()
         self._engine_state = engine_state
         self._share: float | None = SHARE
@@ -140,7 +146,7 @@ class DAFSession:
         Raises:
             AuditError: It cannot be measured, and `max_gradient_error` is set.
         """
-        if self._engine is None or self._share is None or not self._engine.audit_due or not torch.is_grad_enabled():
+        if self._engine is None or not self._audit_due:
             return
         if self.covering:
             return
@@ -149,11 +155,26 @@ class DAFSession:
         except HooksActiveError:
             raise
         except Exception as error:  # whatever a model does with a part of a batch: training must not end for it
-            reason = f"DAF cannot measure the error of the gradient on a part of the batch: {error!r}"
-            if self.config.max_gradient_error is not None:
-                raise AuditError(f"{reason}. max_gradient_error cannot be kept without; leave it out") from error
-            self._share = None
-            log.warning("%s. Training goes on without audits; audit_every=None turns them off", reason)
+            self.give_up_audits(repr(error), error)
+
+    def give_up_audits(self, reason: str, cause: Exception | None = None) -> None:
+        """Trains on without audits, where one is due that is not possible, and says so once.
+
+        Raises:
+            AuditError: `max_gradient_error` is set.
+        """
+        if not self._audit_due:
+            return
+        reason = f"DAF cannot measure the error of the gradient on a part of the batch: {reason}"
+        if self.config.max_gradient_error is not None:
+            raise AuditError(f"{reason}. max_gradient_error cannot be kept without; leave it out") from cause
+        self._share = None
+        log.warning("%s. Training goes on without audits; audit_every=None turns them off", reason)
+
+    @property
+    def _audit_due(self) -> bool:
+        due = self._engine is not None and self._share is not None and self._engine.audit_due
+        return due and torch.is_grad_enabled()
 
     def _audit(
         self, engine: ActivationEngine, batch: Any, loss_function: Callable[[Any], Tensor]
@@ -193,6 +214,11 @@ class DAFSession:
             log.warning("DAF measured a gradient error of %.3g; max_gradient_error=%.3g", measured.error, bound)
         self._warned = low
 
+    def finish_backward(self) -> None:
+        """A backward pass ended inside of `scope`: what is saved next counts as another forward pass."""
+        if self._engine is not None:
+            self._engine.finish_backward()
+
     def finish_step(self) -> StepStatistics | None:
         """Ends an optimizer step and returns its statistics, or None when not attached."""
         if self._engine is None:
@@ -204,8 +230,9 @@ class DAFSession:
         if first and not step.stored_as:
             log.warning(
                 "DAF saw no activations in the first step, so nothing is compressed: the loss is computed outside of "
-                "the part of the trainer that DAF covers (compute_loss and the model's forward). Call them, or use "
-                "daf_core.ActivationEngine.compress() around your own forward pass"
+                "the part of the trainer that DAF covers (%s). Compute it there, or use "
+                "daf_core.ActivationEngine.compress() around your own forward pass",
+                self._covered,
             )
         return step
 

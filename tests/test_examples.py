@@ -189,3 +189,22 @@ class TestRuns:
         load("finetune_gpt2").main(["--layers", "1", "--steps", "2", "--batch", "1", "--seq", "16"])
         shown = capsys.readouterr().out
         assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
+
+    @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+    @pytest.mark.parametrize(("strategy", "tables"), [("daf", 1), ("auto", 0)])
+    def test_lightning_logs_what_daf_holds(
+        self,
+        load: Load,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        strategy: str,
+        tables: int,
+    ) -> None:
+        monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # seed_everything leaves them behind
+        monkeypatch.setenv("PL_SEED_WORKERS", "0")
+        small = ["--strategy", strategy, "--steps", "2", "--batch", "2", "--seq", "16"]
+        trainer = load("finetune_lightning").main(small)
+        shown = capsys.readouterr().out
+        assert shown.count("┃ saved activations") == tables
+        assert ("daf/ratio" in trainer.callback_metrics) == bool(tables)
+        assert trainer.callback_metrics["loss"] > 0
