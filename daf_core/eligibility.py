@@ -6,6 +6,7 @@ import enum
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf_core.codecs.planes import DTYPES
 from daf_core.torch_internals import skip_nodes, storage_id
@@ -45,14 +46,15 @@ class Eligibility:
     def __init__(self, model: nn.Module, least_elements: int = LEAST_ELEMENTS) -> None:
         self._model = model
         self._least_elements = least_elements
-        self._storages: set[int] = set()
+        self._storages: dict[int, StorageWeakRef] = {}
         self._wide_shapes: set[tuple[int, ...]] = set()
 
     def refresh(self) -> None:
         """Looks up the storages of all parameters and buffers, which may have moved since the last step."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         plain = [tensor for tensor in tensors if is_plain(tensor)]
-        self._storages = {storage_id(tensor) for tensor in plain}
+        # Without the references an activation could get the number of a storage that FSDP frees while a pass runs.
+        self._storages = {storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in plain}
         self._wide_shapes = {tuple(sorted(tensor.shape)) for tensor in plain if tensor.dtype in _WIDE}
 
     def form(self, tensor: Tensor, largest: int) -> Form:

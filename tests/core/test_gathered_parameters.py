@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.eligibility import Eligibility, Form
 
 WIDTH = 256
 
@@ -38,3 +39,14 @@ def test_are_kept_as_they_are(view: bool, trained: bool) -> None:
     products = 2 if trained else 1  # inputs, and their product with the shard where the weight is trained
     assert found.raw_bytes == pytest.approx(products * inputs.nbytes, abs=8)
     assert found.stored_as["planes"] == products
+
+
+def test_freed_storage_of_a_parameter_makes_no_activation_one() -> None:
+    """Its number must not be that of an activation's storage, which would be kept as it is then."""
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(20))
+    eligibility = Eligibility(model)
+    eligibility.refresh()
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    activations = [torch.randn(WIDTH, WIDTH) for _ in range(200)]
+    assert {eligibility.form(tensor, 0) for tensor in activations} == {Form.LOSSY}
