@@ -265,10 +265,10 @@ class TestTrainer:
     def test_with_the_callback_has_one_scope(
         self, switch_on: Any, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, capsys: Any
     ) -> None:
-        alone = make_trainer(DAFCallback())
+        alone = make_trainer(DAFCallback(precision=2, rounding="stochastic"))
         run(alone)
         switch_on(precision=1, rounding="stochastic")
-        both = make_trainer(DAFCallback())
+        both = make_trainer(DAFCallback(precision=2))
         run(both)
         assert losses(both) == losses(alone)
         assert differing(weights(both), weights(alone)) == []
