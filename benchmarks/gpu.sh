@@ -11,7 +11,7 @@ set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/docs/results/gpu}
 PYTHON=${PYTHON:-python3}
-PARTS=${PARTS:-tests kernels kernels-large reductions roberta-base gpt2-medium}
+PARTS=${PARTS:-tests kernels kernels-large reductions overlap roberta-base gpt2-medium}
 
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
@@ -53,7 +53,7 @@ benchmark() {
 # Most of their time goes into compiling: several processes, where pytest-xdist is there. Warnings of other versions of
 # packages than those that development pins are no failures.
 run_tests() {
-    local files=(tests/kernels/test_triton_*.py tests/core/test_gpu_kernels.py) several=()
+    local files=(tests/kernels/test_triton_*.py tests/core/test_gpu_*.py) several=()
     "$PYTHON" -c "import xdist" 2>/dev/null && several=(-n "$(nproc)")
     "$PYTHON" -m pytest -q -p no:cacheprovider -W default "${several[@]}" "${files[@]}"
 }
@@ -73,6 +73,7 @@ part tests 170 bash -c run_tests
 benchmark kernels 90 kernels --device cuda
 benchmark kernels-large 90 kernels --device cuda --dtype bf16 --elements $((1 << 28))
 benchmark reductions 70 reductions
+part overlap 60 "$PYTHON" -m benchmarks.overlap --device cuda --batch 32 --workers 4 --json "$out/overlap.json"
 benchmark roberta-base 110 training --model roberta-base --batch 32 --seq 512 "${steps[@]}"
 benchmark gpt2-medium 130 training --model gpt2-medium --batch 8 --seq 1024 "${steps[@]}"
 

@@ -2,8 +2,9 @@
 
 Run ``python -m benchmarks.overlap --json overlap.json`` on a machine with a core for each of torch's threads and of the
 workers, and nothing else to do. Every round times the forward pass and its loss in turn: plain, packed on torch's
-threads, and packed by workers; ratios are taken within rounds. *Hidden* is the share of all the time that packing adds
-to a forward pass, Python's included, that workers take off again.
+threads or the GPU, and packed by workers; ratios are taken within rounds. *Hidden* is the share of all the time that
+packing adds to a forward pass, Python's included, that workers take off again. With ``--device cuda`` a pass ends when
+the GPU has done it. Backward is not timed: what workers packed for a GPU, it reads from host memory.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from torch import nn
 
 from benchmarks.machine import core_count, describe_machine
 from benchmarks.models import MODELS, build_batch, build_model
-from benchmarks.options import whole_number
+from benchmarks.options import usable_device, whole_number
 from benchmarks.process_memory import loaded_allocator
 from benchmarks.timing import paired_ratio
 from daf_core import ActivationEngine, DAFConfig, StepStatistics
@@ -58,8 +59,11 @@ def hidden_share(device_ratio: float, workers_ratio: float) -> float:
     return 1 - (workers_ratio - 1) / (device_ratio - 1)
 
 
-def measure(model: nn.Module, forward: Callable[[], object], precision: Precision, rounds: int) -> OverlapResult:
+def measure(
+    model: nn.Module, forward: Callable[[], object], precision: Precision, rounds: int, device: str = "cpu"
+) -> OverlapResult:
     """Times the three kinds of forward passes in turn."""
+    finish = torch.cuda.synchronize if device == "cuda" else _nothing
     engines = {packing: _engine(model, precision, packing) for packing in ("device", "workers")}
     scopes: dict[str, Callable[[], AbstractContextManager[object]]] = {"plain": nullcontext}
     scopes |= {packing: engine.compress for packing, engine in engines.items()}
@@ -67,7 +71,7 @@ def measure(model: nn.Module, forward: Callable[[], object], precision: Precisio
     steps: list[StepStatistics] = []
     for turn in range(rounds + 1):
         for name, scope in scopes.items():
-            taken = _timed(forward, scope)
+            taken = _timed(forward, scope, finish)
             if turn:  # the first round warms up
                 seconds[name].append(taken)
         steps.append(engines["workers"].finish_step())
@@ -80,10 +84,11 @@ def run(options: argparse.Namespace) -> list[OverlapResult]:
     """Measures all precisions, on as many cores as torch's threads and the workers need."""
     torch.set_num_threads(options.threads)
     _take_cores(options.threads + options.workers)
-    model = build_model(options.model, lora_dropout=0.1)
+    model = build_model(options.model, lora_dropout=0.1).to(options.device)
     batch = build_batch(options.model, batch=options.batch, seq=options.seq, image=SMALLEST_IMAGE)
+    batch = {name: tensor.to(options.device) for name, tensor in batch.items()}
     return [
-        measure(model, lambda: model(**batch).loss, PRECISIONS[name], options.rounds)
+        measure(model, lambda: model(**batch).loss, PRECISIONS[name], options.rounds, options.device)
         for name in options.precisions.split(",")
     ]
 
@@ -113,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=tuple(MODELS), default="roberta-base")
     parser.add_argument("--batch", type=whole_number(1), default=8)
     parser.add_argument("--seq", type=whole_number(1), default=128)
+    parser.add_argument("--device", type=usable_device, default="cpu", help="cpu or cuda")
     parser.add_argument("--precisions", type=_precisions, default="8,4,2", help="bits, separated by commas")
     parser.add_argument("--threads", type=whole_number(1, core_count()), default=1, help="threads of torch")
     parser.add_argument("--workers", type=whole_number(1, core_count()), default=1, help="threads that pack")
@@ -120,10 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     results = run(options)
-    title = f"{options.model} forward, {options.batch} x {options.seq}, {options.threads} + {options.workers} thread(s)"
+    where = f"{options.threads} + {options.workers} thread(s)"
+    title = f"{options.model} forward on {options.device}, {options.batch} x {options.seq}, {where}"
     Console().print(result_table(title, results))
     if options.json:
-        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
+        machine = describe_machine(
+            threads=options.threads, allocator=loaded_allocator(), dtype="fp32", device=options.device
+        )
         report = {"overlap": [asdict(result) for result in results], "machine": asdict(machine)}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -132,11 +141,15 @@ def _engine(model: nn.Module, precision: Precision, packing: Packing) -> Activat
     return ActivationEngine(model, DAFConfig(precision=precision, audit_every=None, packing=packing))
 
 
-def _timed(forward: Callable[[], object], scope: Callable[[], AbstractContextManager[object]]) -> float:
+def _timed(
+    forward: Callable[[], object], scope: Callable[[], AbstractContextManager[object]], finish: Callable[[], None]
+) -> float:
     """Returns the seconds of a forward pass, until all of it is packed; its graph dies afterwards."""
+    finish()
     started = time.perf_counter()
     with scope():
         loss = forward()
+    finish()
     seconds = time.perf_counter() - started
     del loss
     return seconds
@@ -155,6 +168,10 @@ def _result(precision: Precision, seconds: Seconds, steps: Sequence[StepStatisti
         worker_seconds=statistics.median(step.worker_seconds for step in steps),
         rounds=seconds,
     )
+
+
+def _nothing() -> None:
+    """A CPU has done what it was given."""
 
 
 def _take_cores(count: int) -> None:

@@ -1,7 +1,8 @@
 """Packs on a thread of DAF's own, while the one that saves activations computes on.
 
 That thread does all that packing takes, in the order of saving. So bytes, drops and gradients are those of packing at
-once, and the saving thread only notes what there is to know of a tensor at that moment.
+once, and the saving thread only notes what there is to know of a tensor at that moment. The values of a GPU's tensors
+are copied to a buffer in host memory, and encoded by the kernels of the CPU, on pages that the GPU can read.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from daf_core.codecs import RawActivation
 from daf_core.codecs.signs import RELU
@@ -23,7 +26,9 @@ from daf_core.errors import DAFError
 from daf_core.handle import Handle
 from daf_core.in_flight import Flight, InFlight
 from daf_core.memory.devices import DevicePagers
+from daf_core.memory.pager import Pager
 from daf_core.saved import SavedTensor
+from daf_kernels import HostLink
 
 IN_FLIGHT_BYTES = 64 << 20
 """Bytes of tensors that may be in flight: five of the largest of RoBERTa-base at batch 8 x 128."""
@@ -35,7 +40,7 @@ Store = Callable[[SavedTensor], Handle | RawActivation]
 
 
 class BackgroundPacker:
-    """The background of one forward pass. What is sent off *lands* when it is packed.
+    """The background of one forward pass. What is sent off *lands* when it is packed; all that flies is of one device.
 
     Nothing that is decided here depends on the clock. A tensor in flight counts against the memory budget in full, and
     its pages beside it; what is held besides is known as of the last landing that was waited for.
@@ -54,7 +59,9 @@ class BackgroundPacker:
         self._store = store
         self._prepare = prepare
         self._clock = pagers.clock
-        self._pager = pagers.on(CPU)
+        self._pagers = pagers
+        self._pager: Pager | None = None
+        self._staging: Tensor | None = None
         self._window: deque[Flight] = deque()
         self._window_bytes = 0
         self._largest = 0
@@ -76,19 +83,24 @@ class BackgroundPacker:
         Raises:
             Exception: Packing one of the others failed.
         """
-        size = saved.tensor.untyped_storage().nbytes()
-        background = saved.tensor.device == CPU and saved.site.op != RELU
-        while self._window and background and not self._fits(size):
+        size, device = saved.tensor.untyped_storage().nbytes(), saved.tensor.device
+        background = (device == CPU or device in self._pagers.links) and saved.site.op != RELU
+        pager = self._pagers.on(device)
+        while self._window and background and not self._fits(size, pager):
             self._await_oldest()
-        admitted = background and self._fits(size)
+        admitted = background and self._fits(size, pager)
         if not admitted:
             self.drain()
         self._raise_error()
+        self._pager = pager
         return admitted
 
     def send(self, saved: SavedTensor) -> InFlight:
         """Has a tensor packed, for which `admits` said yes."""
         self._clock.now += 1
+        link = self._pagers.links.get(saved.tensor.device)
+        if link is not None:
+            saved.ordered, saved.fetch = partial(link.after, link.mark()), partial(self._fetch, link)
         flight = Flight(saved, self._clock.now)
         self._window.append(flight)
         self._window_bytes += flight.size
@@ -132,16 +144,16 @@ class BackgroundPacker:
             if (sent := reference()) is not None:
                 sent.settle()
 
-    def _fits(self, size: int) -> bool:
+    def _fits(self, size: int, pager: Pager) -> bool:
         flying = self._window_bytes + size
-        if flying > IN_FLIGHT_BYTES:
+        if flying > IN_FLIGHT_BYTES or (self._window and pager is not self._pager):
             return False
-        if self._pager.budget is None:
+        if pager.budget is None:
             return True
         if not self._window:
             self.drain()
-            self._held_bytes = self._pager.settle()
-        return self._held_bytes + flying + max(self._largest, size) <= self._pager.budget
+            self._held_bytes = pager.settle()
+        return self._held_bytes + flying + max(self._largest, size) <= pager.budget
 
     def _await_oldest(self) -> None:
         flight = self._window.popleft()
@@ -185,12 +197,22 @@ class BackgroundPacker:
         try:
             if self._cancelled or flight.saved is None:
                 raise RuntimeError("the forward pass that saved this tensor ended with an error")
-            flight.land(self._store(flight.saved), self._pager.held_bytes)
+            assert self._pager is not None
+            with flight.saved.ordered():
+                flight.land(self._store(flight.saved), self._pager.held_bytes)
         except BaseException as error:  # the saving thread raises it
             if isinstance(error, DAFError):
                 error.__traceback__ = None  # its frames would keep the tensor
             flight.fail(error)
             self._error = self._error or error
+
+    def _fetch(self, link: HostLink, values: Tensor) -> Tensor:
+        """Returns a copy of values in host memory; the next one takes its place."""
+        if self._staging is None:
+            self._staging = link.reserve(IN_FLIGHT_BYTES)
+        copy = self._staging[: values.nbytes].view(values.dtype).view(values.shape)
+        link.copy(values, copy).synchronize()
+        return copy
 
 
 class _Dropped(NamedTuple):

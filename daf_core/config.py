@@ -50,10 +50,11 @@ class DAFConfig:
         seed: Selects the random numbers of stochastic rounding. Torch's generators are never touched.
         backend: "auto" for the kernels of the model's device, or plain torch operations and a warning where it has
             none; "reference" for these, slow, on any device.
-        packing: Which thread packs on a CPU: "device" for the one that saves an activation, with torch's other threads;
-            "workers" for one of DAF's own, while that one computes on, so that a tensor that is changed in place after
-            it was saved is an error in backward, as without DAF; "auto" for the faster of both, by measurement, where
-            torch leaves cores idle. Bytes and gradients are the same.
+        packing: Who packs: "device" for the thread that saves an activation, with torch's other threads, or with the
+            kernels of its GPU; "workers" for a thread of DAF's own, while that one computes on, so that a tensor that
+            is changed in place after it was saved is an error in backward, as without DAF. It packs what a GPU saves on
+            the CPU, and keeps it in host memory. "auto" is "device" for a GPU, and on a CPU the faster of both, by
+            measurement, where torch leaves cores idle. Bytes and gradients are the same.
 
     Raises:
         ConfigError: An option is unknown or a value is not allowed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import hook_stack
+from daf_core.background import CPU
 from daf_core.config import DAFConfig, parse_size
 from daf_core.eligibility import Eligibility
 from daf_core.errors import NothingToTrainError, StateError, UnsupportedDeviceError
@@ -28,7 +29,7 @@ from daf_core.sites import ModuleScopes, follow_modules
 from daf_core.store import ActivationStore, LossyStore
 from daf_core.telemetry import StepRecorder, StepStatistics
 from daf_core.undisturbed import undisturbed
-from daf_kernels import Backend, NoKernelError, load_backend
+from daf_kernels import Backend, HostLink, LinkedBackend, NoKernelError, host_link, load_backend
 
 REHEARSED_ELEMENTS = 128
 REHEARSED_PAGE_BYTES = 128
@@ -59,9 +60,10 @@ class ActivationEngine:
         self.config = config or DAFConfig()
         _check_trainable(model)
         devices = {parameter.device for parameter in model.parameters()}
-        self._backends = {device: _load_backend(device, self.config.backend) for device in devices}
         self._model = model
-        self._pagers = DevicePagers(self.config)
+        links = _links(self.config, devices)
+        self._backends = {device: _load_backend(device, self.config.backend, links.get(device)) for device in devices}
+        self._pagers = DevicePagers(self.config, links=links)
         self._eligibility = Eligibility(model)
         self._scopes = ModuleScopes()
         self._hooks = follow_modules(model, self._scopes)
@@ -69,7 +71,7 @@ class ActivationEngine:
         self._policy = PrecisionPolicy(self.config)
         self._auditor = Auditor(self.config, self._policy)
         self._streams = RandomStreams(self.config)
-        self._choice = PackingChoice(self.config, devices)
+        self._choice = PackingChoice(self.config, devices, links)
         self._store = TrainingStore(self._policy, self._streams)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._last_pass = LastPass()
@@ -260,6 +262,7 @@ class ActivationEngine:
     def _join_pass(self, census: Census, threads: int) -> None:
         """Lets a thread pack for another's forward pass."""
         self._store.census = census
+        self._pagers.place.on_host = True
         for backend in self._backends.values():
             backend.limit_threads(threads)
 
@@ -288,9 +291,18 @@ def _check_trainable(model: nn.Module) -> None:
         )
 
 
-def _load_backend(device: torch.device, name: str) -> Backend:
+def _links(config: DAFConfig, devices: Collection[torch.device]) -> dict[torch.device, HostLink]:
+    """Returns the links of devices whose activations are packed by their host."""
+    if config.packing != "workers":
+        return {}
+    found = {device: host_link(device) for device in devices}
+    return {device: link for device, link in found.items() if link is not None}
+
+
+def _load_backend(device: torch.device, name: str, link: HostLink | None) -> Backend:
     try:
-        return load_backend(device, name)
+        backend = load_backend(device, name)
+        return backend if link is None else LinkedBackend(backend, load_backend(CPU, name), link)
     except NoKernelError as error:
         raise UnsupportedDeviceError(
             f"{error}; give the model values, with model.to_empty(device=...) and weights"

@@ -28,10 +28,18 @@ class PackingChoice:
     Args:
         config: Says what was asked for.
         devices: Those of the model.
+        links: Those of them whose host packs what they save.
     """
 
-    def __init__(self, config: DAFConfig, devices: Collection[torch.device]) -> None:
-        self._asked = config.packing if any(device.type == "cpu" for device in devices) else "device"
+    def __init__(
+        self,
+        config: DAFConfig,
+        devices: Collection[torch.device],
+        links: Collection[torch.device] = (),
+    ) -> None:
+        # What a GPU saves is packed by its host where that is asked for: whether it pays depends on backward too.
+        possible = any(device.type == "cpu" or device in links for device in devices)
+        self._asked = config.packing if possible else "device"
         # Torch's operations, which the reference consists of, would bring a second team of torch's threads along.
         if config.packing == "auto" and config.backend == "reference":
             self._asked = "device"

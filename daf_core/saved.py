@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +44,8 @@ class SavedTensor:
         form: The form that it may take.
         site: Where it is saved.
         normalized: Where it may be derived, the latest results of normalizations, the newest first.
+        ordered: Inside what it returns, the device does what this thread gives it after it has made the tensor.
+        fetch: Copies values of the tensor to where they are encoded, until the next call; None where that is in place.
     """
 
     tensor: Tensor
@@ -51,6 +55,8 @@ class SavedTensor:
     form: Form
     site: Site
     normalized: list[NormalizedResult]
+    ordered: Callable[[], AbstractContextManager[None]] = nullcontext
+    fetch: Callable[[Tensor], Tensor] | None = None
 
 
 def note(tensor: Tensor, form: Form, site: Site, scopes: ModuleScopes) -> SavedTensor:

@@ -129,6 +129,8 @@ class ActivationStore:
         if saved.form is Form.RAW or backend is None:
             return None
         values, pager = geometry.compact(saved.tensor), self._pagers.on(saved.tensor.device)
+        if saved.fetch is not None:
+            values = saved.fetch(values)
         stored: StoredActivation | None
         if saved.form is Form.INTEGER:
             stored = NarrowIntActivation.encode(values, pager)

@@ -29,6 +29,7 @@ from tests.kernels.triton_device import DEVICE, TRITON
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.sh"
 PRECISIONS = (8, 4, 2, 1, 0)
+BENCHMARKS = ("kernels", "kernels-large", "reductions", "overlap", "roberta-base", "gpt2-medium")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -290,7 +291,7 @@ def run_script(folder: Path, python: str) -> "subprocess.CompletedProcess[str]":
         ("benchmarks.reductions", 1, ["reductions"]),
         ("pytest", 1, ["tests"]),
         ("benchmarks.gpu_needs", 1, ["packages"]),
-        ("benchmarks.", 1, ["packages", "kernels", "kernels-large", "reductions", "roberta-base", "gpt2-medium"]),
+        ("benchmarks.", 1, ["packages", *BENCHMARKS]),
     ],
 )
 def test_a_part_that_fails_stops_no_other(tmp_path: Path, failing: str, status: int, failed: list[str]) -> None:
@@ -300,9 +301,7 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path, failing: str, status: 
     run = run_script(tmp_path, str(python))
     lines = (tmp_path / "out" / "summary.md").read_text().splitlines()[2:]
     results = {name.removeprefix("- "): text for name, _, text in (line.partition(":") for line in lines)}
-    assert [name for name in results if name != "packages"] == [
-        *("tests", "kernels", "kernels-large", "reductions", "roberta-base", "gpt2-medium")
-    ]
+    assert [name for name in results if name != "packages"] == [*("tests", *BENCHMARKS)]
     assert [name for name, text in results.items() if "FAILED" in text] == failed
     assert run.returncode == status
     assert run.stdout.endswith("\n".join(lines) + "\n")

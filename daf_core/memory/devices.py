@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -10,30 +11,43 @@ from daf_core.config import DAFConfig
 from daf_core.memory.account import PagerAccount
 from daf_core.memory.available import AutoBudget
 from daf_core.memory.growth import AdaptiveGrowth, FixedGrowth
+from daf_core.memory.linked_pool import LinkedPool, Place
 from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PAGE_BYTES, PagePool
 from daf_core.memory.releases import ReleaseClock
 from daf_core.memory.spill import SpillFile
-from daf_kernels import PRECISIONS
+from daf_kernels import PRECISIONS, HostLink
 
 
 class DevicePagers:
     """One pager for each device, made when the first activation lies there.
 
+    A device's pager counts all that activations of the device hold, also on pages in the memory of its host.
+
     Args:
         config: Budget, spill folder and growth.
         page_bytes: Bytes in a page.
+        links: Connect devices with their host; those of others have all their pages on the device.
 
     Attributes:
         budget: Bytes that may be held at once on each device, "auto" for what is available, None for no limit.
         clock: The time of releases.
+        links: See above.
+        place: On which pages the calling thread encodes.
 
     Raises:
         SpillError: The spill folder takes no file.
     """
 
-    def __init__(self, config: DAFConfig, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(
+        self,
+        config: DAFConfig,
+        page_bytes: int = PAGE_BYTES,
+        links: Mapping[torch.device, HostLink] | None = None,
+    ) -> None:
         self._page_bytes = page_bytes
+        self.links = links or {}
+        self.place = Place()
         self.budget = config.memory_budget
         self.clock = ReleaseClock()
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
@@ -101,11 +115,16 @@ class DevicePagers:
     def _add(self, device: torch.device) -> Pager:
         with self._lock:
             if device not in self._pagers:
-                pool = PagePool(device, self._growth, self._page_bytes)
-                pager = Pager(pool, None, self._least_planes, self._spill, self.clock)
+                pager = Pager(self._make_pool(device), None, self._least_planes, self._spill, self.clock)
                 pager.set_budget(self._bytes(self.budget, device, pager))
                 self._pagers[device] = pager
             return self._pagers[device]
+
+    def _make_pool(self, device: torch.device) -> PagePool:
+        link = self.links.get(device)
+        if link is None:
+            return PagePool(device, self._growth, self._page_bytes)
+        return LinkedPool(device, self._growth, self._page_bytes, link, self.place)
 
     def _bytes(self, budget: int | str | None, device: torch.device, pager: Pager) -> int | None:
         if not isinstance(budget, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,11 +27,19 @@ class PagePool:
         device: Where the pages lie.
         growth: How much is reserved when no page is free.
         page_bytes: Bytes in a page, a power of two.
+        reserve: Returns so many uninitialized bytes there; by default as suits the device.
     """
 
-    def __init__(self, device: torch.device, growth: Growth | None = None, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        growth: Growth | None = None,
+        page_bytes: int = PAGE_BYTES,
+        reserve: Callable[[int], Tensor] | None = None,
+    ) -> None:
         self.page_bytes = page_bytes
         self._device = device
+        self._reserve = reserve
         self._growth = growth or AdaptiveGrowth()
         self._free = FreeList()
         self._regions: list[FixedPages] = []
@@ -127,7 +136,7 @@ class PagePool:
         if limit is not None:
             step = min(step, limit // self.page_bytes - self._free.total)
         count = max(missing, step)
-        region = FixedPages(count, self.page_bytes, self._device)
+        region = FixedPages(count, self.page_bytes, self._device, self._reserve)
         self._regions.append(region)
         self._first_page.append(self._free.total)
         self._addresses = np.concatenate([self._addresses, region.addresses(np.arange(count))])

@@ -2,13 +2,17 @@
 
 from daf_kernels.backend import Backend, FixedPages, PageMemory, Pages, TwoValues, bits_of_number
 from daf_kernels.dispatch import NoKernelError, load_backend
+from daf_kernels.host_link import HostLink, host_link
 from daf_kernels.layout import PRECISIONS, PlaneLayout, mask_pages, plane_layout, planes_for
+from daf_kernels.linked_backend import LinkedBackend
 from daf_kernels.reference import Seed
 
 __all__ = [
     "PRECISIONS",
     "Backend",
     "FixedPages",
+    "HostLink",
+    "LinkedBackend",
     "NoKernelError",
     "PageMemory",
     "Pages",
@@ -16,6 +20,7 @@ __all__ = [
     "Seed",
     "TwoValues",
     "bits_of_number",
+    "host_link",
     "load_backend",
     "mask_pages",
     "plane_layout",

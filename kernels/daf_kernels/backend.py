@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -67,11 +68,20 @@ class FixedPages:
         count: Number of pages.
         page_bytes: Bytes in a page.
         device: Where the region lies.
+        reserve: Returns so many uninitialized bytes there; by default as suits the device.
     """
 
-    def __init__(self, count: int, page_bytes: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        page_bytes: int,
+        device: torch.device | None = None,
+        reserve: Callable[[int], Tensor] | None = None,
+    ) -> None:
         self.page_bytes = page_bytes
-        self._region = _reserve(count * page_bytes, device or torch.device("cpu")).view(count, page_bytes)
+        size = count * page_bytes
+        region = _reserve(size, device or torch.device("cpu")) if reserve is None else reserve(size)
+        self._region = region.view(count, page_bytes)
 
     def addresses(self, pages: Pages) -> npt.NDArray[np.int64]:
         """See `PageMemory.addresses`."""
