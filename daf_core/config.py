@@ -40,8 +40,8 @@ class DAFConfig:
             gradient error below 5 bits, stochastic a slightly smaller one above.
         memory_budget: Bytes that saved activations may hold at once on each device, as a number or a size such as
             "400MB"; "auto" follows the memory that is available; None sets no limit. It is never exceeded: the least
-            important bits are dropped first, then activations move to `spill_dir`, then `ActivationBudgetError` is
-            raised.
+            important bits are dropped first, then activations move to `spill_dir` or, without one, from a GPU to
+            pinned main memory, then `ActivationBudgetError` is raised.
         min_precision: Bits that neither "auto" nor the budget may take from an activation: 8, 4, 2, 1, or 0 for the
             means of its scaling groups alone. None stands for 0, and with a `spill_dir` for `precision` (8 for "auto"):
             spilling loses nothing.

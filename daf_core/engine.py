@@ -87,7 +87,8 @@ class ActivationEngine:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
             ActivationBudgetError: Less memory is available than activations of an earlier pass hold; inside, an
                 activation does not fit in the budget. The step may be run again.
-            SpillError: The spill file cannot be read or written; raised in backward too.
+            SpillError: The spill file cannot be read or written, or main memory takes nothing more from a GPU; raised
+                in backward too.
         """
         if getattr(self._inside, "scope", False):
             yield
@@ -122,7 +123,7 @@ class ActivationEngine:
         store = RehearsalStore(self._policy, self._streams)
         # A few rows make small tensors of those that are compressed in training, and pages would swallow them.
         eligibility = Eligibility(self._model, REHEARSED_ELEMENTS)
-        pagers = DevicePagers(self._room_left(), REHEARSED_PAGE_BYTES)
+        pagers = DevicePagers(self._room_left(), REHEARSED_PAGE_BYTES, to_host=False)
         packer = self._make_packer(eligibility, pagers, store, StepRecorder())
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         with undisturbed(self._model), torch.enable_grad():
@@ -204,7 +205,7 @@ class ActivationEngine:
         Raises:
             ConfigError: `budget` is no size.
             ActivationBudgetError: What is held does not fit even so; the budget stays as it was.
-            SpillError: The spill file cannot be written.
+            SpillError: The next tier takes nothing more.
         """
         self._packer.drain()
         self._pagers.set_budget(None if budget is None else parse_size("memory_budget", budget, "auto"))

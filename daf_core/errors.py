@@ -40,7 +40,7 @@ class AuditError(DAFError, RuntimeError):
 
 
 class SpillError(DAFError, OSError):
-    """The spill file cannot be made, written or read."""
+    """The spill file cannot be made, written or read, or main memory takes nothing more from a GPU."""
 
 
 class ActivationBudgetError(DAFError, MemoryError):

@@ -93,7 +93,7 @@ class Packer:
 
         Raises:
             ActivationBudgetError: It, or one before it, does not fit in the budget.
-            SpillError: The spill file cannot be written.
+            SpillError: The next tier takes nothing more.
         """
         started = time.perf_counter()
         call = self._scopes.current
@@ -114,7 +114,7 @@ class Packer:
 
         Raises:
             ModifiedInPlaceError: It was changed, though it was kept as it was or packed in the background.
-            SpillError: The spill file cannot be read.
+            SpillError: The next tier cannot be read.
             ReaderError: The derivative of GELU was kept of it, and something else asks for it.
         """
         result = packed.result() if isinstance(packed, InFlight) else packed

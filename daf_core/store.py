@@ -71,7 +71,6 @@ class ActivationStore:
         recorder: StepRecorder,
     ) -> None:
         self._exact = config.precision == "exact"
-        self._spills = config.spill_dir is not None
         self._backends = backends
         self._pagers = pagers
         self._lossy = lossy
@@ -91,7 +90,7 @@ class ActivationStore:
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
-            SpillError: The spill file cannot be written.
+            SpillError: The next tier takes nothing more.
         """
         tensor = saved.tensor
         if self._sharing.is_new_storage(tensor):
@@ -139,7 +138,7 @@ class ActivationStore:
         if stored is None and saved.form is Form.LOSSY and not self._exact:
             grouping = grouping_of(geometry, saved.site.op)
             stored = self._encode_lossy(saved, values, grouping, pager, backend, derivation, finite)
-        if stored is None and self._spills and pager.budget is not None:
+        if stored is None and pager.spills and pager.budget is not None:
             return VerbatimActivation.copy(values, pager)
         return stored
 

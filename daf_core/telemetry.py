@@ -25,7 +25,7 @@ class StepStatistics:
         unpack_seconds: Time spent decoding.
         dropped_planes: Planes given up to keep the memory budget.
         dropped_bytes: Bytes of their pages.
-        spilled_bytes: Bytes written to the spill file to keep the memory budget.
+        spilled_bytes: Bytes copied to the next tier to keep the memory budget.
         pager_seconds: Time spent on keeping it, a part of encoding and decoding.
         gradient_error: What the step's last audit measured; None without one.
         audit_seconds: Time spent on audits.

@@ -31,7 +31,7 @@ class StoredActivation(ABC):
 
 
 class PagedActivation(StoredActivation):
-    """An activation that lies on pages of the pool, or in the spill file."""
+    """An activation that lies on pages of the pool, or in the next tier."""
 
     def __init__(self, pager: Pager, lease: Lease) -> None:
         self.pager = pager

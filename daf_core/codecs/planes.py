@@ -48,7 +48,7 @@ class PlanesActivation(PagedActivation):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its pages, in memory or in the spill file."""
+        """Bytes of its pages, in memory or in the next tier."""
         return self.lease.size * self.pager.pool.page_bytes
 
     @staticmethod

@@ -18,7 +18,7 @@ CHUNK_PAGES = 256
 
 
 class VerbatimActivation(PagedActivation):
-    """What would be kept raw, on pages, from where it can move to the spill file; the tensor itself cannot move."""
+    """What would be kept raw, on pages, from where it can move to the next tier; the tensor itself cannot move."""
 
     codec: ClassVar[str] = "verbatim"
 

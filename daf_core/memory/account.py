@@ -13,8 +13,9 @@ class PagerAccount:
         peak_bytes: The most bytes that were held at once.
         dropped_planes: Planes given up under pressure, before or after they were written.
         dropped_bytes: Bytes of their pages.
-        spilled_bytes: Bytes written to the spill file.
-        seconds: Time spent on leases and drops, and on writing and waiting for the spill file.
+        spilled_bytes: Bytes copied to the next tier.
+        seconds: Time spent on leases and drops, and on writing to the next tier and waiting for
+            it; what a GPU waits for copies is not in it.
     """
 
     peak_bytes: int = 0

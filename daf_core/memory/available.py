@@ -41,8 +41,7 @@ class AutoBudget:
             own: Bytes on the device that saved activations hold or held: they may be used again.
         """
         total, available = device_memory(self._device)
-        reserve = max(int(total * RESERVE_SHARE), LEAST_RESERVE)
-        self._room = max(available + own - reserve, 0)
+        self._room = beside_reserve(total, available + own)
         if self._budget is None or self._room < self._budget:
             self._budget, self._roomy_steps = self._room, 0
         return self._budget
@@ -55,6 +54,11 @@ class AutoBudget:
         self._roomy_steps += 1
         if self._roomy_steps >= PATIENCE:
             self._budget, self._roomy_steps = self._room, 0
+
+
+def beside_reserve(total: int, available: int) -> int:
+    """Returns how many of the available bytes may be used."""
+    return max(available - max(int(total * RESERVE_SHARE), LEAST_RESERVE), 0)
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

@@ -11,11 +11,13 @@ from daf_core.config import DAFConfig
 from daf_core.memory.account import PagerAccount
 from daf_core.memory.available import AutoBudget
 from daf_core.memory.growth import AdaptiveGrowth, FixedGrowth
+from daf_core.memory.host import host_memory_of
 from daf_core.memory.linked_pool import LinkedPool, Place
 from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PAGE_BYTES, PagePool
 from daf_core.memory.releases import ReleaseClock
 from daf_core.memory.spill import SpillFile
+from daf_core.memory.tier import Tier
 from daf_kernels import PRECISIONS, HostLink
 
 
@@ -28,6 +30,7 @@ class DevicePagers:
         config: Budget, spill folder and growth.
         page_bytes: Bytes in a page.
         links: Connect devices with their host; those of others have all their pages on the device.
+        to_host: Whether a GPU's activations may move to main memory where there is no spill folder.
 
     Attributes:
         budget: Bytes that may be held at once on each device, "auto" for what is available, None for no limit.
@@ -44,6 +47,7 @@ class DevicePagers:
         config: DAFConfig,
         page_bytes: int = PAGE_BYTES,
         links: Mapping[torch.device, HostLink] | None = None,
+        to_host: bool = True,
     ) -> None:
         self._page_bytes = page_bytes
         self.links = links or {}
@@ -52,7 +56,8 @@ class DevicePagers:
         self.clock = ReleaseClock()
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
         self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
-        self._spill = None if config.spill_dir is None else SpillFile(config.spill_dir, page_bytes)
+        self._to_host = to_host
+        self._file = None if config.spill_dir is None else SpillFile(config.spill_dir, page_bytes)
         self._pagers: dict[torch.device, Pager] = {}
         self._available: dict[torch.device, AutoBudget] = {}
         self._lock = threading.Lock()
@@ -78,7 +83,7 @@ class DevicePagers:
         Raises:
             ActivationBudgetError: What a device holds does not fit even if everything is given up that may be; its
                 budget stays as it was.
-            SpillError: The spill file cannot be written.
+            SpillError: The next tier takes nothing more.
         """
         for device, pager in list(self._pagers.items()):
             pager.set_budget(self._bytes(budget, device, pager))
@@ -115,7 +120,7 @@ class DevicePagers:
     def _add(self, device: torch.device) -> Pager:
         with self._lock:
             if device not in self._pagers:
-                pager = Pager(self._make_pool(device), None, self._least_planes, self._spill, self.clock)
+                pager = Pager(self._make_pool(device), None, self._least_planes, self._next_tier(device), self.clock)
                 pager.set_budget(self._bytes(self.budget, device, pager))
                 self._pagers[device] = pager
             return self._pagers[device]
@@ -125,6 +130,11 @@ class DevicePagers:
         if link is None:
             return PagePool(device, self._growth, self._page_bytes)
         return LinkedPool(device, self._growth, self._page_bytes, link, self.place)
+
+    def _next_tier(self, device: torch.device) -> Tier | None:
+        if self._file is not None or not self._to_host or device in self.links:  # the latter are on their host already
+            return self._file
+        return host_memory_of(device, self._page_bytes)
 
     def _bytes(self, budget: int | str | None, device: torch.device, pager: Pager) -> int | None:
         if not isinstance(budget, str):

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import numpy as np
 
 from daf_kernels import Pages
+
+
+def runs(numbers: Pages, cuts: Pages | None = None) -> Iterator[slice]:
+    """Yields where numbers count up one by one; no run goes across one of the `cuts`."""
+    breaks = np.diff(numbers) != 1
+    if cuts is not None:
+        breaks |= np.isin(numbers[1:], cuts)
+    ends = [0, *(np.flatnonzero(breaks) + 1).tolist(), numbers.size]
+    yield from (slice(first, stop) for first, stop in pairwise(ends))
 
 
 class FreeList:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sortedcontainers import SortedDict, SortedList
 
 from daf_core.memory.lease import Lease
@@ -13,7 +15,7 @@ Entry = tuple[float, int, Lease]
 class LeaseIndex:
     """All leases that are not in the middle of a move, in order. Every action is O(log n) in their number.
 
-    A lease is *resident* (its pages are its only copy), *copied* (it lies in the spill file too) or *spilled* (it lies
+    A lease is *resident* (its pages are its only copy), *copied* (it lies in the next tier too) or *spilled* (it lies
     only there). Only resident ones are ranked by importance: dropping frees nothing of the others that giving up their
     pages would not free as well. Of each, only the next drop is in the order, because its others are more important.
 
@@ -61,9 +63,23 @@ class LeaseIndex:
             if lease.drops:
                 self._order.remove(_entry(lease))
 
-    def least_important(self) -> Lease | None:
-        """Returns the lease whose next drop costs least, the oldest of equals, among those that nobody reads."""
-        return next((lease for _, _, lease in self._order if not lease.readers), None)
+    def least_important(self, incoming: Lease | None = None) -> Lease | None:
+        """Returns the lease whose next drop costs least, the oldest of equals, among those that nobody reads.
+
+        An incoming lease, not entered yet, is the youngest.
+        """
+        resident = next((lease for _, _, lease in self._order if not lease.readers), None)
+        if incoming is None or not incoming.drops:
+            return resident
+        return resident if resident is not None and resident.drops[-1][0] <= incoming.drops[-1][0] else incoming
+
+    def obtainable_pages(self, read: Collection[Lease], drop: bool, spill: bool) -> int:
+        """Returns the pages that can be given up, by drops or by moving leases out, while some leases are read."""
+        if spill:
+            return self.copied_pages + self.resident_pages - sum(lease.size for lease in read)
+        if drop:
+            return self.copied_pages + self.droppable_pages - sum(lease.size - lease.least for lease in read)
+        return self.copied_pages
 
     def needed_last(self, copied: bool = False) -> Lease | None:
         """Returns the resident or copied lease that backward needs last, among those that nobody reads."""
@@ -72,9 +88,9 @@ class LeaseIndex:
 
     @property
     def largest(self) -> int:
-        """Pages of the largest lease; O(n)."""
-        everywhere = (self._resident, self._copied, self.spilled)
-        return max((lease.size for leases in everywhere for lease in leases.values()), default=0)
+        """Pages of the largest lease, when everything was dropped that may be; O(n)."""
+        moved = [lease.size for leases in (self._copied, self.spilled) for lease in leases.values()]
+        return max([*moved, *(lease.least for lease in self._resident.values())], default=0)
 
     def spilled_before(self, serial: int) -> Lease | None:
         """Returns the spilled lease that backward needs first after lease `serial`."""

@@ -30,8 +30,8 @@ class Lease:
         planes: How many leading planes are stored.
         drops: What may be dropped, the next one last.
         readers: Reads and writes in progress; nothing is taken from the lease meanwhile.
-        slots: Its place in the spill file, or None.
-        loading: Set when a read from the spill file, now in progress, ends; None without one.
+        slots: Its place in the next tier, or None.
+        loading: Set when a read from there, now in progress, ends; None without one.
         released: Whether its last handle died.
     """
 

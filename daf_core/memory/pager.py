@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
 
-from daf_core.errors import ActivationBudgetError
+from daf_core.errors import ActivationBudgetError, SpillError
 from daf_core.memory.access import Reading, Writing
 from daf_core.memory.account import PagerAccount
 from daf_core.memory.index import LeaseIndex
 from daf_core.memory.lease import NOWHERE, Lease, plan_drops
 from daf_core.memory.pool import PagePool
 from daf_core.memory.releases import ReleaseClock, Releases
-from daf_core.memory.spill import ReadAhead, SpillFile
+from daf_core.memory.spill import ReadAhead
+from daf_core.memory.tier import Tier
 from daf_kernels import Pages
 
 _planned_drops = lru_cache(maxsize=4096)(plan_drops)
@@ -25,8 +28,8 @@ _planned_drops = lru_cache(maxsize=4096)(plan_drops)
 class Pager:
     """Leases pages to activations on one device, and counts all bytes that activations hold.
 
-    Under pressure it acts in this order: pages that also lie in the spill file are given up; planes are dropped, the
-    least important of all leases first, the new one's included; whole activations move to the spill file, those needed
+    Under pressure it acts in this order: pages that also lie in the next tier are given up; planes are dropped, the
+    least important of all leases first, the new one's included; whole activations move to the next tier, those needed
     last in backward first. Where all that is not enough, `ActivationBudgetError` is raised before anything is given up.
 
     Thread-safe. Releasing may happen inside a garbage collection and takes no lock: it is counted with the next call.
@@ -37,6 +40,9 @@ class Pager:
         least_planes: Leading planes that are never dropped.
         spill: Where activations move that do not fit; None for nowhere.
         clock: Says which releases count already; by default all do.
+
+    Attributes:
+        spills: Whether activations on pages may move.
     """
 
     def __init__(
@@ -44,17 +50,18 @@ class Pager:
         pool: PagePool,
         budget: int | None = None,
         least_planes: int = 0,
-        spill: SpillFile | None = None,
+        spill: Tier | None = None,
         clock: ReleaseClock | None = None,
     ) -> None:
         self.pool = pool
         self.budget = budget
         self.held_bytes = 0
+        self.spills = spill is not None
         self._outside_bytes = 0
         self._writing = 0
         self._least_planes = least_planes
         self._spill = spill
-        self._read_ahead = ReadAhead(self._load_next)
+        self._read_ahead = ReadAhead(self._load_next, queued=spill is not None and spill.queued)
         self._serial = 0
         self._account = PagerAccount()
         self._index = LeaseIndex()
@@ -74,7 +81,7 @@ class Pager:
 
         Raises:
             ActivationBudgetError: It does not fit even if everything is given up that may be.
-            SpillError: The spill file cannot be written.
+            SpillError: The next tier takes nothing more.
         """
         return Writing(self._open(fixed, planes, importances), self._publish, self.release)
 
@@ -83,7 +90,7 @@ class Pager:
 
         Raises:
             ActivationBudgetError: It does not fit beside what cannot be spilled.
-            SpillError: The spill file cannot be read.
+            SpillError: The next tier cannot be read.
         """
         self._pin(lease)
         return Reading(lease, self._unpin)
@@ -97,7 +104,7 @@ class Pager:
 
         Raises:
             ActivationBudgetError: They do not fit even if everything is given up that may be.
-            SpillError: The spill file cannot be written.
+            SpillError: The next tier takes nothing more.
         """
         started = self._begin_pressing()
         with self._lock:
@@ -116,7 +123,7 @@ class Pager:
 
         Raises:
             ActivationBudgetError: What is held does not fit even so; the budget stays as it was.
-            SpillError: The spill file cannot be written.
+            SpillError: The next tier takes nothing more.
         """
         self._begin_pressing()
         with self._lock:
@@ -139,6 +146,8 @@ class Pager:
             self._collect()
             account, self._account = self._account, PagerAccount(peak_bytes=self.held_bytes)
         self.pool.finish_step()
+        if self._spill is not None:
+            self._spill.finish_step()
         return account
 
     @property
@@ -185,6 +194,8 @@ class Pager:
             self._serial += 1
             self._make_room(lease.size * page, lease.least * page, self.budget, drop=True, incoming=lease)
             lease.pages = self.pool.take(lease.size, self.budget)
+            if self._spill is not None:
+                self._spill.wait()  # pages that were just given up may still be on their way
             lease.readers = 1
             self._writing += 1
             self._count(lease.size * page)
@@ -196,6 +207,7 @@ class Pager:
             lease.readers -= 1
             self._writing -= 1
             self._index.add(lease)
+            self._copy_ahead(lease.size)
 
     def _pin(self, lease: Lease) -> None:
         started = time.perf_counter()
@@ -218,6 +230,8 @@ class Pager:
     def _pin_resident(self, lease: Lease, started: float) -> bool:
         with self._lock:
             if lease.resident:
+                if lease.slots is not None and self._spill is not None:
+                    self._spill.wait(lease.slots)
                 lease.readers += 1
                 self._read.add(lease)
                 self._account.seconds += time.perf_counter() - started
@@ -240,9 +254,8 @@ class Pager:
         with self._lock:
             self._collect()
             lease = self._index.spilled_before(serial)
-            if lease is None:
-                return None
-            if self.budget is not None and self.held_bytes + lease.size * self.pool.page_bytes > self.budget:
+            room = math.inf if self.budget is None else self.budget - self.held_bytes
+            if lease is None or lease.size * self.pool.page_bytes > room:
                 return None
             self._begin_load(lease)
         self._load(lease)
@@ -257,16 +270,14 @@ class Pager:
         self._count(size)
 
     def _load(self, lease: Lease) -> None:
-        assert self._spill is not None
-        assert lease.slots is not None
-        pages = None
+        assert self._spill is not None and lease.slots is not None  # noqa: PT018
+        pages = NOWHERE
         try:
             pages = self.pool.take(lease.size, self.budget)
             self._spill.read(lease.slots, self.pool, pages)
         except BaseException:
             with self._lock:
-                if pages is not None:
-                    self.pool.give(pages)
+                self.pool.give(pages)
                 self.held_bytes -= lease.size * self.pool.page_bytes
                 self._finish_load(lease)
             raise
@@ -277,6 +288,7 @@ class Pager:
     def _finish_load(self, lease: Lease) -> None:
         loading, lease.loading = lease.loading, None
         if lease.released:
+            self._give(lease.pages)
             self._free(lease)
         else:
             self._index.add(lease)
@@ -289,73 +301,65 @@ class Pager:
         """Gives up as little as possible so that `wanted` bytes fit, which may shrink to `least` with `incoming`."""
         if budget is None or self.held_bytes + wanted <= budget:
             return
-        self._check_possible(least, budget, drop)
         page = self.pool.page_bytes
+        needed = self.held_bytes + least - self._index.obtainable_pages(self._read, drop, self.spills) * page
+        if needed > budget:  # before anything is given up in vain
+            raise ActivationBudgetError(needed, budget)
 
         def excess() -> int:
-            size = wanted if incoming is None else incoming.size * page
-            return self.held_bytes + size - budget
+            return self.held_bytes + (wanted if incoming is None else incoming.size * page) - budget
 
         while excess() > 0 and (copied := self._index.needed_last(copied=True)) is not None:
             self._evict(copied)
         dropped: list[Pages] = []
-        while drop and excess() > 0 and (lease := self._least_important(incoming)) is not None:
+        while drop and excess() > 0 and (lease := self._index.least_important(incoming)) is not None:
             dropped.append(self._drop(lease))
         if dropped:
             self.pool.give(np.concatenate(dropped[::-1]))
         while self._spill is not None and excess() > 0 and (last := self._index.needed_last()) is not None:
-            self._write_out(self._spill, last)
+            self._copy_out(self._spill, last)
+            self._evict(last)
         if excess() > 0:
             raise ActivationBudgetError(budget + excess(), budget)
-
-    def _check_possible(self, least: int, budget: int, drop: bool) -> None:
-        """Raises before anything is given up in vain."""
-        pages = self._index.copied_pages
-        if self._spill is not None:
-            pages += self._index.resident_pages - sum(lease.size for lease in self._read)
-        elif drop:
-            pages += self._index.droppable_pages - sum(lease.size - lease.least for lease in self._read)
-        needed = self.held_bytes - pages * self.pool.page_bytes + least
-        if needed > budget:
-            raise ActivationBudgetError(needed, budget)
-
-    def _least_important(self, incoming: Lease | None) -> Lease | None:
-        """Returns the lease whose next drop costs least; the incoming one is the youngest among equals."""
-        resident = self._index.least_important()
-        if incoming is None or not incoming.drops:
-            return resident
-        return resident if resident is not None and resident.drops[-1][0] <= incoming.drops[-1][0] else incoming
 
     def _drop(self, lease: Lease) -> Pages:
         """Drops the next planes of a lease and returns their pages, which the pool is still to be given.
 
         A lease without pages yet will be written without the planes.
         """
-        before, pages = lease.size, NOWHERE
-        if not lease.resident:
-            self._account.dropped_planes += lease.drop()
-        else:
+        before = lease.size
+        if lease.resident:
             self._index.remove(lease)
-            self._account.dropped_planes += lease.drop()
-            pages, lease.pages = lease.pages[lease.size :], lease.pages[: lease.size]
-            self.held_bytes -= pages.size * self.pool.page_bytes
+        self._account.dropped_planes += lease.drop()
+        pages, lease.pages = lease.pages[lease.size :], lease.pages[: lease.size]
+        if lease.resident:
             self._index.add(lease)
+        self.held_bytes -= pages.size * self.pool.page_bytes
         self._account.dropped_bytes += (before - lease.size) * self.pool.page_bytes
         return pages
 
-    def _write_out(self, spill: SpillFile, lease: Lease) -> None:
+    def _copy_ahead(self, size: int) -> None:
+        """Has copied, while others compute, what an activation of as many pages would make room by moving out."""
+        if self._spill is None or not self._spill.queued or self.budget is None:
+            return
+        self._collect()
+        with suppress(SpillError):  # whoever needs the room tries again
+            while (last := self._index.needed_last()) is not None and not last.drops:
+                kept = size - self._index.copied_pages - self._index.droppable_pages
+                if self.held_bytes + kept * self.pool.page_bytes <= self.budget:
+                    return
+                self._copy_out(self._spill, last)
+
+    def _copy_out(self, spill: Tier, lease: Lease) -> None:
         slots = spill.write(self.pool, lease.pages)
         self._account.spilled_bytes += lease.size * self.pool.page_bytes
         self._index.remove(lease)
         lease.slots = slots
-        self._vacate(lease)
+        self._index.add(lease)
 
     def _evict(self, lease: Lease) -> None:
-        """Gives up pages whose content lies in the spill file."""
+        """Gives up pages whose content lies in the next tier too."""
         self._index.remove(lease)
-        self._vacate(lease)
-
-    def _vacate(self, lease: Lease) -> None:
         self._give(lease.pages)
         lease.pages = NOWHERE
         self._index.add(lease)
@@ -373,15 +377,12 @@ class Pager:
                 self._read.discard(item)
                 self._index.remove(item)
                 freed.append(item.pages)
-                item.pages = NOWHERE
                 self._free(item)
         if freed:
             self._give(np.concatenate(freed))
 
     def _free(self, lease: Lease) -> None:
-        if lease.resident:
-            self._give(lease.pages)
-            lease.pages = NOWHERE
+        lease.pages = NOWHERE
         if lease.slots is not None and self._spill is not None:
             self._spill.free(lease.slots)
             lease.slots = None

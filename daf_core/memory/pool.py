@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from daf_core.memory.free_list import FreeList
+from daf_core.memory.free_list import FreeList, runs
 from daf_core.memory.growth import AdaptiveGrowth, Growth, PeakWatch
 from daf_kernels import FixedPages, Pages
 
@@ -106,13 +106,23 @@ class PagePool:
         """Returns a copy of the pages, uint8 of shape (pages, page_bytes)."""
         content = torch.empty((pages.size, self.page_bytes), dtype=torch.uint8, device=self._device)
         for region, rows, inside in self._by_region(pages):
-            content[rows.to(self._device)] = region.read(inside)
+            content[rows.to(self._device, non_blocking=True)] = region.read(inside)
         return content
 
     def write(self, pages: Pages, content: Tensor) -> None:
         """Fills the pages with uint8 content of shape (pages, page_bytes)."""
         for region, rows, inside in self._by_region(pages):
-            region.write(inside, content[rows.to(content.device)].to(self._device))
+            region.write(inside, content[rows.to(content.device, non_blocking=True)].to(self._device))
+
+    def runs(self, pages: Pages) -> Iterator[tuple[slice, Tensor]]:
+        """Cuts pages into runs of neighbours: (their rows in `pages`, their memory as (pages, page_bytes))."""
+        with self._lock:
+            regions, first = list(self._regions), np.array(self._first_page, np.int64)
+        for rows in runs(pages, first):
+            start, count = int(pages[rows.start]), rows.stop - rows.start
+            owner = int(np.searchsorted(first, start, side="right")) - 1
+            inside = start - int(first[owner])
+            yield rows, regions[owner].run(inside, inside + count)
 
     def check(self) -> None:
         """Raises AssertionError where a page is lost or free twice."""

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from daf_core.errors import SpillError
-from daf_core.memory.free_list import FreeList
+from daf_core.memory.free_list import FreeList, runs
 from daf_kernels import PageMemory, Pages
 
 CHUNK_BYTES = 1 << 20
@@ -25,7 +24,7 @@ SLOTS_STEP = 4096
 
 
 class SpillFile:
-    """A file with a slot for each page that was written to it. Thread-safe.
+    """A `Tier` on disk: a file with a slot for each page that was written to it. Thread-safe.
 
     It has no name in its folder, so that nobody can change it and the system deletes it when the process ends, in
     whatever way. It is read and written, not mapped: where a disk is full or broken, a mapped page ends the process
@@ -38,6 +37,8 @@ class SpillFile:
     Raises:
         SpillError: The folder takes no file.
     """
+
+    queued = False
 
     def __init__(self, folder: str | Path, page_bytes: int) -> None:
         self._folder = Path(folder)
@@ -103,6 +104,12 @@ class SpillFile:
                 "lost; check the disk, or name another spill_dir"
             ) from error
 
+    def wait(self, slots: Pages | None = None) -> None:
+        """See `Tier.wait`: what `read` and `write` return from is done."""
+
+    def finish_step(self) -> None:
+        """See `Tier.finish_step`: there is no memory to give back."""
+
     def free(self, slots: Pages) -> None:
         """Gives slots back."""
         with self._lock:
@@ -113,10 +120,9 @@ class SpillFile:
     def _chunks(self, slots: Pages) -> Iterator[tuple[int, slice]]:
         """Cuts slots into runs of neighbours of at most `CHUNK_BYTES`: (first slot, rows of `slots`)."""
         most = max(CHUNK_BYTES // self._page_bytes, 1)
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        for first, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), slots.size], strict=True):
-            for start in range(first, stop, most):
-                yield int(slots[start]), slice(start, min(start + most, stop))
+        for run in runs(slots):
+            for start in range(run.start, run.stop, most):
+                yield int(slots[start]), slice(start, min(start + most, run.stop))
 
     def _write_at(self, slot: int, content: memoryview) -> None:
         length = os.fstat(self._file.fileno()).st_size
@@ -137,15 +143,17 @@ class SpillFile:
 
 
 class ReadAhead:
-    """Loads spilled activations in backward order on a thread of its own.
+    """Loads spilled activations in backward order, on a thread of its own where that takes time.
 
     Args:
         load_next: A method that loads the one that is needed next before a serial number and returns its own, or None
             to stop. Its object is not kept alive.
+        queued: Whether it only queues the loads: the thread that starts it then does so at once.
     """
 
-    def __init__(self, load_next: Callable[[int], int | None]) -> None:
+    def __init__(self, load_next: Callable[[int], int | None], queued: bool = False) -> None:
         self._load_next = weakref.WeakMethod(load_next)
+        self._queued = queued
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._stopping = False
@@ -156,9 +164,12 @@ class ReadAhead:
         with self._lock:
             if self._running is not None and not self._running.done():
                 return
+            self._stopping = False
+            if self._queued:
+                self._run(serial)
+                return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="daf-read-ahead")
-            self._stopping = False
             self._running = self._executor.submit(self._run, serial)
 
     def stop(self) -> None:

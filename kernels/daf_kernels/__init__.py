@@ -2,7 +2,7 @@
 
 from daf_kernels.backend import Backend, FixedPages, PageMemory, Pages, TwoValues, bits_of_number
 from daf_kernels.dispatch import NoKernelError, load_backend
-from daf_kernels.host_link import HostLink, host_link
+from daf_kernels.host_link import HostLink, host_link, pinned_memory
 from daf_kernels.layout import PRECISIONS, PlaneLayout, mask_pages, plane_layout, planes_for
 from daf_kernels.linked_backend import LinkedBackend
 from daf_kernels.reference import Seed
@@ -23,6 +23,7 @@ __all__ = [
     "host_link",
     "load_backend",
     "mask_pages",
+    "pinned_memory",
     "plane_layout",
     "planes_for",
 ]

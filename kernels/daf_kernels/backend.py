@@ -89,11 +89,22 @@ class FixedPages:
 
     def read(self, pages: Pages) -> Tensor:
         """See `PageMemory.read`."""
-        return self._region[torch.from_numpy(pages).to(self._region.device)]
+        return self._region[self._rows(pages)]
 
     def write(self, pages: Pages, content: Tensor) -> None:
         """See `PageMemory.write`."""
-        self._region[torch.from_numpy(pages).to(self._region.device)] = content
+        self._region[self._rows(pages)] = content
+
+    def run(self, first: int, stop: int) -> Tensor:
+        """Returns the memory of neighbouring pages, uint8 of shape (stop - first, page_bytes)."""
+        return self._region[first:stop]
+
+    def _rows(self, pages: Pages) -> Tensor:
+        """Returns which rows of the region are meant, where it lies; what copies them may do so on any stream."""
+        region = self._region
+        if region.is_cuda:  # freed earlier, it would be used for something else before they are copied
+            region.record_stream(torch.cuda.current_stream(region.device))
+        return torch.from_numpy(pages).to(region.device, non_blocking=True)
 
 
 def _reserve(size: int, device: torch.device) -> Tensor:

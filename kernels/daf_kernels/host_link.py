@@ -59,6 +59,20 @@ def host_link(device: torch.device) -> HostLink | None:
     return CudaLink(device) if device.type == "cuda" else None
 
 
+def pinned_memory(size: int) -> Tensor:
+    """Returns uninitialized bytes of host memory that every GPU can read, and copy while its host goes on.
+
+    Torch rounds the size up to a power of two, and keeps what is freed for itself.
+
+    Raises:
+        MemoryError: The system has none.
+    """
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        raise MemoryError(f"the system gives no {size / 1e6:.0f} MB of pinned memory: {error}") from error
+
+
 class CudaLink:
     """The link of a GPU that torch calls "cuda". Pinned memory has one address for the host and for all GPUs."""
 
@@ -68,11 +82,8 @@ class CudaLink:
         self._reads: dict[int, torch.cuda.Event] = {}
 
     def reserve(self, size: int) -> Tensor:
-        """See `HostLink.reserve`; torch rounds the size up to a power of two, and keeps what is freed for itself."""
-        try:
-            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            raise MemoryError(f"the system gives no {size / 1e6:.0f} MB of pinned memory: {error}") from error
+        """See `HostLink.reserve`."""
+        return pinned_memory(size)
 
     def mark(self) -> Moment:
         """See `HostLink.mark`."""

@@ -22,14 +22,18 @@ from daf_core.memory.lease import Lease, plan_drops
 from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PagePool
 from daf_core.memory.spill import SpillFile
+from daf_core.memory.tier import Tier
 from tests.core.harness import wait_for_read_ahead as wait
+from tests.core.late_copies import host_memory
 from tests.core.leases import PAGE, content, write
 
 
-def make_pager(budget: int | None, least_planes: int = 0, folder: Path | None = None) -> Pager:
+def make_pager(
+    budget: int | None, least_planes: int = 0, folder: Path | None = None, tier: Tier | None = None
+) -> Pager:
     """A pager with a budget in pages."""
     pool = PagePool(torch.device("cpu"), AdaptiveGrowth(least=4 * PAGE), PAGE)
-    spill = None if folder is None else SpillFile(folder, PAGE)
+    spill = tier if folder is None else SpillFile(folder, PAGE)
     return Pager(pool, None if budget is None else budget * PAGE, least_planes, spill)
 
 
@@ -39,7 +43,7 @@ def intact(pager: Pager, lease: Lease) -> bool:
 
 @dataclass
 class Row:
-    """One activation in the model; `out` once it lies in the spill file, where it no longer needs memory."""
+    """One activation in the model; `out` once it lies in the next tier, where it no longer needs memory."""
 
     serial: int
     ends: list[int]
@@ -51,12 +55,16 @@ class Row:
     def size(self) -> int:
         return self.ends[self.planes] * PAGE
 
+    @property
+    def least(self) -> int:
+        return self.ends[self.drops[0][1]] * PAGE if self.drops and not self.out else self.size
+
 
 class Model:
     """What the pager must do, by searching a list for each portion that is given up."""
 
-    def __init__(self, budget: int | None, least_planes: int, spills: bool) -> None:
-        self.budget, self.least_planes, self.spills = budget, least_planes, spills
+    def __init__(self, budget: int | None, least_planes: int, spills: bool, queued: bool) -> None:
+        self.budget, self.least_planes, self.spills, self.queued = budget, least_planes, spills, queued
         self.rows: list[Row] = []
         self.outside = 0
         self.dropped_planes = self.dropped_bytes = self.spilled_bytes = 0
@@ -80,18 +88,29 @@ class Model:
             if ranked:
                 self._drop(next(row for row in here if row.serial == ranked[0][1]), ranked[0][2])
             elif movable:
-                movable[0].out = True
-                self.spilled_bytes += movable[0].size
+                self._move(movable[0])
             else:
                 self.__dict__.update(before)
                 return excess
         return 0
 
+    def copy_ahead(self, size: int) -> None:
+        """What another activation of this size would push out is copied already, where copies take no time."""
+        while self.queued and self.budget is not None:
+            here = [row for row in self.rows if not row.out]
+            if not here or here[0].drops or self.held + size - sum(row.size - row.least for row in here) <= self.budget:
+                return
+            self._move(here[0])
+
+    def _move(self, row: Row) -> None:
+        row.out = True
+        self.spilled_bytes += row.size
+
     def unreadable(self, budget: int | None) -> int:
         """Returns the bytes by which the largest row is too large ever to be read back."""
         if budget is None or not self.spills:
             return 0
-        return max(max((row.size for row in self.rows), default=0) - budget, 0)
+        return max(max((row.least for row in self.rows), default=0) - budget, 0)
 
     def _drop(self, row: Row, left: int) -> None:
         size, planes = row.size, row.planes
@@ -115,10 +134,16 @@ class PagerMachine(RuleBasedStateMachine):
     leases = Bundle("leases")
     holds = Bundle("holds")
 
-    @initialize(budget=st.none() | st.integers(10, 60), least_planes=st.integers(0, 2), spills=st.booleans())
-    def start(self, budget: int | None, least_planes: int, spills: bool) -> None:
-        self.pager = make_pager(budget, least_planes, self.folder if spills else None)
-        self.model = Model(self.pager.budget, least_planes, spills)
+    @initialize(
+        budget=st.none() | st.integers(10, 60),
+        least_planes=st.integers(0, 2),
+        tier=st.sampled_from([None, "file", "late copies"]),
+    )
+    def start(self, budget: int | None, least_planes: int, tier: str | None) -> None:
+        queued = tier == "late copies"
+        folder = self.folder if tier == "file" else None
+        self.pager = make_pager(budget, least_planes, folder, host_memory(PAGE, 8) if queued else None)
+        self.model = Model(self.pager.budget, least_planes, tier is not None, queued)
         self.live: dict[int, Lease] = {}
         self.serial = 0
 
@@ -142,6 +167,7 @@ class PagerMachine(RuleBasedStateMachine):
         if not self.attempt(missing, self.model.budget, lambda: done.append(write(self.pager, fixed, *planes))):
             return multiple()
         assert done[0].serial == serial
+        self.model.copy_ahead(row.size)
         self.live[serial] = done[0]
         return serial
 
@@ -208,15 +234,18 @@ class PagerMachine(RuleBasedStateMachine):
     @invariant()
     def contents_are_untouched(self) -> None:
         for serial, lease in self.live.items():
-            assert intact(self.pager, lease) if lease.resident else lease.slots is not None, serial
+            if lease.slots is None or not self.model.queued:  # otherwise to be waited for, which `read` does
+                assert intact(self.pager, lease) if lease.resident else lease.slots is not None, serial
 
     @override
     def teardown(self) -> None:
         if hasattr(self, "pager"):
             wait(self.pager)
-            for lease in self.live.values():
-                self.pager.release(lease)
             self.pager.let_go(self.model.outside)
+            self.model.outside = 0
+            for serial in [*self.live]:
+                self.read(serial)
+                self.release(serial)
             assert_nothing_is_left(self.pager)
 
 
