@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 from typing_extensions import override
 
 from daf_core import DAFConfig, StepStatistics, UnsupportedDeviceError
+from daf_integrations.aside import attributes_kept
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
 from daf_integrations.totals import RunTotals
@@ -104,7 +105,10 @@ class DAFCallback(TrainerCallback, ExportableState):
             )
             self._patches = [_Patch(model, "forward", self._compressed)]
             return
-        self._patches = [_Patch(trainer, "compute_loss", self._audited), _Patch(trainer, "log", self._logged)]
+        self._patches = [
+            _Patch(trainer, "compute_loss", functools.partial(self._audited, weakref.ref(trainer))),
+            _Patch(trainer, "log", self._logged),
+        ]
 
     def _uninstall(self) -> None:
         for patch in self._patches:
@@ -120,13 +124,15 @@ class DAFCallback(TrainerCallback, ExportableState):
 
         return compressed
 
-    def _audited(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    def _audited(self, trainer: weakref.ref[Trainer], compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         compressed = self._compressed(compute_loss)
 
         @functools.wraps(compute_loss)
         def audited(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             def loss_of(rows: Any) -> Any:
-                with getattr(model, "no_sync", nullcontext)():  # the audit's gradients are its own, on every rank
+                # The audit's gradients are its own, on every rank, and so are tokens and metrics that trainers count.
+                counted = attributes_kept(trainer(), private=True)
+                with counted, getattr(model, "no_sync", nullcontext)():
                     return compute_loss(model, rows, *args, **kwargs)
 
             if model.training:

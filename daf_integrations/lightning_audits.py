@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,13 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 
 from daf_core import AuditError
+from daf_integrations.aside import attributes_kept
 from daf_integrations.rows import has_rows
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
-
-_CONTAINERS = (list, deque, dict, set)
 
 
 def obstacle(strategy: Strategy, module: LightningModule, batch: object) -> str | None:
@@ -59,7 +56,7 @@ def _aside(module: nn.Module) -> Generator[None]:
         for part in list(module.modules()):
             if hasattr(part, "training_step"):
                 stack.enter_context(_without_logging(part))
-                stack.enter_context(_attributes_kept(part))
+                stack.enter_context(attributes_kept(part))  # torch's and Lightning's own are private
             stack.enter_context(_metrics_kept(part))
         yield
 
@@ -89,31 +86,3 @@ def _metrics_kept(module: nn.Module) -> Generator[None]:
         yield
     finally:
         module._modules.update(kept)
-
-
-@contextmanager
-def _attributes_kept(module: nn.Module) -> Generator[None]:
-    """Gives a module's attributes back, and what was in its lists, dictionaries and sets: losses of steps, counters."""
-    before = _attributes(module)
-    contents = [(value, copy(value)) for value in before.values() if isinstance(value, _CONTAINERS)]
-    try:
-        yield
-    finally:
-        for name in _attributes(module).keys() - before.keys():
-            del vars(module)[name]
-        vars(module).update(before)
-        for container, content in contents:
-            _refill(container, content)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that are the user's own: torch and Lightning keep theirs under private names."""
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list | deque):
-        container.extend(content)
-    else:
-        container.update(content)

@@ -15,6 +15,7 @@ import lightning.pytorch.strategies
 import pytest
 import pytorch_lightning.strategies
 import torch
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
@@ -163,14 +164,14 @@ def test_strategy_is_exported() -> None:
     assert "DAFStrategy" in daf_integrations.__all__
 
 
-def test_command_line_of_lightning_takes_it_by_its_path(tmp_path: Path) -> None:
-    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse, which is not installed")
-    from lightning.pytorch.cli import LightningCLI
-
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # between Lightning and jsonargparse
+def test_command_line_of_lightning_takes_it_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py"])
     init = {"config": {"precision": 4}, "base": {"class_path": "lightning.pytorch.strategies.DDPStrategy"}}
     strategy = {"class_path": "daf_integrations.lightning.DAFStrategy", "init_args": init}
     (tmp_path / "run.yaml").write_text(json.dumps({"trainer": {**QUIET, "strategy": strategy}}))
-    cli = LightningCLI(Classifier, run=False, args=["--config", str(tmp_path / "run.yaml")])
+    arguments = ["--config", str(tmp_path / "run.yaml")]
+    cli = LightningCLI(Classifier, run=False, seed_everything_default=False, args=arguments)
     assert isinstance(cli.trainer.strategy, DDPStrategy)
     assert cli.trainer.strategy._daf_config == DAFConfig(precision=4)
 

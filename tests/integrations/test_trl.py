@@ -1,0 +1,66 @@
+"""TRL's SFTTrainer, which adds to compute_loss and to log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from daf_integrations import DAFCallback
+from tests.integrations.hf_runs import QUICK
+
+WORDS = 190
+# TRL says of its own interface that it will change, and of tokenizers that they have other special tokens than models.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = [*(f"w{number}" for number in range(WORDS)), "<pad>", "<eos>", "<unk>"]
+    split = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    split.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=split, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def run(folder: Path, *callbacks: Any) -> list[dict[str, Any]]:
+    """Returns the log of a short training."""
+    torch.manual_seed(0)
+    size = {"n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS + 3, **size))
+    texts = [" ".join(f"w{(7 * word + text) % WORDS}" for word in range(64)) for text in range(32)]
+    arguments = SFTConfig(str(folder), **QUICK, max_length=64, bf16=False)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights="gaussian")
+    trainer = SFTTrainer(
+        model,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=tokenizer(),
+        peft_config=lora,
+        callbacks=list(callbacks),
+    )
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def own(entry: dict[str, Any]) -> dict[str, Any]:
+    """What the trainer logs by itself."""
+    return {name: value for name, value in entry.items() if not name.startswith("daf/")}
+
+
+def test_exact_mode_changes_no_number_of_the_log(tmp_path: Path) -> None:
+    assert [own(entry) for entry in run(tmp_path, DAFCallback(precision="exact"))] == run(tmp_path)
+
+
+def test_audits_count_no_tokens(tmp_path: Path) -> None:
+    """They call the trainer's compute_loss, which counts tokens and collects accuracies."""
+    plain, compressed = run(tmp_path), run(tmp_path, DAFCallback(precision=8, audit_every=1))
+    assert "daf/gradient_error" in compressed[-1]
+    assert compressed[-1]["daf/ratio"] > 3
+    for name in ("num_tokens", "mean_token_accuracy"):
+        assert [entry[name] for entry in compressed] == [entry[name] for entry in plain]
