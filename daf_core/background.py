@@ -68,7 +68,7 @@ class BackgroundPacker:
         self._held_bytes = 0
         self._sent: list[weakref.ref[InFlight]] = []
         self._queue: SimpleQueue[Flight | _Dropped | _Mark | None] = SimpleQueue()
-        self._landed = 0
+        self._landed = -1
         self._busy = False
         self._landing = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -97,11 +97,10 @@ class BackgroundPacker:
 
     def send(self, saved: SavedTensor) -> InFlight:
         """Has a tensor packed, for which `admits` said yes."""
-        self._clock.now += 1
         link = self._pagers.links.get(saved.tensor.device)
         if link is not None:
             saved.ordered, saved.fetch = partial(link.after, link.mark()), partial(self._fetch, link)
-        flight = Flight(saved, self._clock.now)
+        flight = Flight(saved, self._tick())
         self._window.append(flight)
         self._window_bytes += flight.size
         self._largest = max(self._largest, flight.size)
@@ -124,19 +123,19 @@ class BackgroundPacker:
 
     def drain(self) -> None:
         """Returns when all has landed, and what was dropped is gone; errors are kept."""
-        if self._busy:
-            self._busy = False
-            self._clock.now += 1
-            self._queue.put(_Mark(self._clock.now))
-            self._wait(self._clock.now)
         while self._window:
             self._await_oldest()
+        if self._busy:  # what landed may have been the last to need a graph
+            self._busy = False
+            mark = _Mark(self._tick())
+            self._queue.put(mark)
+            self._wait(mark.time)
 
     def close(self) -> None:
         """Ends the pass, also one that failed: what has not landed is given up."""
         self._cancelled = True
-        if self._thread is not None:
-            self._queue.put(None)
+        self._queue.put(None)
+        if self._thread is not None and self._thread.is_alive():  # starting it may have failed
             self._thread.join()
         while self._window:
             self._window.popleft().saved = None
@@ -156,11 +155,16 @@ class BackgroundPacker:
         return self._held_bytes + flying + max(self._largest, size) <= pager.budget
 
     def _await_oldest(self) -> None:
-        flight = self._window.popleft()
+        flight = self._window[0]
         self._wait(flight.time)
-        flight.saved = None
+        self._window.popleft().saved = None
         self._window_bytes -= flight.size
         self._held_bytes = flight.held_bytes
+
+    def _tick(self) -> int:
+        """Returns the time; what is released from now on counts after what was saved up to now."""
+        self._clock.now += 1
+        return self._clock.now - 1
 
     def _put(self, item: Flight | _Dropped) -> None:
         self._busy = True
@@ -172,7 +176,10 @@ class BackgroundPacker:
 
     def _drop(self, flight: Flight) -> None:
         """Lets go of what a tensor was packed as, once all is packed that was saved before now."""
-        self._put(_Dropped(flight, self._clock.now))
+        if self._window or self._busy:
+            self._put(_Dropped(flight, self._clock.now))
+        else:
+            flight.packed = None
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -189,9 +196,10 @@ class BackgroundPacker:
             elif isinstance(item, _Dropped):
                 item.flight.packed = None
             self.seconds += time.perf_counter() - started
-            with self._landing:
-                self._landed = max(self._landed, item.time)  # a collection in this thread may drop with its own time
-                self._landing.notify_all()
+            if not isinstance(item, _Dropped):  # another thread may drop, by its own clock
+                with self._landing:
+                    self._landed = item.time
+                    self._landing.notify_all()
 
     def _pack(self, flight: Flight) -> None:
         try:

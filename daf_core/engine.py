@@ -189,10 +189,12 @@ class ActivationEngine:
 
     def finish_backward(self) -> None:
         """Counts what is saved next as another forward pass, after a backward pass inside the scope."""
+        self._packer.drain()
         self._recorder.enter_scope()
 
     def finish_step(self) -> StepStatistics:
         """Returns the statistics since the last call, and starts counting anew."""
+        self._packer.drain()
         self._auditor.finish_step()
         return self._recorder.finish(self._pagers.finish_step())
 
@@ -213,16 +215,19 @@ class ActivationEngine:
     @property
     def held_bytes(self) -> int:
         """Bytes that saved activations hold now; 0 after a step."""
+        self._packer.drain()
         return self._pagers.held_bytes
 
     @property
     def lossy_bytes(self) -> int:
         """The part of `held_bytes` that is lossy, of the last forward pass in this thread."""
+        self._packer.drain()
         return self._store.census.held_bytes
 
     @property
     def leased_pages(self) -> int:
         """Pages that saved activations occupy now; 0 after a step."""
+        self._packer.drain()
         return self._pagers.leased_pages
 
     @property
@@ -268,9 +273,9 @@ class ActivationEngine:
             backend.limit_threads(threads)
 
     def _end_pass(self, complete: bool) -> None:
+        self._inside.scope = False
         self._scopes.stop()
         self._packer.end_pass()
-        self._inside.scope = False
         census = self._store.census
         if complete and census.sizes:
             self._last_pass = self._last_pass.updated(census)

@@ -18,7 +18,7 @@ class Flight:
 
     Args:
         saved: The tensor.
-        time: How many tensors its thread has saved up to this one.
+        time: When it was saved, by the clock of its thread (`ReleaseClock`).
 
     Attributes:
         saved: The tensor, whose memory goes when it has landed. Its node goes when the saving thread lets go of it:
@@ -87,8 +87,9 @@ class InFlight:
 
     @property
     def packed(self) -> Handle | RawActivation | None:
-        """What it was packed as; None where it has not landed."""
-        return self._flight.packed
+        """What it was packed as; None where it has not landed, or was changed: perhaps before it was read."""
+        counter = self._flight.counter
+        return self._flight.packed if counter is None or counter._version == self._version else None
 
     def settle(self) -> None:
         """The forward pass has ended: from now on, changes in place do no harm."""
@@ -104,8 +105,8 @@ class InFlight:
             Exception: Packing it failed.
         """
         flight = self._flight
-        if self._wait is not None:
-            self._wait(flight.time)
+        if (wait := self._wait) is not None:
+            wait(flight.time)
         if flight.error is not None:
             raise flight.error
         assert flight.packed is not None

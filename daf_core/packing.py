@@ -117,6 +117,7 @@ class Packer:
             SpillError: The next tier cannot be read.
             ReaderError: The derivative of GELU was kept of it, and something else asks for it.
         """
+        self.drain()  # a backward inside the scope lets go of nodes that packing looks at
         result = packed.result() if isinstance(packed, InFlight) else packed
         if isinstance(result, RawActivation):
             return result.unpack()

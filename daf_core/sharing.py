@@ -25,7 +25,7 @@ class SharingTable:
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
-        self._stored: dict[Key, tuple[int, weakref.ref[StoredActivation]]] = {}
+        self._stored: dict[Key, tuple[int, weakref.ref[StoredActivation], StorageWeakRef]] = {}
         self._kept: weakref.WeakValueDictionary[int, KeptStorage] = weakref.WeakValueDictionary()
 
     def is_new_storage(self, tensor: Tensor) -> bool:
@@ -41,9 +41,11 @@ class SharingTable:
         found = self._stored.get(key)
         return found[1]() if found is not None and found[0] == version else None
 
-    def add(self, key: Key, version: int, stored: StoredActivation) -> None:
+    def add(self, key: Key, tensor: Tensor, version: int, stored: StoredActivation) -> None:
         """Remembers what a tensor was stored as."""
-        self._stored[key] = (version, weakref.ref(stored))
+        # Of its own: another thread's pass may have ended, and cleared the table, since the storage was met.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._stored[key] = (version, weakref.ref(stored), storage)
 
     def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
         """Returns the account of the tensor's storage among raw activations.

@@ -112,7 +112,7 @@ class ActivationStore:
             self._recorder.stored_as[RawActivation.codec] += 1
             return RawActivation(tensor, kept, saved.version)
         if stored.whole:  # otherwise other operators ask for more
-            self._sharing.add(key, saved.version, stored)
+            self._sharing.add(key, tensor, saved.version, stored)
         self._recorder.stored_as["shared" if shared else stored.codec] += 1
         return Handle(stored, geometry, saved)
 

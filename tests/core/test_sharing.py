@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from daf_core.codecs import ProductActivation, RawActivation
+from daf_core.geometry import geometry_of
+from daf_core.sharing import SharingTable, sharing_key
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -248,3 +251,17 @@ def test_sharing_lowers_what_a_transformer_holds() -> None:
     engine = engine_for(model.eval(), 4)
     backward(model, loss, engine)
     assert engine.finish_step().stored_as["shared"] >= 4
+
+
+def test_table_that_another_thread_clears_gives_no_address_to_two_storages() -> None:
+    """The pass of another thread may end while a tensor is being encoded."""
+    factor = RawActivation(normal(*LARGE), None)
+    table, stored = SharingTable(), ProductActivation(factor, factor)
+    for _ in range(50):  # one of the next storages takes the place of the first
+        tensor = normal(*LARGE)
+        key = sharing_key(tensor, geometry_of(tuple(tensor.shape), tuple(tensor.stride())))
+        assert table.is_new_storage(tensor)
+        assert table.find(key, 0) is None
+        table.clear()
+        table.add(key, tensor, 0, stored)
+        del tensor
