@@ -8,11 +8,13 @@ TORCH  ?= torch==2.13.0
 ARGS   ?=
 
 VENV  := .venv
+# The versions that the ranges of the trainers' extras begin with, such as transformers==5.12.
+FLOORS := $(shell sed -nE '/^(hf|lightning|accelerate) = /s/>=/==/gp' pyproject.toml | grep -oE '[a-z-]+==[0-9.]+' | sort -u)
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint bench clean help
+.PHONY: demo test test-oldest lint bench clean help
 
 demo: $(STAMP)  ## fine-tune a text classifier with and without DAF, and compare
 	$(BIN)/python examples/finetune_text_classifier.py $(ARGS)
@@ -20,6 +22,9 @@ demo: $(STAMP)  ## fine-tune a text classifier with and without DAF, and compare
 test: export OMP_NUM_THREADS ?= 2
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-oldest:  ## run the tests of the integrations with the oldest trainers that DAF supports, in .venv-oldest
+	$(MAKE) test VENV=.venv-oldest WITH='$(FLOORS)' ARGS='$(or $(ARGS),tests/integrations)'
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check .
@@ -31,10 +36,10 @@ bench: $(STAMP)  ## measure time and memory of training, with and without DAF
 
 clean:  ## remove build outputs and caches (the environment stays; to be rid of it, delete .venv)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path "./.venv*/*" -prune -exec rm -rf {} +
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' Makefile | expand -t 20
 
 # torch comes first, so that the build asked for above is there before anything else could pull in another.
 $(STAMP): pyproject.toml
@@ -43,5 +48,5 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade pip
 	$(BIN)/python -m pip install '$(TORCH)'
-	$(BIN)/python -m pip install -e '.[all]'
+	$(BIN)/python -m pip install -e '.[all]' $(WITH)
 	touch $@

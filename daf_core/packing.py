@@ -23,7 +23,7 @@ from daf_core.saved import note
 from daf_core.sites import ModuleScopes
 from daf_core.store import ActivationStore
 from daf_core.telemetry import StepRecorder
-from daf_core.torch_internals import in_backward, packed_for, running_node
+from daf_core.torch_internals import in_backward, packed_for, run_as_written, running_node
 
 Packed = Handle | RawActivation | InFlight
 
@@ -151,3 +151,6 @@ class Packer:
             "nothing but the GELU's own backward used it. Set precision to a number of bits (8, 4, 2 or 1), which "
             "keeps values"
         )
+
+
+run_as_written(Packer.pack, Packer.unpack)

@@ -6,12 +6,15 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from daf_core.torch_internals import is_compiled, run_as_written
 
 _NORMALIZATIONS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -122,18 +125,42 @@ class ModuleScopes(threading.local):
 
 
 def follow_modules(model: nn.Module, scopes: ModuleScopes) -> list[RemovableHandle]:
-    """Registers hooks on all modules that keep `scopes` up to date; returns the handles that remove them."""
+    """Registers hooks on all modules that keep `scopes` up to date; returns the handles that remove them.
+
+    What a graph of torch.compile saves belongs to the module that is compiled, or to the one that calls it. Inside
+    there are no hooks, or, where the model is compiled from outside, hooks that do nothing.
+    """
     handles: list[RemovableHandle] = []
-    for name, module in model.named_modules():
+    # Torch.compile looks at the number of a hook that is always called: with one for each, equal blocks are compiled
+    # one by one.
+    number = RemovableHandle.next_id
+    for name, module in _outside_of_graphs(model):
+        RemovableHandle.next_id = number
         handles.append(module.register_forward_pre_hook(partial(_enter, scopes, name)))
         handles.append(module.register_forward_hook(partial(_leave, scopes), always_call=True))
     return handles
 
 
+def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields modules with their names as `named_modules` does, but for those inside of a compiled one."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            inside.update(module.modules())
+            inside.remove(module)
+        if module not in inside:
+            yield name, module
+
+
 def _enter(scopes: ModuleScopes, name: str, _module: nn.Module, _inputs: object) -> None:
-    scopes.enter(name)
+    if not torch.compiler.is_compiling():
+        scopes.enter(name)
 
 
 def _leave(scopes: ModuleScopes, module: nn.Module, _inputs: object, result: object) -> None:
-    scopes.note_result(module, result)
-    scopes.leave()
+    if not torch.compiler.is_compiling():
+        scopes.note_result(module, result)
+        scopes.leave()
+
+
+run_as_written(_enter, _leave)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -22,6 +23,25 @@ def innermost_hooks() -> HookPair | None:
 def drop_innermost_hooks() -> None:
     """Takes the innermost pair off the stack: whoever entered it can no longer."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def run_as_written(*functions: Any) -> None:
+    """Keeps torch.compile from compiling functions, and what they call, where it meets them on their own.
+
+    It does where a part of what is compiled runs eagerly, and autograd calls its hooks there.
+    ``torch.compiler.disable`` does the same with a wrapper, which takes time at every call and a second at import.
+    """
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # an older torch, which compiles them: that takes time alone
+        return
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Says whether a module is what torch.compile made of another, or was compiled in place."""
+    # The class of what torch.compile returns is torch._dynamo's, which takes a second to import.
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def in_backward() -> bool:

@@ -131,7 +131,7 @@ class CompressingStrategy(Strategy):
         if reason is not None:
             self._daf_session.give_up_audits(reason)
             return
-        self._daf_session.audit(batch, lambda rows: loss_aside(self, module, rows, *rest, **options))
+        self._daf_session.audit(module, batch, lambda rows: loss_aside(self, module, rows, *rest, **options))
 
     def _leave(self) -> None:
         """Removes everything from the model and the trainer."""

@@ -136,7 +136,7 @@ class DAFCallback(TrainerCallback, ExportableState):
                     return compute_loss(model, rows, *args, **kwargs)
 
             if model.training:
-                self._session.audit(inputs, loss_of)
+                self._session.audit(model, inputs, loss_of)
             return compressed(model, inputs, *args, **kwargs)
 
         return audited

@@ -25,6 +25,7 @@ from daf_core import (
     StepStatistics,
 )
 from daf_core.hook_stack import refuse_foreign_hooks
+from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
 from daf_integrations.rows import SHARE, few_rows
 from daf_integrations.totals import RunTotals
 
@@ -73,6 +74,8 @@ class DAFSession:
         self._engine_state = engine_state
         self._share: float | None = SHARE
         self._unmeasured = False
+        self._called = False
+        self._obstacle: str | None = None
         self._warned = False
         self.last_step: StepStatistics | None = None
         self._recent = RunTotals()
@@ -133,22 +136,29 @@ class DAFSession:
         finally:
             _thread.session = outer
 
-    def audit(self, batch: Any, loss_function: Callable[[Any], Tensor]) -> None:
+    def audit(self, model: nn.Module, batch: Any, loss_function: Callable[[Any], Tensor]) -> None:
         """Measures the error of the gradient on a few rows, where that is due and a gradient is recorded.
 
         Does nothing inside a scope or audit that covers the model. To be called before the forward pass of a step,
         outside of `scope`.
 
         Args:
+            model: The model as it is called, perhaps compiled.
             batch: The step's batch.
             loss_function: Returns the loss of a part of it.
 
         Raises:
             AuditError: It cannot be measured, and `max_gradient_error` is set.
         """
-        if self._engine is None or not self._audit_due:
+        if self._engine is None or self.covering:
             return
-        if self.covering:
+        if not self._called:
+            self._called, self._obstacle = True, audit_obstacle(model)
+            warn_of_large_graphs(model)
+        if not self._audit_due:
+            return
+        if self._obstacle is not None:
+            self.give_up_audits(self._obstacle)
             return
         try:
             self._warn(self._audit(self._engine, batch, loss_function))

@@ -120,12 +120,12 @@ class Training:
     def _compressed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._records:
             return forward(*args, **kwargs)
-        self.session.audit((args, kwargs), self._loss)
+        self.session.audit(self.outer, (args, kwargs), self._loss)
         with self._pass():
             return forward(*args, **kwargs)
 
     def _loss(self, rows: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
-        # Not through DistributedDataParallel, which would wait for other processes, nor compiled anew for few rows.
+        # Not through DistributedDataParallel, which would wait for other processes.
         args, kwargs = rows
         return _loss_in(self.model(*args, **kwargs))
 

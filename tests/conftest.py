@@ -27,6 +27,7 @@ FOREIGN_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning
     "TORCHINDUCTOR_CACHE_DIR",  # transformers, through torch._inductor
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # torch._inductor, when it compiles
 }
 
 torch.set_num_threads(2)

@@ -15,8 +15,13 @@ from daf_core.errors import AuditError
 from daf_core.sites import Site
 from daf_core.torch_internals import all_nodes, keeps_only_for
 
-REENTRANT = "CheckpointFunctionBackward"
-"""The node of a reentrant checkpoint, which runs a backward pass of its own."""
+RUN_ONCE = {
+    "CheckpointFunctionBackward": "a reentrant activation checkpoint hides the parameters in it from "
+    'torch.autograd.grad; set gradient_checkpointing_kwargs={"use_reentrant": False}',
+    "CompiledFunctionBackward": "a graph of torch.compile runs backward once, and saves other activations than the "
+    "plain model",
+}
+"""Nodes that a gradient cannot be taken through several times, each with the reason."""
 
 Gradients = Sequence[Tensor | None]
 
@@ -71,11 +76,9 @@ class Rehearsal:
         sizes: Mapping[Site, Sequence[int]],
         unpack: Callable[[Any], Tensor],
     ) -> None:
-        if any(node.name() == REENTRANT for node in all_nodes(loss.grad_fn)):
-            raise AuditError(
-                "a reentrant activation checkpoint hides the parameters in it from torch.autograd.grad; set "
-                'gradient_checkpointing_kwargs={"use_reentrant": False}'
-            )
+        for node in all_nodes(loss.grad_fn):
+            if node.name() in RUN_ONCE:
+                raise AuditError(RUN_ONCE[node.name()])
         self.loss = loss
         self.parameters = parameters
         self.activations = activations

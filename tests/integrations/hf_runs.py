@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Protocol
 
 import peft
@@ -47,6 +48,15 @@ QUICK: dict[str, Any] = {
     "use_cpu": True,
     "disable_tqdm": True,
 }
+
+ARGUMENTS = {field.name for field in fields(TrainingArguments)}
+
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in ARGUMENTS else "gradient_checkpointing"
+"""What transformers 5.23 and 5.12 call it."""
+
+NEWER_CHECKPOINTS = pytest.mark.skipif(
+    CHECKPOINTING == "gradient_checkpointing", reason="this transformers checkpoints all layers, and offloads none"
+)
 
 Rows = list[dict[str, Any]]
 MakeModel = Callable[[], nn.Module]
@@ -116,6 +126,11 @@ def rows_for(model: nn.Module, count: int = 64) -> Rows:
     if isinstance(model, GPT2LMHeadModel):
         return [{"input_ids": ids, "labels": ids} for ids in (tokens() for _ in range(count))]
     return [{"input_ids": tokens(), "labels": label()} for _ in range(count)]
+
+
+def checkpointed(**options: Any) -> dict[str, Any]:
+    """Returns training arguments that switch activation checkpointing on."""
+    return {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": options}
 
 
 def run(trainer: Trainer, **options: Any) -> Any:

@@ -17,6 +17,7 @@ from tests.integrations.hf_runs import (
     STEPS,
     MakeModel,
     MakeTrainer,
+    checkpointed,
     daf_records,
     differing,
     gpt2,
@@ -204,7 +205,7 @@ def test_checkpointed_layers_are_measured_or_a_warning_is_given(
     make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, model: MakeModel, reentrant: bool
 ) -> None:
     """Never is an error reported that leaves out their parameters: in two bits it is small, and not zero."""
-    how = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    how = checkpointed(use_reentrant=reentrant)
     trainer = make_trainer(DAFCallback(precision=2, audit_every=1), model=model(), **how)
     run(trainer)
     measured = _entries(trainer)[-1].get("daf/gradient_error")
