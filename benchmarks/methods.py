@@ -146,11 +146,12 @@ class _Compressed:
         from daf_core import DAFConfig
         from daf_integrations.session import DAFSession
 
+        self._model = model
         self._session = DAFSession(DAFConfig(**options))
         self._session.attach(model)
 
     def audit(self, batch: dict[str, Tensor], loss_function: Callable[[dict[str, Tensor]], Tensor]) -> None:
-        self._session.audit(batch, loss_function)
+        self._session.audit(self._model, batch, loss_function)
 
     def compress(self) -> AbstractContextManager[object]:
         return self._session.scope()
