@@ -6,12 +6,12 @@ from logging import getLogger
 
 from torch import nn
 
+from daf_core.precision.rehearsal import COMPILED
 from daf_core.torch_internals import is_compiled
 
 LARGE_SHARE = 0.5
 """Part of a model's parameters in one compiled graph, above which its backward is most of the model's."""
 
-COMPILED = "a graph of torch.compile runs backward once, and saves other activations than the plain model"
 SHARDED = "each parameter is spread over several processes, which would have to measure together"
 
 log = getLogger("daf")

@@ -270,7 +270,8 @@ class Pager:
         self._count(size)
 
     def _load(self, lease: Lease) -> None:
-        assert self._spill is not None and lease.slots is not None  # noqa: PT018
+        assert self._spill is not None
+        assert lease.slots is not None
         pages = NOWHERE
         try:
             pages = self.pool.take(lease.size, self.budget)

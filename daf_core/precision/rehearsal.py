@@ -15,11 +15,13 @@ from daf_core.errors import AuditError
 from daf_core.sites import Site
 from daf_core.torch_internals import all_nodes, keeps_only_for
 
+COMPILED = "a graph of torch.compile runs backward once, and saves other activations than the plain model"
+"""Why compiled models are not measured."""
+
 RUN_ONCE = {
     "CheckpointFunctionBackward": "a reentrant activation checkpoint hides the parameters in it from "
     'torch.autograd.grad; set gradient_checkpointing_kwargs={"use_reentrant": False}',
-    "CompiledFunctionBackward": "a graph of torch.compile runs backward once, and saves other activations than the "
-    "plain model",
+    "CompiledFunctionBackward": COMPILED,
 }
 """Nodes that a gradient cannot be taken through several times, each with the reason."""
 

@@ -49,10 +49,6 @@ class HostLink(Protocol):
         """Returns when the device has done all reads that were noted."""
         ...
 
-    def synchronize(self) -> None:
-        """Returns when the device has done all that it was given."""
-        ...
-
 
 def host_link(device: torch.device) -> HostLink | None:
     """Returns the link of a device to its host; None for one that needs none, or that DAF knows none for."""
@@ -110,10 +106,6 @@ class CudaLink:
         """See `HostLink.await_reads`."""
         for read in list(self._reads.values()):
             read.synchronize()
-
-    def synchronize(self) -> None:
-        """See `HostLink.synchronize`."""
-        torch.cuda.synchronize(self._device)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -27,7 +27,6 @@ class LateLink:
     Attributes:
         reserved: Memory that the device can read.
         copied: Bytes of each copy.
-        synchronized: How often all was waited for.
         reading: Addresses of pages that the device may still be reading.
         error: What copies fail with; a `MemoryError` is one of `reserve`.
     """
@@ -35,7 +34,6 @@ class LateLink:
     def __init__(self) -> None:
         self.reserved: list[Tensor] = []
         self.copied: list[int] = []
-        self.synchronized = 0
         self.reading: set[int] = set()
         self.error: BaseException | None = None
         self.noted = True
@@ -80,9 +78,6 @@ class LateLink:
     def await_reads(self) -> None:
         assert self.noted, "a read was not noted"
         self.reading.clear()
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
 
 
 class _Late(threading.Event):
