@@ -11,8 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, ActivationEngine
+from daf_core.memory.account import PagerAccount
 from daf_core.memory.pool import PAGE_BYTES
-from tests.core.harness import Loss, engine_for, gradients, integers, normal, pager_of, wait_for_read_ahead
+from tests.core.harness import (
+    Loss,
+    assert_empty,
+    engine_for,
+    gradients,
+    integers,
+    normal,
+    pager_of,
+    wait_for_read_ahead,
+)
 
 
 class Residual(nn.Module):
@@ -117,3 +127,20 @@ def assert_sound(engine: ActivationEngine) -> None:
     wait_for_read_ahead(pager_of(engine))
     pager_of(engine).check()
     assert engine.held_bytes >= engine.leased_pages * PAGE_BYTES
+
+
+def steps(name: str, count: int, **options: Any) -> tuple[list[Tensor], list[PagerAccount], list[dict[str, int]]]:
+    """Returns the gradients of so many steps, what the pager did in them, and what was stored as what."""
+    model, loss_of = make_model(name)
+    engine = engine_for(model, **options)
+    found: list[Tensor] = []
+    done: list[PagerAccount] = []
+    stored: list[dict[str, int]] = []
+    for step in range(count):
+        found += backward(engine, model, loss_of, step)
+        assert_empty(engine)
+        assert_sound(engine)
+        was = engine.finish_step()
+        done.append(PagerAccount(was.held_bytes, was.dropped_planes, was.dropped_bytes, was.spilled_bytes))
+        stored.append(was.stored_as)
+    return found, done, stored

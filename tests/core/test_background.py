@@ -51,26 +51,9 @@ def test_same_training_at_any_pace(rounding: Any) -> None:
         assert_same(train(model, loss, DAFConfig(precision=4, rounding=rounding, packing="workers")), expected)
 
 
-def _steps(name: str, packing: Any, **options: Any) -> tuple[list[Tensor], list[PagerAccount], list[dict[str, int]]]:
-    """Returns the gradients of three steps, what the pager did in them, and what was stored as what."""
-    model, loss_of = pressure.make_model(name)
-    engine = engine_for(model, packing=packing, **options)
-    found: list[Tensor] = []
-    done: list[PagerAccount] = []
-    stored: list[dict[str, int]] = []
-    for step in range(3):
-        found += pressure.backward(engine, model, loss_of, step)
-        assert_empty(engine)
-        pressure.assert_sound(engine)
-        was = engine.finish_step()
-        done.append(PagerAccount(was.held_bytes, was.dropped_planes, was.dropped_bytes, was.spilled_bytes))
-        stored.append(was.stored_as)
-    return found, done, stored
-
-
 def _assert_same_steps(name: str, **options: Any) -> list[PagerAccount]:
-    expected, expected_done, expected_stored = _steps(name, "device", **options)
-    found, done, stored = _steps(name, "workers", **options)
+    expected, expected_done, expected_stored = pressure.steps(name, 3, packing="device", **options)
+    found, done, stored = pressure.steps(name, 3, packing="workers", **options)
     assert_same(found, expected)
     assert done == expected_done
     assert stored == expected_stored

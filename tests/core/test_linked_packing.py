@@ -17,7 +17,6 @@ from daf_core.background import BackgroundPacker
 from daf_core.codecs import RawActivation
 from daf_core.eligibility import Form
 from daf_core.in_flight import Flight, InFlight
-from daf_core.memory.account import PagerAccount
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.linked_pool import LinkedPool
 from daf_core.memory.pool import PAGE_BYTES
@@ -54,7 +53,7 @@ def pool_of(engine: ActivationEngine) -> LinkedPool:
 
 def host_pages(engine: ActivationEngine) -> int:
     """Pages in host memory that are in use."""
-    engine.leased_pages  # noqa: B018  # counts what was released
+    pager_of(engine).settle()
     return pool_of(engine)._host.used_pages
 
 
@@ -81,31 +80,14 @@ def test_any_kernels_of_the_device_decode_what_the_host_packs(kernels: str, monk
     assert link.copied
 
 
-def _steps(name: str, packing: Any, **options: Any) -> tuple[list[Tensor], list[PagerAccount], list[dict[str, int]]]:
-    """Returns the gradients of two steps, what the pager did in them, and what was stored as what."""
-    model, loss_of = pressure.make_model(name)
-    engine = engine_for(model, packing=packing, **options)
-    found: list[Tensor] = []
-    done: list[PagerAccount] = []
-    stored: list[dict[str, int]] = []
-    for step in range(2):
-        found += pressure.backward(engine, model, loss_of, step)
-        assert_empty(engine)
-        pressure.assert_sound(engine)
-        was = engine.finish_step()
-        done.append(PagerAccount(was.held_bytes, was.dropped_planes, was.dropped_bytes, was.spilled_bytes))
-        stored.append(was.stored_as)
-    return found, done, stored
-
-
 @pytest.mark.parametrize("share", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["encoder", "resnet"])
 def test_same_drops_under_a_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget of the device holds for pages in both memories together."""
     budget = max(int(share * pressure.peak_of(name, 8)), pressure.least_budget(name, 8))
-    expected = _steps(name, "device", precision=8, memory_budget=budget)
+    expected = pressure.steps(name, 2, packing="device", precision=8, memory_budget=budget)
     link = connect(monkeypatch)
-    found = _steps(name, "workers", precision=8, memory_budget=budget)
+    found = pressure.steps(name, 2, packing="workers", precision=8, memory_budget=budget)
     assert_same(found[0], expected[0])
     assert found[1:] == expected[1:]
     assert all(step.peak_bytes <= budget for step in found[1])
@@ -118,9 +100,9 @@ def test_same_moves_to_the_spill_file(share: float, tmp_path: Path, monkeypatch:
     options = {"precision": 4, "spill_dir": str(tmp_path)}
     peak, least = pressure.peak_of("encoder", **options), pressure.least_budget("encoder", **options)
     options["memory_budget"] = max(int(share * peak), least)
-    expected = _steps("encoder", "device", **options)
+    expected = pressure.steps("encoder", 2, packing="device", **options)
     connect(monkeypatch)
-    found = _steps("encoder", "workers", **options)
+    found = pressure.steps("encoder", 2, packing="workers", **options)
     assert_same(found[0], expected[0])
     assert found[1:] == expected[1:]
 

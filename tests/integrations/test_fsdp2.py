@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,21 +10,13 @@ import pytest
 import daf_integrations as daf
 from tests.integrations.loop_runs import adam
 from tests.integrations.small_net import SmallNet, loader
+from tests.integrations.two_processes import run_in_two_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_gradients_and_bytes_in_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*command, "-m", "tests.integrations.fsdp2_run", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_in_two_processes("tests.integrations.fsdp2_run", tmp_path)
     alone = {"exact": bytes_in_one_process("exact"), "4": bytes_in_one_process(4)}
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from tests.integrations.lightning_runs import (
     strategy_of,
     trainer_for,
 )
+from tests.integrations.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*multi-threaded.*fork")
 
@@ -178,21 +178,7 @@ def test_command_line_of_lightning_takes_it_by_its_path(tmp_path: Path, monkeypa
 
 class TestTwoProcesses:
     def test_have_the_same_gradients_and_the_bytes_of_one(self, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        result = subprocess.run(
-            [*command, "-m", "tests.integrations.lightning_ddp_run", str(tmp_path)],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-            },
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr[-3000:]
+        printed = run_in_two_processes("tests.integrations.lightning_ddp_run", tmp_path)
         plain, exact, lossy = (findings(tmp_path, name) for name in ("plain", "exact", "lossy"))
         for ranks in (plain, exact, lossy):
             assert len(ranks) == 2
@@ -205,7 +191,7 @@ class TestTwoProcesses:
         assert exact[0]["weights"] == plain[0]["weights"]
         assert lossy[0]["gradients"] != plain[0]["gradients"]
         assert lossy[0]["strategy"] == "DAFDDPStrategy"
-        assert result.stdout.count("┃ saved activations") == 2, "one table a run, of the first process"
+        assert printed.count("┃ saved activations") == 2, "one table a run, of the first process"
 
         one = DAFStrategy(precision=4)
         fit(tmp_path, Watched(tmp_path / "one"), strategy=one)

@@ -113,7 +113,7 @@ class TestOrder:
 class TestCommandLine:
     def parsed(self, *arguments: str) -> DAFConfig:
         # DAFConfig itself is no dataclass for this parser: both have a seed, and a size is a number or a text.
-        parser = HfArgumentParser((TrainingArguments, DAFArguments))  # type: ignore[arg-type]
+        parser = HfArgumentParser((TrainingArguments, DAFArguments))
         training, ours = parser.parse_args_into_dataclasses(["--output_dir", "out", "--seed", "7", *arguments])
         assert training.seed == 7
         return ours.to_config()
