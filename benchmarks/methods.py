@@ -99,7 +99,8 @@ def open_method(name: str, model: nn.Module) -> Method:
     if budgeted := _BUDGETED.fullmatch(name):
         spill_dir = tempfile.gettempdir() if budgeted["spill"] else None
         precision = DAF_PRECISIONS[budgeted["name"]]
-        return _Compressed(model, precision=precision, memory_budget=budgeted["budget"], spill_dir=spill_dir)
+        budget: dict[str, Any] = {"memory_budget": budgeted["budget"], "budget_covers": "activations"}
+        return _Compressed(model, precision=precision, spill_dir=spill_dir, **budget)
     if bounded := _BOUNDED.fullmatch(name):
         every = {} if bounded["every"] is None else {"audit_every": int(bounded["every"])}
         return _Compressed(model, max_gradient_error=float(bounded["bound"]), **every)

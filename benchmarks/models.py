@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     GPT2Config,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     ResNetConfig,
@@ -47,6 +48,12 @@ def _gpt2_medium() -> PreTrainedConfig:
     return GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False)
 
 
+def _llama() -> PreTrainedConfig:
+    return LlamaConfig(
+        hidden_size=512, intermediate_size=1376, num_hidden_layers=6, num_attention_heads=8, use_cache=False
+    )
+
+
 def _resnet18() -> PreTrainedConfig:
     return ResNetConfig(
         layer_type="basic",
@@ -73,6 +80,7 @@ MODELS: dict[str, ModelSpec] = {
     "roberta-base": ModelSpec(config=_roberta_base, task="SEQ_CLS", longest_seq=512, lora_targets=("query", "value")),
     "gpt2": ModelSpec(config=_gpt2, task="CAUSAL_LM", longest_seq=1024, lora_targets=("c_attn",)),
     "gpt2-medium": ModelSpec(config=_gpt2_medium, task="CAUSAL_LM", longest_seq=1024, lora_targets=("c_attn",)),
+    "llama": ModelSpec(config=_llama, task="CAUSAL_LM", longest_seq=2048, lora_targets=("q_proj", "v_proj")),
     "resnet18": ModelSpec(config=_resnet18, task="image", longest_seq=0),
     "tiny": ModelSpec(config=_tiny, task="SEQ_CLS", longest_seq=64, lora_targets=("query", "value")),
 }
@@ -131,7 +139,7 @@ def _add_lora(model: nn.Module, spec: ModelSpec, dropout: float) -> nn.Module:
         lora_alpha=2 * LORA_RANK,
         lora_dropout=dropout,
         target_modules=list(spec.lora_targets),
-        fan_in_fan_out=spec.task == "CAUSAL_LM",  # GPT-2 keeps its weights transposed
+        fan_in_fan_out="c_attn" in spec.lora_targets,  # GPT-2 keeps its weights transposed
     )
     adapted = get_peft_model(model, config)
     for parameter_name, parameter in adapted.named_parameters():

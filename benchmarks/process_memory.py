@@ -41,15 +41,6 @@ def peak_bytes() -> int:
     return largest if sys.platform == "darwin" else largest << 10
 
 
-def release_free_memory() -> None:
-    """Has the allocator give back what it keeps of freed memory, so that the level shows what is live."""
-    process = ctypes.CDLL(None)
-    if hasattr(process, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc
-        process.MallocExtension_ReleaseFreeMemory()
-    elif hasattr(process, "malloc_trim"):  # glibc
-        process.malloc_trim(0)
-
-
 def loaded_allocator() -> str:
     """Returns the name of the allocator that serves this process."""
     return "tcmalloc" if hasattr(ctypes.CDLL(None), "MallocExtension_ReleaseFreeMemory") else "system"

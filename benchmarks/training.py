@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -83,22 +84,37 @@ def run_worker(task: Task, folder: Path) -> Measurement:
     Raises:
         WorkerError: If the process fails; the message ends with what it printed.
     """
+    figures = run_process("benchmarks.worker", asdict(task), task.method, folder)
+    kind = GpuMeasurement if task.device == "cuda" else Measurement
+    return kind(**figures)
+
+
+def run_process(module: str, task: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    """Has a module measure a task in a process of its own, under tcmalloc where there is one.
+
+    Args:
+        module: Takes the JSON of the task, and the file that it writes the JSON of its figures to.
+        task: What to run; "threads" are those of torch.
+        name: Of the task, for messages.
+        folder: Where the process may leave its result.
+
+    Raises:
+        WorkerError: If the process fails; the message ends with what it printed.
+    """
     result = folder / "measurement.json"
-    command = [sys.executable, "-m", "benchmarks.worker", json.dumps(asdict(task)), str(result)]
     process = subprocess.run(
-        command,
-        env=_worker_environment(task.threads),
+        [sys.executable, "-m", module, json.dumps(task), str(result)],
+        env=_worker_environment(task["threads"]),
         capture_output=True,
         text=True,
         check=False,
     )
     if process.returncode:
         raise WorkerError(
-            f"the process for {task.method!r} ended with code {process.returncode}; "
+            f"the process for {name!r} ended with code {process.returncode}; "
             f"correct what it says and run again:\n{process.stderr[-2000:]}"
         )
-    kind = GpuMeasurement if task.device == "cuda" else Measurement
-    return kind(**json.loads(result.read_text()))
+    return json.loads(result.read_text())
 
 
 def run_rounds(options: argparse.Namespace, folder: Path) -> dict[str, list[Measurement]]:

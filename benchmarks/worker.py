@@ -22,10 +22,10 @@ from benchmarks.process_memory import (
     GpuMemory,
     loaded_allocator,
     peak_bytes,
-    release_free_memory,
     reset_peak,
     resident_bytes,
 )
+from daf_core.memory.release import release_free_memory
 
 LEARNING_RATE = 1e-4
 

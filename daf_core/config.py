@@ -17,6 +17,7 @@ MinPrecision = Literal[0, 1, 2, 4, 8]
 Rounding = Literal["nearest", "stochastic"]
 BackendName = Literal["auto", "reference"]
 Packing = Literal["auto", "device", "workers"]
+BudgetScope = Literal["step", "activations"]
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]?b?|[kmgtp]ib|bytes?)\s*", re.IGNORECASE)
 
@@ -38,10 +39,15 @@ class DAFConfig:
             beginning. None for no audits: "auto" then knows nothing of the gradient.
         rounding: "nearest", or "stochastic" for codes whose expectation is the value. Nearest gives the smaller
             gradient error below 5 bits, stochastic a slightly smaller one above.
-        memory_budget: Bytes that saved activations may hold at once on each device, as a number or a size such as
-            "400MB"; "auto" follows the memory that is available; None sets no limit. It is never exceeded: the least
-            important bits are dropped first, then activations move to `spill_dir` or, without one, from a GPU to
-            pinned main memory, then `ActivationBudgetError` is raised.
+        memory_budget: Bytes that a training step may take at once on each device beside the model, its gradients and
+            the optimizer, as a number or a size such as "400MB"; "auto" follows the memory that is available; None
+            sets no limit. Saved activations never hold more: the least important bits are dropped first, then
+            activations move to `spill_dir` or, without one, from a GPU to pinned main memory, then
+            `ActivationBudgetError` is raised.
+        budget_covers: "step" for all that a step takes: trainers measure the model on a few rows of the first batch,
+            and choose what to keep, to compress and to recompute, and into how many micro-batches to split a batch, so
+            that a step is fastest within the budget; `PlanError` says if nothing is. "activations" for saved
+            activations alone, which is all that an `ActivationEngine` by itself can limit.
         min_precision: Bits that neither "auto" nor the budget may take from an activation: 8, 4, 2, 1, or 0 for the
             means of its scaling groups alone. None stands for 0, and with a `spill_dir` for `precision` (8 for "auto"):
             spilling loses nothing.
@@ -65,6 +71,7 @@ class DAFConfig:
     audit_every: int | None = 100
     rounding: Rounding = "nearest"
     memory_budget: int | str | None = None
+    budget_covers: BudgetScope = "step"
     min_precision: MinPrecision | None = None
     spill_dir: str | None = None
     pool_growth: int | str = "adaptive"
@@ -82,6 +89,7 @@ class DAFConfig:
         _check_choice("rounding", self.rounding, get_args(Rounding))
         _check_choice("backend", self.backend, get_args(BackendName))
         _check_choice("packing", self.packing, get_args(Packing))
+        _check_choice("budget_covers", self.budget_covers, get_args(BudgetScope))
         _check_seed(self.seed)
         _check_bound(self.max_gradient_error, self.precision, self.audit_every)
         _check_interval("audit_every", self.audit_every)
@@ -92,6 +100,11 @@ class DAFConfig:
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget, "auto"))
         object.__setattr__(self, "pool_growth", parse_size("pool_growth", self.pool_growth, "adaptive"))
+
+    @property
+    def plans_steps(self) -> bool:
+        """Whether steps are planned: there is a budget that covers them."""
+        return self.memory_budget is not None and self.budget_covers == "step"
 
     @property
     def kept_precision(self) -> int:

@@ -22,12 +22,14 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.packing import Packer
 from daf_core.packing_choice import PackingChoice
 from daf_core.precision.audit import Auditor
-from daf_core.precision.census import Census, LastPass
+from daf_core.precision.census import Census, LastPass, Sizes
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.rehearsal import GradientError, Rehearsal
+from daf_core.rewind import Attributes
 from daf_core.sites import ModuleScopes, follow_modules
 from daf_core.store import ActivationStore, LossyStore
 from daf_core.telemetry import StepRecorder, StepStatistics
+from daf_core.treatments import Treatments
 from daf_core.undisturbed import undisturbed
 from daf_kernels import Backend, HostLink, LinkedBackend, NoKernelError, host_link, load_backend
 
@@ -66,6 +68,7 @@ class ActivationEngine:
         self._pagers = DevicePagers(self.config, links=links)
         self._eligibility = Eligibility(model)
         self._scopes = ModuleScopes()
+        self._treatments = Treatments()
         self._hooks = follow_modules(model, self._scopes)
         self._recorder = StepRecorder()
         self._policy = PrecisionPolicy(self.config)
@@ -104,6 +107,17 @@ class ActivationEngine:
             complete = True
         finally:
             self._end_pass(complete)
+
+    def treat(self, treatments: Treatments) -> None:
+        """Has parts of the model treated so, from the next forward pass on.
+
+        It says what is stored how; to recompute blocks is the caller's part, with `Recomputation`.
+        """
+        if treatments == self._treatments:
+            return
+        self._treatments = treatments
+        self._policy.recomputed = treatments.recomputed
+        self._last_pass = LastPass()  # what was stored before may not be stored again
 
     @contextmanager
     def rehearse(self, loss_function: Callable[[], Tensor]) -> Generator[Rehearsal]:
@@ -187,6 +201,17 @@ class ActivationEngine:
         self._policy.load(state["policy"])
         self._auditor, self._last_pass = auditor, last_pass
 
+    @contextmanager
+    def one_batch(self) -> Generator[None]:
+        """Counts the forward passes inside as those of parts of one batch: plain training would keep their sum."""
+        self._packer.drain()
+        self._recorder.enter_scope()
+        self._recorder.in_batch = True
+        try:
+            yield
+        finally:
+            self._recorder.in_batch = False
+
     def finish_backward(self) -> None:
         """Counts what is saved next as another forward pass, after a backward pass inside the scope."""
         self._packer.drain()
@@ -198,11 +223,31 @@ class ActivationEngine:
         self._auditor.finish_step()
         return self._recorder.finish(self._pagers.finish_step())
 
-    def set_memory_budget(self, budget: int | str | None) -> None:
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that takes the engine back to now, for a step that ran out of memory and is run again.
+
+        To be called when what was saved since is gone, any number of times. Statistics, what was learned of the model
+        and the random numbers of rounding are then as they are now, and unused pages go back to the system.
+        """
+        self._packer.drain()
+        last_pass, pagers = self._last_pass, self._pagers.snapshot()
+        parts = Attributes(self._policy, self._auditor, self._streams, self._recorder)
+
+        def restore() -> None:
+            self._packer.drain()
+            parts.restore()
+            pagers()
+            self._last_pass = last_pass
+
+        return restore
+
+    def set_memory_budget(self, budget: int | str | None, set_aside: int = 0) -> None:
         """Changes the memory budget, also while activations are held: the least important bits are given up now.
 
         Args:
             budget: As `DAFConfig.memory_budget`.
+            set_aside: The part of it for activations that stay as they are. Otherwise others give up bits when they
+                come, and the pages that those had stay reserved.
 
         Raises:
             ConfigError: `budget` is no size.
@@ -210,7 +255,7 @@ class ActivationEngine:
             SpillError: The next tier takes nothing more.
         """
         self._packer.drain()
-        self._pagers.set_budget(None if budget is None else parse_size("memory_budget", budget, "auto"))
+        self._pagers.set_budget(None if budget is None else parse_size("memory_budget", budget, "auto"), set_aside)
 
     @property
     def held_bytes(self) -> int:
@@ -231,9 +276,31 @@ class ActivationEngine:
         return self._pagers.leased_pages
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes of the page pools that take memory, in use or not."""
+        return self._pagers.resident_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of the page pools, in use or not."""
         return self._pagers.reserved_bytes
+
+    @property
+    def pass_raw_bytes(self) -> int:
+        """Bytes of the storages that autograd has saved in the forward pass, as they were."""
+        self._packer.drain()
+        return self._recorder.scope_raw_bytes
+
+    @property
+    def codec_seconds(self) -> float:
+        """Time that packing and unpacking have taken in this step."""
+        return self._recorder.pack_seconds + self._recorder.unpack_seconds
+
+    @property
+    def pass_sizes(self) -> Sizes:
+        """Bytes of what may lose precision at each of `LEVELS` and as it was, by site, in this thread's last pass."""
+        self._packer.drain()
+        return self._store.census.sizes
 
     def close(self) -> None:
         """Removes the hooks from the model's modules; activations that are still held stay valid."""
@@ -263,7 +330,7 @@ class ActivationEngine:
         self._recorder.enter_scope()
         if threads:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
-        self._scopes.start()
+        self._scopes.start(self._treatments.kept)
 
     def _join_pass(self, census: Census, threads: int) -> None:
         """Lets a thread pack for another's forward pass."""

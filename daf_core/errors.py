@@ -39,8 +39,43 @@ class AuditError(DAFError, RuntimeError):
     """The gradient error that `max_gradient_error` bounds cannot be measured."""
 
 
+class MicroBatchError(DAFError, RuntimeError):
+    """The loss of a batch cannot be computed from the losses of its parts."""
+
+
 class SpillError(DAFError, OSError):
     """The spill file cannot be made, written or read, or main memory takes nothing more from a GPU."""
+
+
+class ProfileError(DAFError, RuntimeError):
+    """What a step of a model takes cannot be measured."""
+
+
+class ModelError(DAFError, ValueError):
+    """A model that is to be planned for cannot be made, or does not run on the batch."""
+
+
+class PlanError(DAFError, RuntimeError):
+    """No plan keeps a step within the memory budget.
+
+    Attributes:
+        allowed: The budget in bytes.
+        least: The smallest budget that a plan exists for.
+    """
+
+    def __init__(self, allowed: int, least: int, tried: str) -> None:
+        self.allowed, self.least, self.tried = allowed, least, tried
+        from humanfriendly import format_size
+
+        super().__init__(
+            f"a training step takes {format_size(least)} at least beside the model, its gradients and the optimizer, "
+            f"and memory_budget allows {format_size(allowed)}; tried: {tried}. Raise memory_budget, or train on "
+            'smaller batches or shorter texts. budget_covers="activations" limits saved activations alone'
+        )
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[int, int, str]]:
+        """Pickles with its own arguments, as `ActivationBudgetError` does."""
+        return type(self), (self.allowed, self.least, self.tried)
 
 
 class ActivationBudgetError(DAFError, MemoryError):
@@ -65,3 +100,23 @@ class ActivationBudgetError(DAFError, MemoryError):
     def __reduce__(self) -> tuple[type[ActivationBudgetError], tuple[int, int]]:
         """Pickles with its own arguments: launchers send errors of their workers on to the main process."""
         return type(self), (self.needed, self.allowed)
+
+
+class PeerMemoryError(DAFError, MemoryError):
+    """Other processes ran out of memory in a step, at every plan that there is; this one did not.
+
+    Attributes:
+        attempts: How often the step was run.
+    """
+
+    def __init__(self, attempts: int) -> None:
+        self.attempts = attempts
+        super().__init__(
+            f"another process of this training ran out of memory, in each of {attempts} attempt(s) at this step; its "
+            "own error says more. Train on smaller batches or shorter texts, or give that process a device with more "
+            "memory"
+        )
+
+    def __reduce__(self) -> tuple[type[PeerMemoryError], tuple[int]]:
+        """Pickles with its own arguments: launchers send errors of their workers on to the main process."""
+        return type(self), (self.attempts,)

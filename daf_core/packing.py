@@ -101,6 +101,8 @@ class Packer:
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
         if form is Form.PARAMETER or in_backward():
             return RawActivation(tensor, None)
+        if call.kept:
+            form = Form.RAW
         saved, background = note(tensor, form, call.next_site(tensor), self._scopes), self._own.background
         if background is not None and background.admits(saved):
             packed = background.send(saved)

@@ -6,8 +6,9 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,14 +59,16 @@ class ModuleCall:
 
     Attributes:
         name: Qualified name of the module.
+        kept: Whether they stay as they are.
         saves: Activations saved so far.
         largest: Elements of the largest of them.
     """
 
-    __slots__ = ("largest", "name", "saves")
+    __slots__ = ("kept", "largest", "name", "saves")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kept: bool = False) -> None:
         self.name = name
+        self.kept = kept
         self.saves = 0
         self.largest = 0
 
@@ -83,15 +86,21 @@ class ModuleScopes(threading.local):
 
     def __init__(self) -> None:
         self._calls: list[ModuleCall] | None = None
+        self._kept: Mapping[str, bool] = {}
         self._normalized: deque[weakref.ref[Tensor]] = deque(maxlen=NORMALIZED)
 
     def __reduce__(self) -> tuple[type[ModuleScopes], tuple[()]]:
         """Copies as a new one: a copy of the model, whose hooks hold this, is followed by nobody."""
         return type(self), ()
 
-    def start(self) -> None:
-        """Begins following, outside of any module."""
-        self._calls = [ModuleCall("")]
+    def start(self, kept: Mapping[str, bool] = MappingProxyType({})) -> None:
+        """Begins following, outside of any module.
+
+        Args:
+            kept: See `Treatments`.
+        """
+        self._kept = kept
+        self._calls = [ModuleCall("", kept.get("", False))]
 
     def stop(self) -> None:
         """Stops following; modules that an exception left open are forgotten."""
@@ -105,7 +114,7 @@ class ModuleScopes(threading.local):
     def enter(self, name: str) -> None:
         """A module's forward begins."""
         if self._calls is not None:
-            self._calls.append(ModuleCall(name))
+            self._calls.append(ModuleCall(name, self._kept.get(name, self._calls[-1].kept)))
 
     @property
     def normalized(self) -> list[Tensor]:

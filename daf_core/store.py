@@ -97,7 +97,8 @@ class ActivationStore:
             self._recorder.add_raw(tensor.untyped_storage().nbytes())
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         key = sharing_key(tensor, geometry)
-        shared = self._sharing.find(key, saved.version)
+        # What is to stay as it is must not be another block's lossy copy.
+        shared = None if saved.form is Form.RAW else self._sharing.find(key, saved.version)
         kept = None
         try:
             stored = shared or self._derive(saved, derivation) or self._encode(saved, geometry, derivation)

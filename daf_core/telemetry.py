@@ -56,6 +56,8 @@ class StepRecorder:
 
     raw_bytes: int = 0
     scope_raw_bytes: int = 0
+    batch_raw_bytes: int = 0
+    in_batch: bool = False
     stored_as: Counter[str] = field(default_factory=Counter)
     pack_seconds: float = 0.0
     worker_seconds: float = 0.0
@@ -64,13 +66,16 @@ class StepRecorder:
     audit_seconds: float = 0.0
 
     def enter_scope(self) -> None:
-        """Starts a forward pass."""
+        """Starts a forward pass: that of a batch, or of a part of it while `in_batch`."""
         self.scope_raw_bytes = 0
+        if not self.in_batch:
+            self.batch_raw_bytes = 0
 
     def add_raw(self, size: int) -> None:
         """Counts a storage that plain training would keep."""
         self.scope_raw_bytes += size
-        self.raw_bytes = max(self.raw_bytes, self.scope_raw_bytes)
+        self.batch_raw_bytes += size
+        self.raw_bytes = max(self.raw_bytes, self.batch_raw_bytes)
 
     def add_audit(self, measured: GradientError | None, seconds: float) -> None:
         """Counts an audit."""

@@ -44,6 +44,17 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Returns a module's own forward and backward hooks."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
+def is_tracing() -> bool:
+    """Says whether ``torch.jit.trace`` is recording this thread: `torch.jit` does not export its name for it."""
+    return torch._C._is_tracing()
+
+
 def in_backward() -> bool:
     """Says whether this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1

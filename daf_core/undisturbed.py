@@ -1,14 +1,52 @@
-"""Runs a model aside of its training: nothing that training goes on with is changed."""
+"""Takes random generators and buffers back to an earlier moment, and runs a model aside of its training with that."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+
+class RandomNumbers:
+    """The random generators as they are now: Python's, numpy's, torch's of the CPU and of devices.
+
+    Args:
+        devices: Those whose generators are kept beside that of the CPU.
+    """
+
+    def __init__(self, devices: Collection[torch.device] = ()) -> None:
+        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        with_generator = [device for device in devices if device.type not in ("cpu", "meta")]
+        self._devices = [(device, _module(device).get_rng_state(*_place(device))) for device in with_generator]
+
+    def restore(self) -> None:
+        """Takes them back, any number of times."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices:
+            _module(device).set_rng_state(state, *_place(device))
+
+
+class Buffers:
+    """The buffers of a model as they are now: running statistics, for example."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+
+    def restore(self) -> None:
+        """Takes them back, any number of times."""
+        for module, name, buffer, before in self._buffers:
+            setattr(module, name, _restored(buffer, before))
 
 
 @contextmanager
@@ -17,21 +55,26 @@ def undisturbed(model: nn.Module) -> Generator[None]:
 
     Gradients and parameters are left to what runs inside.
     """
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    python, numpy = random.getstate(), np.random.get_state()
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-    ]
+    numbers, buffers = RandomNumbers(devices_of(model)), Buffers(model)
     try:
-        with torch.random.fork_rng(list(devices)):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, name, buffer, before in buffers:
-            setattr(module, name, _restored(buffer, before))
+        numbers.restore()
+        buffers.restore()
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Returns the devices that parameters of the model are on."""
+    return {parameter.device for parameter in model.parameters()}
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _place(device: torch.device) -> tuple[torch.device, ...]:
+    """Returns the argument that names a device to its module; there is but one of type mps."""
+    return () if device.type == "mps" else (device,)
 
 
 def _restored(buffer: Tensor, before: Tensor) -> Tensor:
@@ -41,7 +84,7 @@ def _restored(buffer: Tensor, before: Tensor) -> Tensor:
     are written without counting one, too. A sparse buffer, or one of another size, is replaced.
     """
     if buffer.layout is not torch.strided or buffer.shape != before.shape:
-        return before
+        return before.clone()
     if not torch.equal(_bytes(buffer), _bytes(before)):
         buffer.data.copy_(before)
     return buffer

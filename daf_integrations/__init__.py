@@ -7,18 +7,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from daf_integrations.arguments import DAFArguments
     from daf_integrations.hf import DAFCallback
+    from daf_integrations.hf_trainer import DAFTrainer, DAFTrainerMixin
     from daf_integrations.lightning import DAFStrategy
-    from daf_integrations.plain import load_state_dict, metrics, prepare, scope, state_dict, summary
+    from daf_integrations.plain import load_state_dict, metrics, prepare, scope, state_dict, step, summary
 
 __all__ = [
     "DAFArguments",
     "DAFCallback",
     "DAFStrategy",
+    "DAFTrainer",
+    "DAFTrainerMixin",
     "load_state_dict",
     "metrics",
     "prepare",
     "scope",
     "state_dict",
+    "step",
     "summary",
 ]
 
@@ -27,11 +31,14 @@ _HOMES = {
     "DAFArguments": ("daf_integrations.arguments", "torch", "dev"),
     "DAFCallback": ("daf_integrations.hf", "transformers", "hf"),
     "DAFStrategy": ("daf_integrations.lightning", "lightning", "lightning"),
+    "DAFTrainer": ("daf_integrations.hf_trainer", "transformers", "hf"),
+    "DAFTrainerMixin": ("daf_integrations.hf_trainer", "transformers", "hf"),
     "load_state_dict": _PLAIN,
     "metrics": _PLAIN,
     "prepare": _PLAIN,
     "scope": _PLAIN,
     "state_dict": _PLAIN,
+    "step": _PLAIN,
     "summary": _PLAIN,
 }
 

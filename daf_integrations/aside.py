@@ -11,27 +11,42 @@ from typing import Any
 LARGEST = 10_000
 """Items of a collection up to which it is looked into: what is larger is data."""
 
+MOST = 1000
+"""Collections that are looked into: where there are more, they are data, too."""
 
-@contextmanager
-def attributes_kept(owner: object, private: bool = False) -> Generator[None]:
-    """Gives an object's attributes back, and what was in its lists, dictionaries and sets, also inside each other.
+
+class KeptAttributes:
+    """An object's attributes as they are now, and what is in its lists, dictionaries and sets, also inside each other.
 
     Args:
         owner: The object.
         private: Whether those with a leading underscore are its user's own too.
     """
-    before = _attributes(owner, private)
-    contents: dict[int, tuple[Any, Any]] = {}
-    _note(before, contents)
+
+    def __init__(self, owner: object, private: bool = False) -> None:
+        self._owner, self._private = owner, private
+        self._before = _attributes(owner, private)
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        _note(self._before, self._contents)
+
+    def restore(self) -> None:
+        """Takes them back, any number of times."""
+        for name in _attributes(self._owner, self._private).keys() - self._before.keys():
+            del vars(self._owner)[name]
+        vars(self._owner).update(self._before)
+        for collection, content in self._contents.values():
+            if _differs(collection, content):
+                _refill(collection, content)
+
+
+@contextmanager
+def attributes_kept(owner: object, private: bool = False) -> Generator[None]:
+    """Gives an object's attributes back, as `KeptAttributes` does."""
+    kept = KeptAttributes(owner, private)
     try:
         yield
     finally:
-        for name in _attributes(owner, private).keys() - before.keys():
-            del vars(owner)[name]
-        vars(owner).update(before)
-        for collection, content in contents.values():
-            if _differs(collection, content):
-                _refill(collection, content)
+        kept.restore()
 
 
 def _attributes(owner: object, private: bool) -> dict[str, Any]:
@@ -41,6 +56,8 @@ def _attributes(owner: object, private: bool) -> dict[str, Any]:
 def _note(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
     """Adds copies of a collection and of those in it."""
     if not isinstance(value, list | deque | dict | set) or len(value) > LARGEST or id(value) in contents:
+        return
+    if len(contents) >= MOST:
         return
     contents[id(value)] = value, copy(value)
     for item in value.values() if isinstance(value, dict) else value:

@@ -15,7 +15,10 @@ from tqdm.auto import tqdm
 from typing_extensions import override
 
 from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
+from daf_core.plan.obstacles import unplannable
 from daf_integrations.lightning_audits import loss_aside, obstacle
+from daf_integrations.lightning_parts import StepInParts
+from daf_integrations.lightning_parts import obstacle as obstacle_to_plans
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
 from daf_integrations.totals import RunTotals
@@ -54,9 +57,9 @@ class CompressingStrategy(Strategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         session, module = self._daf_session, self._training
-        self._audit(module, *args, **kwargs)
-        with session.scope():
-            output = super().training_step(*args, **kwargs)
+        if session.runner is not None:
+            return StepInParts(self, module, session.runner, self._compressed_step)(*args, **kwargs)
+        output = self._compressed_step(*args, **kwargs)
         if not module.automatic_optimization:
             session.finish_step()
         return output
@@ -82,7 +85,10 @@ class CompressingStrategy(Strategy):
         totals = RunTotals(**restored["totals"]) if restored else None
         engine_state = restored["engine_state"] if restored else None
         self._daf_session = DAFSession(self._daf_config, totals, engine_state, "LightningModule.training_step")
-        self._daf_session.attach(self._training)
+        reason = obstacle_to_plans(self, self._training) if self._daf_config.plans_steps else None
+        if reason is not None:
+            raise unplannable(reason)
+        self._daf_session.attach(self._training, self.model)
         self._daf_callbacks = self._training.trainer.callbacks
         self._daf_callbacks.insert(0, self._daf_reporter)  # before the progress bar, which shows what is logged
         self._say(self._daf_session.start_line())
@@ -125,6 +131,11 @@ class CompressingStrategy(Strategy):
     @property
     def _training(self) -> LightningModule:
         return cast("LightningModule", self.lightning_module)
+
+    def _compressed_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._audit(self._training, *args, **kwargs)
+        with self._daf_session.scope():
+            return super().training_step(*args, **kwargs)
 
     def _audit(self, module: LightningModule, batch: Any, *rest: Any, **options: Any) -> None:
         reason = obstacle(self, module, batch)

@@ -16,8 +16,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from typing_extensions import override
 
-from daf_core import DAFConfig, StepStatistics, UnsupportedDeviceError
-from daf_integrations.aside import attributes_kept
+from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
+from daf_integrations.aside import KeptAttributes, attributes_kept
+from daf_integrations.innermost import innermost
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
 from daf_integrations.totals import RunTotals
@@ -53,6 +54,7 @@ class DAFCallback(TrainerCallback, ExportableState):
         self.engine_state: dict[str, Any] | None = None
         self._session = DAFSession(self.config)
         self._patches: list[_Patch] = []
+        self._weight = 1.0
 
     @property
     def last_step(self) -> StepStatistics | None:
@@ -79,8 +81,13 @@ class DAFCallback(TrainerCallback, ExportableState):
         totals, self.totals = RunTotals(**self.totals), {}
         engine_state, self.engine_state = self.engine_state, None
         self._session = DAFSession(self.config, totals, engine_state)
-        self._session.attach(kwargs["model"])
-        self._install(kwargs["model"])
+        trainer = _calling_trainer(self)
+        self._session.attach(kwargs["model"], None if trainer is None else trainer.model_wrapped)
+        try:
+            self._install(trainer, kwargs["model"])
+        except BaseException:
+            self._uninstall()
+            raise
         if state.is_world_process_zero:
             tqdm.write(self._session.start_line())
 
@@ -96,19 +103,27 @@ class DAFCallback(TrainerCallback, ExportableState):
         if state.is_world_process_zero:
             tqdm.write(self._session.report())
 
-    def _install(self, model: nn.Module) -> None:
-        trainer = _calling_trainer(self)
+    def _install(self, trainer: Trainer | None, model: nn.Module) -> None:
         if trainer is None:
+            if self.config.plans_steps:
+                raise ConfigError(
+                    "DAF did not find the Trainer that calls it, so it cannot run steps within memory_budget; "
+                    'budget_covers="activations" limits saved activations alone'
+                )
             log.warning(
                 "DAF did not find the Trainer that calls it, so it covers the model's forward alone: a loss computed "
                 "outside of it (label smoothing, compute_loss_func) is not compressed, and nothing is logged"
             )
             self._patches = [_Patch(model, "forward", self._compressed)]
             return
+        compute_loss = trainer.compute_loss
         self._patches = [
             _Patch(trainer, "compute_loss", functools.partial(self._audited, weakref.ref(trainer))),
             _Patch(trainer, "log", self._logged),
         ]
+        if self._session.runner is not None:
+            step = functools.partial(self._planned, compute_loss, weakref.ref(trainer))
+            self._patches.append(_Patch(trainer, "training_step", step))
 
     def _uninstall(self) -> None:
         for patch in self._patches:
@@ -137,9 +152,45 @@ class DAFCallback(TrainerCallback, ExportableState):
 
             if model.training:
                 self._session.audit(model, inputs, loss_of)
-            return compressed(model, inputs, *args, **kwargs)
+            loss = compressed(model, inputs, *args, **kwargs)
+            return loss if self._weight == 1 else loss * self._weight
 
         return audited
+
+    def _planned(
+        self, compute_loss: Callable[..., Any], reference: weakref.ref[Trainer], training_step: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Runs steps within the memory budget: in parts, each of which is a step of the Trainer's own."""
+
+        @functools.wraps(training_step)
+        def planned(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            trainer, runner = reference(), self._session.runner
+            assert trainer is not None
+            assert runner is not None
+
+            def loss_of(rows: Any) -> Any:
+                # Not through DistributedDataParallel, which would wait for other processes.
+                kept = attributes_kept(trainer, private=True)
+                with self._session.opened(), kept, trainer.compute_loss_context_manager():
+                    prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
+                    return compute_loss(innermost(model), prepared, num_items_in_batch=num_items_in_batch)
+
+            def step(part: Any, weight: float, _last: bool) -> Any:
+                self._weight = weight
+                try:
+                    return training_step(model, part, num_items_in_batch)
+                finally:
+                    self._weight = 1.0
+
+            model.train()
+            # Tokens and metrics that trainers count are those of the attempt that had enough memory.
+            try:
+                return runner.run(inputs, loss_of, step, KeptAttributes(trainer, private=True).restore)
+            except BaseException:
+                self._uninstall()  # no event says that training has ended with an error
+                raise
+
+        return planned
 
     def _logged(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 
 from daf_core import AuditError
+from daf_core.batches import has_rows
 from daf_integrations.aside import attributes_kept
-from daf_integrations.rows import has_rows
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from logging import getLogger
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from daf_core import ConfigError, DAFConfig
 from daf_integrations.settings import configured
-from daf_integrations.training import Training, training_of, trainings
+from daf_integrations.training import Training, loss_in, training_of, trainings
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,6 +26,9 @@ def prepare(model: Model, config: DAFConfig | None = None, **options: Any) -> Mo
     loss, as those of transformers do when they are given labels, audits call it once more with a part of the batch;
     where it does not, there are none, which the log says once: ``precision="auto"`` is then 4 bits for all, and
     ``max_gradient_error`` an error. Preparing again replaces the configuration.
+
+    A `memory_budget` covers whole steps: run them with `step`. A loop that calls the model itself keeps the budget too,
+    but its batches are not split, and no step is run again.
 
     Example:
         >>> import daf_integrations as daf
@@ -55,6 +59,45 @@ def prepare(model: Model, config: DAFConfig | None = None, **options: Any) -> Mo
         before.stop()
     log.info("%s", Training(model, chosen).ending.title)
     return model
+
+
+def step(
+    model: nn.Module,
+    batch: Any,
+    loss_function: Callable[[Any], Tensor] | None = None,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+) -> Tensor:
+    """Runs forward and backward of a training step, and leaves the gradients; returns the loss, detached.
+
+    Where `memory_budget` covers steps, the step keeps it: the batch is split into micro-batches if that is faster than
+    what else there is, with the gradients of the whole batch, and a step that runs out of memory is run again with a
+    tighter plan. Where DAF is off, or there is no such budget, it is a plain step.
+
+    Example:
+        >>> model = daf.prepare(model, memory_budget="600MB")
+        >>> for batch in loader:
+        ...     loss = daf.step(model, batch)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+
+    Args:
+        model: A prepared model.
+        batch: The batch: tensors in mappings, lists and tuples, the rows in their first dimension.
+        loss_function: Returns the loss of a batch or of some of its rows; by default that which the model returns.
+        backward: What runs the backward pass of a loss, such as ``accelerator.backward``.
+
+    Raises:
+        AuditError: The model returns no loss, and no function is given.
+        PlanError: No plan keeps the budget.
+        ProfileError: What a step takes cannot be measured.
+    """
+    loss_of = loss_function or partial(_own_loss, model)
+    training = _training(model)
+    if training is not None:
+        return training.step(batch, loss_of, backward)
+    loss = loss_of(batch)
+    backward(loss)
+    return loss.detach()
 
 
 @contextmanager
@@ -134,6 +177,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     training = training_of(model)
     if training is not None and state:
         training.load_state(state)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        return loss_in(model(**batch))
+    return loss_in(model(*batch) if isinstance(batch, list | tuple) else model(batch))
 
 
 def _training(model: nn.Module | None) -> Training | None:

@@ -10,12 +10,13 @@ from rich.table import Table
 from daf_integrations.totals import RunTotals
 
 
-def render(title: str, totals: RunTotals) -> str:
+def render(title: str, totals: RunTotals, plan: str | None = None) -> str:
     """Returns a table of a run's figures as text, without colours.
 
     Args:
         title: A line above the table.
         totals: The figures.
+        plan: How steps were run at last, where a budget covers them.
     """
     metrics = totals.metrics()
     table = Table("saved activations", "", title_justify="left")
@@ -36,6 +37,8 @@ def render(title: str, totals: RunTotals) -> str:
     table.add_row("decoding, a step", f"{metrics['daf/unpack_ms']:.1f} ms")
     table.add_row("measuring the error, a step", f"{metrics['daf/audit_ms']:.1f} ms")
     table.add_row("steps", f"{totals.steps:,}")
+    for place, part in enumerate(plan.split("; ") if plan else ()):
+        table.add_row("" if place else "plan of the last step", part)
     text = io.StringIO()
     console = Console(file=text, width=100, no_color=True)
     console.print(title, highlight=False, soft_wrap=True)

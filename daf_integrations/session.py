@@ -18,15 +18,17 @@ from daf_core import (
     ActivationBudgetError,
     ActivationEngine,
     AuditError,
+    ConfigError,
     DAFConfig,
     GradientError,
     HooksActiveError,
     StateError,
     StepStatistics,
 )
+from daf_core.batches import SHARE, few_rows
 from daf_core.hook_stack import refuse_foreign_hooks
+from daf_core.plan.runner import StepRunner
 from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
-from daf_integrations.rows import SHARE, few_rows
 from daf_integrations.totals import RunTotals
 
 LOW_COSINE = 0.5
@@ -59,6 +61,9 @@ class DAFSession:
         totals: Figures of an earlier part of the run, when it is resumed.
         engine_state: What the engine had learned then.
         covered: What of the trainer runs inside of `scope`.
+
+    Attributes:
+        runner: Runs steps within a budget that covers them; None where there is none, or nothing is attached.
     """
 
     def __init__(
@@ -80,13 +85,20 @@ class DAFSession:
         self.last_step: StepStatistics | None = None
         self._recent = RunTotals()
         self._engine: ActivationEngine | None = None
+        self.runner: StepRunner | None = None
+        self._plan: str | None = None
         self._parameters: frozenset[int] = frozenset()
         self._description = ""
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module, outer: nn.Module | None = None) -> None:
         """Prepares the model; a model that was attached before is let go first.
 
+        Args:
+            model: The model.
+            outer: The model as it is called, if that is something around it.
+
         Raises:
+            ConfigError: The budget covers steps, and those of this model cannot be planned.
             HooksActiveError: Saved-tensor hooks of someone else are active.
             NothingToTrainError: No parameter requires a gradient.
             StateError: What was learned before is no saved state.
@@ -97,11 +109,21 @@ class DAFSession:
         self._engine = ActivationEngine(model, self.config)
         if self._engine_state is not None:
             self._engine.load_state_dict(self._engine_state)
+        if self.config.plans_steps:
+            try:
+                # Not `outer or model`: a compiled model asks the model inside for its length.
+                self.runner = StepRunner(model if outer is None else outer, model, self._engine, self.config)
+            except ConfigError:
+                self.detach()
+                raise
         self._parameters = frozenset(map(id, model.parameters()))
         self._description = _describe(model)
 
     def detach(self) -> None:
         """Removes everything from the model."""
+        if self.runner is not None:
+            self.runner.close()
+            self.runner = None
         if self._engine is not None:
             self._engine_state = self._engine.state_dict()
             self._engine.close()
@@ -125,11 +147,12 @@ class DAFSession:
         if self._engine is None or not torch.is_grad_enabled() or self.covering:
             yield
             return
-        with self._opened(), self._engine.compress():
+        with self.opened(), self._engine.compress():
             yield
 
     @contextmanager
-    def _opened(self) -> Generator[None]:
+    def opened(self) -> Generator[None]:
+        """Has scopes of others that this session covers do nothing inside."""
         outer, _thread.session = _thread.session, self
         try:
             yield
@@ -155,7 +178,7 @@ class DAFSession:
         if not self._called:
             self._called, self._obstacle = True, audit_obstacle(model)
             warn_of_large_graphs(model)
-        if not self._audit_due:
+        if not self._audit_due or self._keeps_all:
             return
         if self._obstacle is not None:
             self.give_up_audits(self._obstacle)
@@ -182,6 +205,12 @@ class DAFSession:
         log.warning("%s. Training goes on without audits; audit_every=None turns them off", reason)
 
     @property
+    def _keeps_all(self) -> bool:
+        """Whether the plan for this step compresses nothing, so that there is no error to measure."""
+        plan = None if self.runner is None else self.runner.plan
+        return plan is not None and plan.exact
+
+    @property
     def _audit_due(self) -> bool:
         due = self._engine is not None and self._share is not None and self._engine.audit_due
         return due and torch.is_grad_enabled()
@@ -193,7 +222,7 @@ class DAFSession:
         while True:
             assert self._share is not None
             try:
-                with self._opened():
+                with self.opened():
                     return engine.audit(partial(loss_function, few_rows(batch, self._share)))
             except ActivationBudgetError:
                 if self._share < LEAST_SHARE:
@@ -233,6 +262,9 @@ class DAFSession:
         """Ends an optimizer step and returns its statistics, or None when not attached."""
         if self._engine is None:
             return None
+        if self.runner is not None:
+            self.runner.finish_step()
+            self._plan = self.runner.planner.summary
         first = self.last_step is None
         step = self.last_step = self._engine.finish_step()
         self.totals.add(step)
@@ -266,13 +298,14 @@ class DAFSession:
             stored += f", gradient error at most {config.max_gradient_error:g}"
         size = config.memory_budget
         budget = f"budget {format_size(size)}" if isinstance(size, int) else f"{size or 'no'} budget"
+        budget += " for a step" if self.config.plans_steps else ""
         return f"DAF stores saved activations in {stored}; {budget}; {self._description}"
 
     def report(self) -> str:
         """Returns the table at the end of a run."""
         from daf_integrations.report import render
 
-        return render(self.start_line(), self.totals)
+        return render(self.start_line(), self.totals, self._plan)
 
     def state(self) -> dict[str, Any]:
         """Returns the totals and what the engine has learned, as JSON-able values."""

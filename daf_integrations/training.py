@@ -15,13 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from daf_core import AuditError, DAFConfig
-from daf_integrations.forward import ForwardWrapper, innermost
+from daf_core import AuditError, DAFConfig, ProfileError
+from daf_core.forward import ForwardWrapper
+from daf_integrations.innermost import innermost
 from daf_integrations.session import DAFSession
 from daf_integrations.totals import RunTotals
 
 UNSEEN_STEPS = 3
 """Optimizer steps without a compressed pass before a warning: libraries take one of their own to fill their state."""
+
+LossFunction = Callable[[Any], Tensor]
+
+NOT_SPLIT = (
+    "a loop that calls the model itself keeps its batches whole; daf_integrations.step(model, batch) splits them"
+)
 
 log = getLogger("daf")
 
@@ -62,9 +69,10 @@ class Training:
     def __init__(self, model: nn.Module, config: DAFConfig) -> None:
         self.outer, self.model = model, innermost(model)
         self.session = DAFSession(config)
-        self.session.attach(self.model)
+        self.session.attach(self.model, model)
         self.ending = Ending(self.session.start_line(), self.session.totals)
         self._passes = self._unseen = 0
+        self._aside = False
         self._forward = ForwardWrapper(model, self._compressed)
         _trainings.add(self)
         _endings.append(self.ending)
@@ -94,11 +102,36 @@ class Training:
         Raises:
             AuditError: `max_gradient_error` is set, and the loss is not known here.
             HooksActiveError: Other saved-tensor hooks are active.
+            ProfileError: The budget covers steps, and the loss is not known here.
         """
+        if self._records and self.session.runner is not None and not self.session.covering:
+            raise ProfileError(
+                "memory_budget covers the whole step, which a scope does not know; run it with "
+                'daf_integrations.step(model, batch, loss_function), or set budget_covers="activations"'
+            )
         if self._records:
             self.session.give_up_audits("the loss is computed in a scope of its own, so it cannot be computed again")
         with self._pass():
             yield
+
+    def step(self, batch: Any, loss_function: LossFunction, backward: Callable[[Tensor], object]) -> Tensor:
+        """Runs forward and backward passes of a batch, within a budget that covers them; see `plain.step`."""
+
+        def aside(rows: Any) -> Tensor:
+            with self._uncompressed():
+                return loss_function(rows)
+
+        def run(part: Any, weight: float, _last: bool) -> Tensor:
+            self.session.audit(self.outer, part, aside)
+            with self._pass():
+                loss = loss_function(part)
+            weighted = loss if weight == 1 else loss * weight
+            backward(weighted)
+            self.session.finish_backward()
+            return weighted.detach()
+
+        runner = self.session.runner
+        return run(batch, 1.0, True) if runner is None else runner.run(batch, aside, run)
 
     def finish_step(self, optimizer: Optimizer) -> None:
         """Ends the step, if the optimizer has trained this model and passes were compressed for it."""
@@ -118,8 +151,10 @@ class Training:
         return self.outer.training and torch.is_grad_enabled()
 
     def _compressed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._records:
+        if not self._records or self._aside:
             return forward(*args, **kwargs)
+        if self.session.runner is not None and self.session.covering is None:
+            self.session.runner.prepare((args, kwargs), self._loss, NOT_SPLIT)
         self.session.audit(self.outer, (args, kwargs), self._loss)
         with self._pass():
             return forward(*args, **kwargs)
@@ -127,7 +162,17 @@ class Training:
     def _loss(self, rows: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
         # Not through DistributedDataParallel, which would wait for other processes.
         args, kwargs = rows
-        return _loss_in(self.model(*args, **kwargs))
+        with self._uncompressed():
+            return loss_in(self.model(*args, **kwargs))
+
+    @contextmanager
+    def _uncompressed(self) -> Generator[None]:
+        """Has calls of the model inside be no passes of its training."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
 
     @contextmanager
     def _pass(self) -> Generator[None]:
@@ -190,8 +235,12 @@ def _nothing_compressed(ending: Ending, when: str) -> str:
     )
 
 
-def _loss_in(output: Any) -> Tensor:
-    """Finds the loss in what a model returns."""
+def loss_in(output: Any) -> Tensor:
+    """Finds the loss in what a model returns.
+
+    Raises:
+        AuditError: There is none.
+    """
     found = output
     if isinstance(output, Mapping):
         found = output.get("loss")
@@ -199,7 +248,7 @@ def _loss_in(output: Any) -> Tensor:
         found = output[0] if output else None
     elif not isinstance(output, Tensor):
         found = getattr(output, "loss", None)
-    if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
+    if isinstance(found, Tensor) and found.numel() == 1 and (found.requires_grad or not torch.is_grad_enabled()):
         return found
     raise AuditError(
         "the model returns no loss (a number, or one in `loss`, or first of a tuple), so what its loss is, is unknown"

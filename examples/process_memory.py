@@ -1,6 +1,5 @@
 """What this process holds in memory: now, at its peak, and over a stretch of time."""
 
-import ctypes
 import resource
 import sys
 import threading
@@ -10,10 +9,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from daf_core.memory.release import release_free_memory
+
 _SAMPLING_SECONDS = 0.002
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_LIBC = ctypes.CDLL(None)
 _PROCESS = psutil.Process()
 
 
@@ -39,14 +39,6 @@ def peak_bytes() -> int:
         return int(fields["VmHWM"].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def release_free_memory() -> None:
-    """Hands memory that the allocator holds but nobody uses back to the system, so that resident means live."""
-    if hasattr(_LIBC, "MallocExtension_ReleaseFreeMemory"):
-        _LIBC.MallocExtension_ReleaseFreeMemory()
-    elif hasattr(_LIBC, "malloc_trim"):
-        _LIBC.malloc_trim(0)
 
 
 class MemorySampler(threading.Thread):

@@ -5,8 +5,10 @@ import time
 from typing import Any
 
 import torch
-from process_memory import MemorySampler, live_bytes, peak_bytes, release_free_memory, reset_peak
+from process_memory import MemorySampler, live_bytes, peak_bytes, reset_peak
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from daf_core.memory.release import release_free_memory
 
 
 class StepProbe(TrainerCallback):

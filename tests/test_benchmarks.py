@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accuracy, memory, overlap, training
+from benchmarks import accuracy, budgets, memory, operators, overlap, training
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
 from benchmarks.models import build_batch, build_model
@@ -37,6 +37,7 @@ METHOD_KEYS = {
 }
 MACHINE_KEYS = {"cpu", "cores", "threads", "torch", "python", "allocator", "dtype"}
 FLOAT_BYTES = 4
+RANDOM_STATES = 2 * 5056  # of each recomputed block, the states of torch's generator: plans leave them out
 TINY_BATCH, TINY_SEQ = 8, 64  # large enough for DAF to compress what the model saves
 
 
@@ -317,6 +318,23 @@ def test_hidden_share() -> None:
     assert overlap.hidden_share(1.2, 1.05) == pytest.approx(0.75)
 
 
+def test_operators_measures_a_step(tmp_path: Path) -> None:
+    output = tmp_path / "operators.json"
+    operators.main(["--models", "tiny", "--rounds", "1", "--threads", "1", "--json", str(output)])
+    (result,) = json.loads(output.read_text())["operators"]
+    assert result["rewrites"] == {"attention-dropout": 2}
+    assert 0 < result["held_bytes"] < result["plain_held_bytes"]
+    assert result["held_bytes"] <= result["peak_bytes"] < result["plain_peak_bytes"]
+    assert 0 < result["gradient_error"] < 2e-6
+
+
+def test_operators_shows_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    operators.main(["--models", "tiny", "--threads", "1", "--census"])
+    shown = capsys.readouterr().out
+    assert "GELUActivation" in shown
+    assert "NativeLayerNorm" in shown
+
+
 def test_overlap_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "_take_cores", lambda count: None)
     output = tmp_path / "overlap.json"
@@ -333,3 +351,28 @@ def test_overlap_refuses_unknown_precisions(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         overlap.main(["--precisions", "8,3"])
     assert "got '3'; allowed are 8, 4, 2, 1" in capsys.readouterr().err
+
+
+def test_budgets_are_kept(tmp_path: Path) -> None:
+    output, table = tmp_path / "budgets.json", tmp_path / "budgets.md"
+    short = ["--model", "tiny", "--rounds", "1", "--threads", "1", "--budgets", "25,least"]
+    budgets.main([*short, "--json", str(output), "--markdown", str(table)])
+    report = json.loads(output.read_text())
+    assert report["machine"].keys() == MACHINE_KEYS
+    plain, checkpoint, quarter, least = report["models"]["tiny"]
+    assert plain["gradient_error"] == checkpoint["gradient_error"] == 0
+    assert quarter["budget_bytes"] == plain["peak_bytes"] // 4
+    assert 0 < least["budget_bytes"] < quarter["budget_bytes"]
+    for row in (quarter, least):
+        assert row["peak_bytes"] <= row["budget_bytes"] + RANDOM_STATES
+        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.25)
+        assert 0 < row["lora_gradient_error"] < 1
+        assert len(row["blocks"]) == 2
+    assert "| 25% |" in table.read_text()
+
+
+@pytest.mark.parametrize("budget", ["0", "101", "half"])
+def test_budgets_refuse_what_is_no_budget(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        budgets.main(["--budgets", budget])
+    assert f"got '{budget}'; allowed are percentages above 0 and up to 100" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,10 +26,16 @@ class AutoBudget:
 
     Args:
         device: The device.
+        most: Bytes that it never exceeds.
+        relieve: Is called before the budget is lowered, to give back memory that is only kept for later.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, most: int | None = None, relieve: Callable[[], None] | None = None
+    ) -> None:
         self._device = device
+        self._most = most
+        self._relieve = relieve
         self._budget: int | None = None
         self._room = 0
         self._roomy_steps = 0
@@ -40,11 +46,19 @@ class AutoBudget:
         Args:
             own: Bytes on the device that saved activations hold or held: they may be used again.
         """
-        total, available = device_memory(self._device)
-        self._room = beside_reserve(total, available + own)
+        self._room = self._measure(own)
+        lower = self._room < (self._most or 0) if self._budget is None else self._room < self._budget
+        if lower and self._relieve is not None:
+            self._relieve()
+            self._room = self._measure(own)
         if self._budget is None or self._room < self._budget:
             self._budget, self._roomy_steps = self._room, 0
         return self._budget
+
+    def _measure(self, own: int) -> int:
+        total, available = device_memory(self._device)
+        room = beside_reserve(total, available + own)
+        return room if self._most is None else min(room, self._most)
 
     def finish_step(self) -> None:
         """Ends a step: the budget is raised after `PATIENCE` steps with head-room."""

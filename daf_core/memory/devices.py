@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -18,6 +18,7 @@ from daf_core.memory.pool import PAGE_BYTES, PagePool
 from daf_core.memory.releases import ReleaseClock
 from daf_core.memory.spill import SpillFile
 from daf_core.memory.tier import Tier
+from daf_core.rewind import Attributes
 from daf_kernels import PRECISIONS, HostLink
 
 
@@ -53,6 +54,7 @@ class DevicePagers:
         self.links = links or {}
         self.place = Place()
         self.budget = config.memory_budget
+        self._set_aside = 0
         self.clock = ReleaseClock()
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
         self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
@@ -77,8 +79,12 @@ class DevicePagers:
         limited = [budget for budget in budgets if budget is not None]
         return sum(limited) if budgets and len(limited) == len(budgets) else None
 
-    def set_budget(self, budget: int | str | None) -> None:
+    def set_budget(self, budget: int | str | None, set_aside: int = 0) -> None:
         """Changes the budget of every device; "auto" follows what is available.
+
+        Args:
+            budget: Bytes, "auto", or None for no limit.
+            set_aside: The part of it for activations that stay as they are.
 
         Raises:
             ActivationBudgetError: What a device holds does not fit even if everything is given up that may be; its
@@ -87,7 +93,8 @@ class DevicePagers:
         """
         for device, pager in list(self._pagers.items()):
             pager.set_budget(self._bytes(budget, device, pager))
-        self.budget = budget
+            pager.set_aside = set_aside
+        self.budget, self._set_aside = budget, set_aside
         if budget != "auto":
             self._available.clear()
 
@@ -102,6 +109,19 @@ class DevicePagers:
             available.finish_step()
         return [pager.finish_step() for pager in list(self._pagers.values())]
 
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that forgets what was done in this step from now on, and releases unused pages."""
+        before = Attributes(*(pager.account for pager in list(self._pagers.values())))
+
+        def restore() -> None:
+            for pager in list(self._pagers.values()):
+                pager.set_budget(pager.budget)  # waits for what is being read back
+                vars(pager.account).update(vars(PagerAccount()))  # one that was made meanwhile is not in `before`
+                pager.pool.release()
+            before.restore()
+
+        return restore
+
     @property
     def held_bytes(self) -> int:
         """Bytes that are held on all devices."""
@@ -113,6 +133,11 @@ class DevicePagers:
         return sum(pager.leased_pages for pager in list(self._pagers.values()))
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes of the page pools of all devices that take memory."""
+        return sum(pager.pool.resident_bytes for pager in list(self._pagers.values()))
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of the page pools of all devices."""
         return sum(pager.pool.reserved_bytes for pager in list(self._pagers.values()))
@@ -122,6 +147,7 @@ class DevicePagers:
             if device not in self._pagers:
                 pager = Pager(self._make_pool(device), None, self._least_planes, self._next_tier(device), self.clock)
                 pager.set_budget(self._bytes(self.budget, device, pager))
+                pager.set_aside = self._set_aside
                 self._pagers[device] = pager
             return self._pagers[device]
 

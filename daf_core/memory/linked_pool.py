@@ -67,6 +67,11 @@ class LinkedPool(PagePool):
         super().finish_step()
         self._host.finish_step()
 
+    @override
+    def release(self) -> None:
+        super().release()
+        self._host.release()
+
     @property
     @override
     def used_pages(self) -> int:

@@ -28,11 +28,10 @@ _planned_drops = lru_cache(maxsize=4096)(plan_drops)
 class Pager:
     """Leases pages to activations on one device, and counts all bytes that activations hold.
 
-    Under pressure it acts in this order: pages that also lie in the next tier are given up; planes are dropped, the
-    least important of all leases first, the new one's included; whole activations move to the next tier, those needed
-    last in backward first. Where all that is not enough, `ActivationBudgetError` is raised before anything is given up.
-
-    Thread-safe. Releasing may happen inside a garbage collection and takes no lock: it is counted with the next call.
+    Under pressure pages that also lie in the next tier are given up; then planes, the least important of all leases
+    first, the new one's included; then whole activations move to the next tier, those needed last in backward first.
+    Where that is not enough, `ActivationBudgetError` is raised before anything is given up. Thread-safe. Releasing may
+    happen inside a garbage collection and takes no lock: it is counted with the next call.
 
     Args:
         pool: Where the pages come from; the pager is its only user.
@@ -43,6 +42,7 @@ class Pager:
 
     Attributes:
         spills: Whether activations on pages may move.
+        set_aside: Bytes of the budget for what will lie outside of the pool, which keeps pages that it had once.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Pager:
         self.budget = budget
         self.held_bytes = 0
         self.spills = spill is not None
+        self.set_aside = 0
         self._outside_bytes = 0
         self._writing = 0
         self._least_planes = least_planes
@@ -123,7 +124,6 @@ class Pager:
 
         Raises:
             ActivationBudgetError: What is held does not fit even so; the budget stays as it was.
-            SpillError: The next tier takes nothing more.
         """
         self._begin_pressing()
         with self._lock:
@@ -157,9 +157,9 @@ class Pager:
         return self.pool.used_pages
 
     @property
-    def peak_bytes(self) -> int:
-        """The most bytes held at once in this step."""
-        return self._account.peak_bytes
+    def account(self) -> PagerAccount:
+        """What was done so far in this step; it goes on counting."""
+        return self._account
 
     def check(self) -> None:
         """Raises AssertionError where a page, a byte or a lease is lost, counted twice or in the wrong place.
@@ -177,6 +177,10 @@ class Pager:
             if self.budget is not None and self.held_bytes > self.budget:
                 raise AssertionError(f"{self.held_bytes} bytes are held, and {self.budget} are allowed")
 
+    @property
+    def _page_budget(self) -> int | None:
+        return None if self.budget is None else self.budget - max(self.set_aside - self._outside_bytes, 0)
+
     def _begin_pressing(self) -> float:
         """Prepares for what may drop planes, without the lock yet, and returns the time."""
         started = time.perf_counter()
@@ -192,8 +196,8 @@ class Pager:
             self._collect()
             lease = Lease(self._serial, fixed, planes, drops)
             self._serial += 1
-            self._make_room(lease.size * page, lease.least * page, self.budget, drop=True, incoming=lease)
-            lease.pages = self.pool.take(lease.size, self.budget)
+            self._make_room(lease.size * page, lease.least * page, self._page_budget, drop=True, incoming=lease)
+            lease.pages = self.pool.take(lease.size, self._page_budget)
             if self._spill is not None:
                 self._spill.wait()  # pages that were just given up may still be on their way
             lease.readers = 1
@@ -247,10 +251,7 @@ class Pager:
             return True
 
     def _load_next(self, serial: int) -> int | None:
-        """Reads back the spilled activation that backward needs next before `serial`, if there is room for it.
-
-        Returns its serial number, or None where none was read.
-        """
+        """Reads back what was spilled and is needed next before `serial`, if it fits; returns its number."""
         with self._lock:
             self._collect()
             lease = self._index.spilled_before(serial)

@@ -82,6 +82,11 @@ class PagePool:
             self._peak_pages = self._free.used
             self._shrink(self._watch.worth_keeping(self._free.total * self.page_bytes))
 
+    def release(self) -> None:
+        """Gives regions back to the system, the last one first, as long as no page of theirs is in use."""
+        with self._lock:
+            self._shrink(0)
+
     @property
     def used_pages(self) -> int:
         """Pages that are taken."""

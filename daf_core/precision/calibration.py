@@ -82,7 +82,8 @@ def calibrate(
 ) -> Calibration | None:
     """Predicts the error of the gradient that each site alone causes.
 
-    All occurrences of a site are taken together. Sites that backward does not read get errors of 0.
+    All occurrences of a site are taken together. Sites that backward does not read get errors of 0; inputs of
+    checkpoints get none.
 
     Args:
         rehearsal: A forward pass.
@@ -104,9 +105,14 @@ def calibrate(
     of_values: SiteErrors = {site: [0.0] * len(LEVELS) for site in sites.values()}
     of_slopes: SiteErrors = {site: [0.0] * len(LEVELS) for site in of_gelu}
 
+    unknown: set[Site] = set()
+
     def inject(node: Node, inputs: Gradients, outputs: Gradients) -> None:
         for source in rehearsal.take_reads():
             site = sites[id(source)]
+            if not rehearsal.may_run_again(node):  # a checkpoint recomputes a whole block from it
+                unknown.add(site)
+                continue
             for errors in (of_values, of_slopes):
                 if site in errors:
                     source.slopes = errors is of_slopes
@@ -118,7 +124,8 @@ def calibrate(
     better = frozenset(site for site in of_gelu if _is_less(of_slopes[site], of_values[site]))
     for site, activation in rehearsal.activations:
         activation.slopes = site in better
-    errors = {site: of_slopes[site] if site in better else found for site, found in of_values.items()}
+    known = [site for site in of_values if site not in unknown]
+    errors = {site: of_slopes[site] if site in better else of_values[site] for site in known}
     finite = all(math.isfinite(value) for values in errors.values() for value in values)
     return Calibration(errors, better) if finite else None
 

@@ -61,6 +61,9 @@ class PrecisionPolicy:
 
     Args:
         config: Precision, budget and error bound.
+
+    Attributes:
+        recomputed: Modules of which only the input is stored, see `Treatments`.
     """
 
     def __init__(self, config: DAFConfig) -> None:
@@ -70,6 +73,7 @@ class PrecisionPolicy:
         self._plan: dict[Site, int | None] = {}
         self._recent: deque[Pass] = deque(maxlen=RECENT)
         self._planned: Pass | None = None
+        self.recomputed: frozenset[str] = frozenset()
 
     @property
     def calibrated(self) -> bool:
@@ -78,6 +82,8 @@ class PrecisionPolicy:
 
     def precision(self, site: Site) -> int | None:
         """Returns the code bits for a site; None leaves its activations as they are."""
+        if site.module in self.recomputed:
+            return MOST
         fixed = self._config.precision
         if fixed != "auto":
             assert fixed != "exact"

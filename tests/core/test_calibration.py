@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from daf_core.precision import calibration
 from daf_core.precision.calibration import calibrate
@@ -273,6 +274,22 @@ def test_uses_of_a_site_count_together() -> None:
         [site] = set(inputs)
         assert len(inputs) == 3
         assert errors[site][LEVELS.index(4)] ** 0.5 == pytest.approx(rehearsal.compare({site: 4}).error, rel=0.3)
+
+
+def test_inputs_of_checkpoints_are_unknown() -> None:
+    """A whole block is computed from them. Those of other sites are not."""
+    first, second = model = _layers()
+
+    def block(x: Tensor) -> Tensor:
+        return second(x.tanh()).sigmoid()
+
+    def loss() -> Tensor:
+        return checkpoint(block, first(normal(*LARGE)).exp(), use_reentrant=False).tanh().square().mean()
+
+    with _rehearsal(model, loss) as rehearsal:
+        errors = _calibrated(rehearsal)
+        assert {site.op for site, _ in rehearsal.activations} - {site.op for site in errors} == {"ExpBackward0"}
+        assert _total(errors, 4) > 0
 
 
 def test_activations_that_backward_does_not_read_are_worth_nothing() -> None:

@@ -291,7 +291,7 @@ def test_declined_values_leave_no_page_behind() -> None:
     assert _planes(_with(float("nan")), 4, pager) is None
     assert _rectified(_with(float("inf")).relu(), 4, pager) is None
     assert (pager.leased_pages, pager.settle()) == (0, 0)
-    assert pager.peak_bytes > 0
+    assert pager.account.peak_bytes > 0
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -84,3 +84,19 @@ def test_devices_without_a_link_have_a_pool_of_their_own(link: LateLink) -> None
     pagers = DevicePagers(DAFConfig(), links={CPU: link})
     assert isinstance(pagers.on(CPU).pool, LinkedPool)
     assert not isinstance(DevicePagers(DAFConfig()).on(CPU).pool, LinkedPool)
+
+
+def test_unused_regions_of_both_memories_are_released(pool: LinkedPool, place: Place) -> None:
+    """The last ones first, up to one that has a page in use."""
+    own = [pool.take(16), pool.take(16)]
+    place.on_host = True
+    shared = pool.take(5)
+    pool.give(np.concatenate([own[1], shared]))
+    assert pool.reserved_bytes > 32 * PAGE
+    pool.release()
+    pool.check()
+    assert pool.reserved_bytes == 16 * PAGE
+    pool.give(own[0])
+    pool.release()
+    assert pool.reserved_bytes == 0
+    assert pool.take(3).size == 3

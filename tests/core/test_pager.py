@@ -20,7 +20,7 @@ from daf_core.memory import pool as pool_module
 from daf_core.memory.growth import AdaptiveGrowth
 from daf_core.memory.lease import Lease, plan_drops
 from daf_core.memory.pager import Pager
-from daf_core.memory.pool import PagePool
+from daf_core.memory.pool import PAGE_BYTES, PagePool
 from daf_core.memory.spill import SpillFile
 from daf_core.memory.tier import Tier
 from tests.core.harness import wait_for_read_ahead as wait
@@ -308,7 +308,7 @@ def test_what_cannot_fit_drops_nothing(refused: Callable[[Pager], object]) -> No
 
     def state() -> tuple[object, ...]:
         memory = pager.pool.used_pages, pager.pool.reserved_bytes
-        return *memory, pager.settle(), pager.budget, pager.peak_bytes, lease.planes, lease.pages.tolist()
+        return *memory, pager.settle(), pager.budget, pager.account.peak_bytes, lease.planes, lease.pages.tolist()
 
     before = state()
     with pytest.raises(ActivationBudgetError, match="Raise memory_budget, set spill_dir or lower") as raised:
@@ -336,7 +336,7 @@ def test_failed_growth_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(pool_module, "FixedPages", _no_memory)
         with pytest.raises(MemoryError):
             write(pager, 50)
-    assert (pager.settle(), pager.leased_pages, pager.peak_bytes) == (3 * PAGE, 3, 3 * PAGE)
+    assert (pager.settle(), pager.leased_pages, pager.account.peak_bytes) == (3 * PAGE, 3, 3 * PAGE)
     write(pager, 50)
     assert intact(pager, kept)
     pager.check()
@@ -411,3 +411,18 @@ def test_pages_that_are_in_the_file_too_go_first(tmp_path: Path) -> None:
     assert (first.resident, second.resident, third.planes) == (False, True, 1)
     with pager.reading(first):
         assert intact(pager, first)
+
+
+def test_pages_leave_room_for_what_is_set_aside() -> None:
+    """The pool keeps pages that it had once, so they must not be taken in the meantime."""
+    pool = PagePool(torch.device("cpu"))
+    pager = Pager(pool, budget=10 * PAGE_BYTES)
+    pager.set_aside = 4 * PAGE_BYTES
+    with pager.writing(1, [3, 3, 3], [3.0, 2.0, 1.0]) as lease:
+        assert lease.size == 4
+    pager.hold(4 * PAGE_BYTES)
+    assert pool.used_pages == 4
+    with pager.writing(2):
+        pass
+    assert pager.held_bytes == 10 * PAGE_BYTES
+    pager.check()

@@ -230,7 +230,7 @@ def test_bound_is_kept(make_trainer: MakeTrainer, model: MakeModel, caplog: pyte
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize("options", [{}, BOUND, {"memory_budget": "4MB"}])
+    @pytest.mark.parametrize("options", [{}, BOUND, {"memory_budget": "4MB", "budget_covers": "activations"}])
     def test_resume_with_what_was_learned(self, make_trainer: MakeTrainer, options: dict[str, Any]) -> None:
         """The engine's state is in trainer_state.json; the steps that follow plan, measure and train the same."""
         saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "dataloader_num_workers": 0}
@@ -274,7 +274,7 @@ class TestBudget:
         self, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Audits are taken, nothing is dropped where there is enough, and the run is quiet."""
-        callback = DAFCallback(memory_budget="auto", audit_every=1)
+        callback = DAFCallback(memory_budget="auto", budget_covers="activations", audit_every=1)
         trainer = make_trainer(callback)
         run(trainer)
         assert _entries(trainer)[-1].keys() >= AUDITED
@@ -293,7 +293,8 @@ class TestBudget:
 
         model = lora()
         watched = model.register_forward_pre_hook(watch, with_kwargs=True)
-        run(make_trainer(DAFCallback(memory_budget=250_000, audit_every=1), model=model, max_steps=2))
+        callback = DAFCallback(memory_budget=250_000, budget_covers="activations", audit_every=1)
+        run(make_trainer(callback, model=model, max_steps=2))
         watched.remove()
         assert lengths == [(2, 32), (2, 16), (BATCH, 64), (2, 16), (BATCH, 64)]
         assert daf_records(caplog) == []

@@ -107,7 +107,7 @@ class TestBeforeTheFirstForward:
 class TestMemoryBudget:
     @pytest.mark.parametrize("precision", ["exact", 4])
     def test_too_small_a_one_stops_the_run(self, make_trainer: MakeTrainer, precision: Any) -> None:
-        trainer = make_trainer(DAFCallback(precision=precision, memory_budget="20kB"))
+        trainer = make_trainer(DAFCallback(precision=precision, memory_budget="20kB", budget_covers="activations"))
         with pytest.raises(ActivationBudgetError) as error:
             run(trainer)
         assert error.value.allowed == 20_000 < error.value.needed
@@ -117,12 +117,13 @@ class TestMemoryBudget:
 
     def test_is_no_reason_to_try_smaller_batches(self, make_trainer: MakeTrainer) -> None:
         """auto_find_batch_size answers the device's out-of-memory errors alone."""
-        trainer = make_trainer(DAFCallback(memory_budget="20kB"), auto_find_batch_size=True)
+        callback = DAFCallback(memory_budget="20kB", budget_covers="activations")
+        trainer = make_trainer(callback, auto_find_batch_size=True)
         with pytest.raises(ActivationBudgetError):
             run(trainer)
 
     def test_is_kept_where_plain_training_would_not_fit(self, make_trainer: MakeTrainer) -> None:
-        callback = DAFCallback(memory_budget="1MB")
+        callback = DAFCallback(memory_budget="1MB", budget_covers="activations")
         trainer = make_trainer(callback)
         run(trainer)
         entries = [entry for entry in trainer.state.log_history if entry.keys() >= METRICS]

@@ -152,6 +152,7 @@ class TestCheckpoints:
             "audit_every": 100,
             "rounding": "nearest",
             "memory_budget": 4_000_000,
+            "budget_covers": "step",
             "min_precision": None,
             "spill_dir": None,
             "pool_growth": "adaptive",

@@ -110,7 +110,7 @@ class TestOutput:
         assert len(start) == 2, "the line at the start, and again as the table's title"
         assert len(table) == 1
         assert start[0] < loss[0] < loss[-1] < start[1] < table[0]
-        assert "as many bits as each place needs, nearest; budget 40 MB; PeftModel" in lines[start[0]]
+        assert "as many bits as each place needs, nearest; budget 40 MB for a step; PeftModel" in lines[start[0]]
         assert f"{trained:,} of " in lines[start[0]]
         assert any(line.startswith("│ steps ") and f" {STEPS} " in line for line in lines)
 

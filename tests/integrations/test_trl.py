@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from daf_integrations import DAFCallback
+from daf_integrations import DAFCallback, DAFTrainerMixin
 from tests.integrations.hf_runs import QUICK
+from tests.integrations.planned import AMPLE, in_parts
 
 WORDS = 190
 # TRL says of its own interface that it will change, and of tokenizers that they have other special tokens than models.
@@ -28,21 +29,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=split, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def run(folder: Path, *callbacks: Any) -> list[dict[str, Any]]:
+class DAFSFTTrainer(DAFTrainerMixin, SFTTrainer):
+    """With DAF inside."""
+
+
+def run(folder: Path, *callbacks: Any, **options: Any) -> list[dict[str, Any]]:
     """Returns the log of a short training."""
     torch.manual_seed(0)
     size = {"n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS + 3, **size))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS + 3, **size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     texts = [" ".join(f"w{(7 * word + text) % WORDS}" for word in range(64)) for text in range(32)]
     arguments = SFTConfig(str(folder), **QUICK, max_length=64, bf16=False)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights="gaussian")
-    trainer = SFTTrainer(
+    trainer = (DAFSFTTrainer if options else SFTTrainer)(
         model,
         args=arguments,
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=tokenizer(),
         peft_config=lora,
         callbacks=list(callbacks),
+        **options,
     )
     trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -64,3 +70,15 @@ def test_audits_count_no_tokens(tmp_path: Path) -> None:
     assert compressed[-1]["daf/ratio"] > 3
     for name in ("num_tokens", "mean_token_accuracy"):
         assert [entry[name] for entry in compressed] == [entry[name] for entry in plain]
+
+
+@pytest.mark.parametrize("precision", ["exact", 8])
+def test_steps_keep_a_budget(precision: Any, tmp_path: Path) -> None:
+    """In parts, where the trainer counts tokens and reads logits, which are rewritten unless all is exact."""
+    plain = run(tmp_path)
+    with in_parts(2):
+        cut = run(tmp_path, daf={"precision": precision, "memory_budget": AMPLE, "audit_every": None})
+    assert [entry["num_tokens"] for entry in cut] == [entry["num_tokens"] for entry in plain]
+    tolerance = 1e-5 if precision == "exact" else 1e-2
+    for name in ("loss", "mean_token_accuracy", "entropy"):
+        assert [entry[name] for entry in cut] == pytest.approx([entry[name] for entry in plain], rel=tolerance)

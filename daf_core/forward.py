@@ -8,9 +8,6 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-from daf_core import UnsupportedDeviceError
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Gets a forward and its arguments, and returns what it returns."""
@@ -56,21 +53,3 @@ class ForwardWrapper:
             return around(functools.partial(function, module), args, kwargs)
 
         return MethodType(bound, self.model)
-
-
-def innermost(model: nn.Module) -> nn.Module:
-    """Returns the model inside of torch.compile and DistributedDataParallel.
-
-    Raises:
-        UnsupportedDeviceError: It is in a DataParallel.
-    """
-    while True:
-        if isinstance(model, DataParallel):
-            raise UnsupportedDeviceError(
-                "torch.nn.DataParallel runs its threads without saved-tensor hooks. Start one process for each GPU: "
-                "torchrun --nproc-per-node or accelerate launch"
-            )
-        inner = model.module if isinstance(model, DistributedDataParallel) else vars(model)["_modules"].get("_orig_mod")
-        if inner is None:
-            return model
-        model = inner

@@ -1,0 +1,208 @@
+"""Measures the exact rewrites of operators: memory and time of a training step, and the difference of its gradient.
+
+Run ``python -m benchmarks.operators --json operators.json``, with tcmalloc in LD_PRELOAD.
+Every round takes one step with each set of rewrites; ratios of time are taken within rounds. Bytes are those of tensors
+beside the model: *held* when the forward pass ends, *peak* the most at once in the step.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from benchmarks.machine import core_count, describe_machine
+from benchmarks.models import SEED, build_batch, build_model
+from benchmarks.options import whole_number
+from benchmarks.process_memory import loaded_allocator
+from benchmarks.saved_bytes import saved_bytes
+from benchmarks.tables import Grid, terminal_table
+from benchmarks.timing import paired_ratio, time_in_turn, wall_timer
+from daf_core.plan.meter import TensorMeter
+from daf_core.rewrites.operators import OperatorRewrites
+
+MEGABYTE = 1e6
+SHAPES = {
+    "gpt2": (2, 512),
+    "gpt2-medium": (2, 512),
+    "llama": (2, 512),
+    "roberta-base": (8, 128),
+    "resnet18": (8, 1),
+    "tiny": (8, 64),
+}
+SMALLEST_SHARE = 0.01
+IMAGE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorsResult:
+    """One model's step with and without its rewrites; ``rewrites`` counts the modules of each kind.
+
+    ``cpu_ratio`` is that of the processor time of all threads, which other processes on the machine disturb less.
+    """
+
+    model: str
+    batch: int
+    seq: int
+    rewrites: dict[str, int]
+    plain_held_bytes: int
+    held_bytes: int
+    plain_peak_bytes: int
+    peak_bytes: int
+    plain_seconds: float
+    time_ratio: float
+    cpu_ratio: float
+    gradient_error: float
+    rounds: dict[str, list[float]]
+
+
+def measure(name: str, rounds: int) -> OperatorsResult:
+    """Measures one of the models on a random batch."""
+    batch, seq = SHAPES[name]
+    model = build_model(name, lora_dropout=0.1)
+    inputs = build_batch(name, batch=batch, seq=seq, image=IMAGE)
+    rewrites = OperatorRewrites(model)
+    step = partial(take_step, model, inputs)
+    plain_held, plain_peak = memory(model, inputs)
+    exact = gradient(model, step)
+    with applied(rewrites):
+        held, peak = memory(model, inputs)
+        found = gradient(model, step)
+    cpu: dict[str, list[float]] = {"plain": [], "rewritten": []}
+    seconds = time_in_turn(
+        {
+            "plain": partial(timed, step, cpu["plain"]),
+            "rewritten": partial(rewritten, rewrites, step, cpu["rewritten"]),
+        },
+        rounds,
+    )
+    return OperatorsResult(
+        model=name,
+        batch=batch,
+        seq=seq,
+        rewrites={rewrite.kind: len(rewrite.modules) for rewrite in rewrites.found},
+        plain_held_bytes=plain_held,
+        held_bytes=held,
+        plain_peak_bytes=plain_peak,
+        peak_bytes=peak,
+        plain_seconds=min(seconds["plain"]),
+        time_ratio=paired_ratio(seconds["rewritten"], seconds["plain"]),
+        cpu_ratio=paired_ratio(cpu["rewritten"][1:], cpu["plain"][1:]),
+        gradient_error=float((found - exact).norm() / exact.norm()),
+        rounds=seconds,
+    )
+
+
+def take_step(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Computes the gradient, with the same dropout each time."""
+    model.zero_grad()
+    torch.manual_seed(SEED)
+    model(**inputs).loss.backward()
+
+
+def memory(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[int, int]:
+    """Returns the bytes that are held when the forward pass ends, and the peak of the step."""
+    model.zero_grad()
+    with TensorMeter() as meter:
+        loss = model(**inputs).loss
+        held = meter.level
+        loss.backward()
+        return held, meter.take_peak()
+
+
+def gradient(model: nn.Module, step: Callable[[], None]) -> Tensor:
+    """Returns the gradient of a step as one vector."""
+    step()
+    return torch.cat([tensor.grad.flatten() for tensor in model.parameters() if tensor.grad is not None])
+
+
+def timed(step: Callable[[], None], cpu: list[float]) -> float:
+    """Returns the seconds of a step, and notes those of the processors."""
+    started = time.process_time()
+    taken = wall_timer(step)
+    cpu.append(time.process_time() - started)
+    return taken
+
+
+def rewritten(rewrites: OperatorRewrites, step: Callable[[], None], cpu: list[float]) -> float:
+    """Does the same for a step with rewrites."""
+    with applied(rewrites):
+        return timed(step, cpu)
+
+
+@contextmanager
+def applied(rewrites: OperatorRewrites) -> Iterator[None]:
+    """Applies rewrites inside."""
+    rewrites.apply()
+    try:
+        yield
+    finally:
+        rewrites.undo()
+
+
+def result_grid(results: Sequence[OperatorsResult]) -> Grid:
+    """Returns the figures; sizes in MB of 10^6 bytes."""
+    headings = ("model", "held MB", "rewritten", "peak MB", "rewritten", "share", "time", "processor time", "error")
+    rows = [
+        (
+            f"{result.model}, {result.batch} x {result.seq}",
+            *(f"{size / MEGABYTE:.0f}" for size in (result.plain_held_bytes, result.held_bytes)),
+            *(f"{size / MEGABYTE:.0f}" for size in (result.plain_peak_bytes, result.peak_bytes)),
+            f"{result.peak_bytes / result.plain_peak_bytes:.2f}",
+            f"{result.time_ratio:.2f}",
+            f"{result.cpu_ratio:.2f}",
+            f"{result.gradient_error:.0e}",
+        )
+        for result in results
+    ]
+    return Grid("a step with exact rewrites", headings, rows)
+
+
+def census_grid(name: str) -> Grid:
+    """Returns what autograd saves in a step of one of the models; leaves out what is less than 1% of it."""
+    batch, seq = SHAPES[name]
+    model = build_model(name, lora_dropout=0.1)
+    counts = saved_bytes(model, build_batch(name, batch=batch, seq=seq, image=IMAGE))
+    total = counts.total()
+    rows = [
+        (*place, f"{size / MEGABYTE:.1f}", f"{size / total:.0%}")
+        for place, size in counts.most_common()
+        if size >= SMALLEST_SHARE * total
+    ]
+    title = f"{name}, {batch} x {seq}: {total / MEGABYTE:.0f} MB saved"
+    return Grid(title, ("module", "operator", "MB", "share"), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark, prints its table and writes its JSON file."""
+    description = "Measures the exact rewrites of operators."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.operators", description=description)
+    parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=["gpt2", "llama", "roberta-base"])
+    parser.add_argument("--threads", type=whole_number(1, core_count()), default=core_count(), help="threads of torch")
+    parser.add_argument("--rounds", type=whole_number(1), default=5)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--census", action="store_true", help="show what autograd saves, by operator, and end")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    torch.set_num_threads(options.threads)
+    if options.census:
+        for name in options.models:
+            Console().print(terminal_table(census_grid(name)))
+        return
+    results = [measure(name, options.rounds) for name in options.models]
+    Console().print(terminal_table(result_grid(results)))
+    if options.json:
+        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
+        report = {"operators": [asdict(result) for result in results], "machine": asdict(machine)}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Runs passes of a few rows of a batch, to measure what a step of a model costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from torch import Tensor, nn
+
+from daf_core.config import DAFConfig
+from daf_core.engine import ActivationEngine
+from daf_core.plan.blocks import BATCH_NORMS, Block, blocks_of
+from daf_core.plan.meter import meter_on
+from daf_core.plan.observation import Observation, Observer
+from daf_core.plan.profile import Observed, Profile, planned_bits
+from daf_core.treatments import Treatments
+
+REPEATS = 2
+"""Passes with few rows whose shortest times count; of those with many rows one is enough."""
+
+LossOfRows = Callable[[int], Tensor]
+"""Returns the loss of so many rows of a batch."""
+
+
+def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int, limit: int) -> Profile:
+    """Measures a pass of one row, and one of as many as fit in the limit twice, up to half of the batch.
+
+    More rows than one say what does not grow with them. Blocks that do not run alike in all passes, as experts do, are
+    none: the ones that they are in may be. Nothing may be compressed or recomputed in the model meanwhile.
+
+    Args:
+        model: The model.
+        config: How activations are stored.
+        loss_of: Returns the loss of so many rows of the batch.
+        rows: Those of the batch.
+        limit: Bytes that a pass may take.
+    """
+    left_out: set[str] = set()
+    while True:
+        blocks = [_exact_around(block, left_out) for block in blocks_of(model, left_out)]
+        observed = _Passes(model, blocks, config, loss_of).few_and_many(rows, limit)
+        unsteady = _unsteady(observed)
+        if not unsteady:
+            return Profile(blocks, *observed)
+        containers = {blocks[number].name.rpartition(".")[0] for number in unsteady}
+        left_out |= {block.name for block in blocks if block.name.rpartition(".")[0] in containers}
+
+
+class _Passes:
+    """Runs passes of a model, in which training is not disturbed.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        config: How activations are stored.
+        loss_of: Returns the loss of so many rows of the batch.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], config: DAFConfig, loss_of: LossOfRows) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._config = config
+        self._loss_of = loss_of
+
+    def few_and_many(self, rows: int, limit: int) -> list[Observed]:
+        least = min(_least_rows(self._model), rows)
+        few = self._observe(least, REPEATS)
+        if _unsteady([few]):
+            return [few]
+        profile, fitting = Profile(self._blocks, few), least
+        while 2 * fitting <= max(rows // 2, 2 * least) and profile.observed_peak(2 * fitting) <= limit:
+            fitting *= 2
+        many = min(fitting, rows)
+        return [few] if many == least else [few, self._observe(many, 1)]
+
+    def _observe(self, rows: int, repeats: int) -> Observed:
+        engine = ActivationEngine(self._model, _plain(self._config))
+        try:
+            metered = self._pair(engine, rows, metered=True)
+            timed = [self._pair(engine, rows, metered=False) for _ in range(repeats)]
+            return Observed(rows, planned_bits(self._config)[-1], metered, timed)
+        finally:
+            engine.close()
+
+    def _pair(self, engine: ActivationEngine, rows: int, *, metered: bool) -> tuple[Observation, Observation]:
+        observer = Observer(self._model, self._blocks, engine)
+        device = next(self._model.parameters()).device
+
+        def observed(recompute: bool) -> Observation:
+            # From an input that lost precision some blocks compute something else than before.
+            kept = {block.name: True for block in self._blocks if recompute and block.needs_exact_input}
+            engine.treat(Treatments(kept))
+            return observer.observe(lambda: self._loss_of(rows), recompute, meter_on(device) if metered else None)
+
+        return observed(recompute=False), observed(recompute=True)
+
+
+def _exact_around(block: Block, left_out: Collection[str]) -> Block:
+    """Returns a block, marked if it holds experts: from an input that lost precision rows may be sent to others."""
+    return replace(block, routes=any(name.startswith(f"{block.name}.") for name in left_out))
+
+
+def _unsteady(observed: Sequence[Observed]) -> set[int]:
+    """Returns the numbers of blocks that did not run in all passes alike, as experts that get no rows."""
+    passes = [each.blocks for these in observed for pair in (these.metered, *these.timed) for each in pair]
+    return {
+        block for calls in passes for pair in zip_longest(passes[0], calls) if pair[0] != pair[1] for block in pair
+    } - {None}
+
+
+def _least_rows(model: nn.Module) -> int:
+    """Returns how many rows are measured: batch normalization has no statistics of one where maps have one value."""
+    return 2 if any(isinstance(module, BATCH_NORMS) for module in model.modules()) else 1
+
+
+def _plain(config: DAFConfig) -> DAFConfig:
+    """Returns a configuration that takes the fewest bytes: what others would take is counted with it."""
+    return replace(
+        config,
+        precision=planned_bits(config)[-1] or "exact",
+        min_precision=None,
+        max_gradient_error=None,
+        memory_budget=None,
+        spill_dir=None,
+        packing="device",
+    )

@@ -1,0 +1,230 @@
+"""One training pass, watched: what each part of it takes, in time and in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from daf_core.engine import ActivationEngine
+from daf_core.memory.pool import PAGE_BYTES
+from daf_core.plan.blocks import Block
+from daf_core.plan.meter import MemoryMeter
+from daf_core.plan.recompute import Recomputation
+from daf_core.torch_internals import in_backward
+from daf_core.undisturbed import undisturbed
+
+Kind = Literal["before", "forward", "head", "backward", "recompute"]
+
+OUTSIDE = -1
+"""The number of the call where no block is running."""
+
+
+class Reading(NamedTuple):
+    """What was counted when a phase began or ended.
+
+    Attributes:
+        seconds: The time.
+        level: Bytes of tensors.
+        held: Bytes of saved activations, packed or not.
+        packed: Those on pages.
+        lossy: Those that may lose more.
+        raw: Bytes that autograd alone would have saved so far.
+        codec: Seconds in packing and unpacking so far.
+    """
+
+    seconds: float
+    level: int
+    held: int
+    packed: int
+    lossy: int
+    raw: int
+    codec: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a pass, without interruption.
+
+    Attributes:
+        kind: "before": before a block, or after the last one; "head": the beginning of backward, until it reaches a
+            block.
+        call: Number of the block's call, counted in the order of calls; `OUTSIDE` for none.
+        start: At its beginning.
+        end: At its end.
+        peak: The most bytes of tensors meanwhile.
+    """
+
+    kind: Kind
+    call: int
+    start: Reading
+    end: Reading
+    peak: int
+
+    @property
+    def kept(self) -> int:
+        """Bytes of activations that were kept as they are at the beginning."""
+        return self.start.held - self.start.packed
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A pass.
+
+    Attributes:
+        phases: Its parts in order.
+        blocks: The number of the block of each call.
+        sizes: See `ActivationEngine.pass_sizes`.
+    """
+
+    phases: Sequence[Phase]
+    blocks: Sequence[int]
+    sizes: Any
+
+    def of(self, call: int, *kinds: Kind) -> list[Phase]:
+        """Returns the phases of a call that are of these kinds."""
+        return [phase for phase in self.phases if phase.call == call and phase.kind in kinds]
+
+
+class Observer:
+    """Runs forward and backward passes of a model and watches its blocks.
+
+    Training is not disturbed: random generators, buffers and gradients stay as they are.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        engine: Compresses what the passes save.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], engine: ActivationEngine) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._engine = engine
+
+    def observe(self, loss_function: Callable[[], Tensor], recompute: bool, meter: MemoryMeter | None) -> Observation:
+        """Runs a pass.
+
+        Args:
+            loss_function: Returns the loss.
+            recompute: Whether all blocks are recomputed.
+            meter: Measures memory, which takes time; None for times.
+        """
+        trace = _Trace(self._engine, meter)
+        recomputation = Recomputation(self._blocks, trace.recompute)
+        recomputation.select(range(len(self._blocks)) if recompute else ())
+        with ExitStack() as stack:
+            stack.callback(recomputation.select, ())
+            stack.enter_context(undisturbed(self._model))
+            stack.enter_context(gradients_aside(self._model))
+            for number, block in enumerate(self._blocks):
+                stack.callback(block.module.register_forward_pre_hook(partial(trace.enter, number)).remove)
+                stack.callback(block.module.register_forward_hook(trace.leave, always_call=True).remove)
+            stack.enter_context(meter or nullcontext())
+            with self._engine.compress():
+                trace.begin("before")
+                loss = loss_function()
+            sizes = self._engine.pass_sizes
+            trace.begin("head")
+            loss.backward()
+            trace.end()
+            del loss
+        self._engine.finish_step()
+        return Observation(trace.phases, trace.blocks, sizes)
+
+
+class _Trace:
+    """Cuts a pass into phases."""
+
+    def __init__(self, engine: ActivationEngine, meter: MemoryMeter | None) -> None:
+        self.phases: list[Phase] = []
+        self.blocks: list[int] = []
+        self._engine = engine
+        self._meter = meter
+        self._kind: Kind | None = None
+        self._call = OUTSIDE
+        self._start: Reading | None = None
+
+    def begin(self, kind: Kind, call: int = OUTSIDE) -> None:
+        self.end()
+        self._kind, self._call = kind, call
+        self._start = self._read()
+
+    def end(self) -> None:
+        if self._kind is None or self._start is None:
+            return
+        peak = 0 if self._meter is None else self._meter.take_peak()
+        self.phases.append(Phase(self._kind, self._call, self._start, self._read(), peak))
+        self._kind = None
+
+    def enter(self, block: int, _module: nn.Module, _inputs: object) -> None:
+        if not in_backward():
+            self.blocks.append(block)
+            self.begin("forward", len(self.blocks) - 1)
+
+    def leave(self, _module: nn.Module, _inputs: object, output: object) -> None:
+        if in_backward():
+            return
+        call = len(self.blocks) - 1
+        tensor = _first_with_gradient(output)
+        if tensor is not None:
+            tensor.register_hook(partial(self._reached, call))
+        self.begin("before")
+
+    def recompute(self, _block: int, begins: bool) -> None:
+        self.begin("recompute" if begins else "backward", self._call)
+
+    def _reached(self, call: int, _gradient: Tensor) -> None:
+        self.begin("backward", call)
+
+    def _read(self) -> Reading:
+        engine = self._engine
+        level = 0 if self._meter is None else self._meter.level
+        counted = (engine.held_bytes, engine.leased_pages * PAGE_BYTES, engine.lossy_bytes, engine.pass_raw_bytes)
+        return Reading(synchronized_time(), level, *counted, engine.codec_seconds)
+
+
+def synchronized_time() -> float:
+    """Returns the time at which a GPU, where there is one, has done what it was given, in seconds."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def gradients_aside(model: nn.Module) -> Generator[None]:
+    """Puts gradients of zero in place of those there are, so that a pass adds none to them and none to memory.
+
+    Hooks that wait for gradients see none of it: they may be those of an optimizer that steps in backward.
+    """
+    before = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.requires_grad]
+    # Torch has no public way to ask for hooks, and keeps the dictionary itself.
+    hooks = [found for parameter, _ in before if (found := getattr(parameter, "_post_accumulate_grad_hooks", None))]
+    contents = [dict(found) for found in hooks]
+    for found in hooks:
+        found.clear()
+    for parameter, _ in before:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for found, content in zip(hooks, contents, strict=True):
+            found.update(content)
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _first_with_gradient(output: object) -> Tensor | None:
+    """Returns the first tensor of a block's output that a gradient will reach."""
+    if isinstance(output, Tensor):
+        return output if output.requires_grad else None
+    items = list(output.values()) if isinstance(output, dict) else output
+    if isinstance(items, list | tuple):
+        return next((found for item in items if (found := _first_with_gradient(item)) is not None), None)
+    return None

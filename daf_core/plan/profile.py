@@ -1,0 +1,127 @@
+"""Measures what a step of a model costs, on a few rows, and says what it costs with any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from daf_core.config import DAFConfig
+from daf_core.plan.blocks import Block
+from daf_core.plan.costs import Costs, Treatment, between, costs_of
+from daf_core.plan.observation import Observation
+from daf_core.plan.timeline import play
+from daf_kernels import PRECISIONS
+
+PLANNED_BITS = 4
+"""Where the precision is "auto", a plan has room for as many bits, as long as there is such a plan. They make gradient
+errors of a few percent; what room is left goes to more bits."""
+
+ALIKE = 0.02
+"""Relative difference in bytes up to which blocks of a class count as alike: they get the same times, so that noise
+does not decide which of them are recomputed."""
+
+
+class Profile:
+    """What a model's step costs.
+
+    Args:
+        blocks: The model's blocks.
+        few: How a pass with few rows was observed.
+        many: The same with more; None where few is all that there is.
+
+    Attributes:
+        blocks: The model's blocks.
+        names: Their names.
+        calls: The number of the block of each call in a pass.
+    """
+
+    def __init__(self, blocks: Sequence[Block], few: Observed, many: Observed | None = None) -> None:
+        self.blocks = list(blocks)
+        self.names = [block.name for block in blocks]
+        self.calls = few.metered[0].blocks
+        self._kinds = [type(block.module) for block in blocks]
+        self._few = few
+        self._least_bits = few.bits
+        self._many = many
+
+    def at(self, rows: float, bits: int | None) -> Costs:
+        """Returns what a pass of so many rows, as long as those that were observed, costs at a precision."""
+        few = self._costs(self._few, bits)
+        if self._many is None:
+            none = Costs(*(np.where(np.isinf(values), values, 0.0) for values in _arrays(few)))
+            return between(none, few, rows / self._few.rows)
+        share = (rows - self._few.rows) / (self._many.rows - self._few.rows)
+        return between(few, self._costs(self._many, bits), share)
+
+    def observed_peak(self, rows: int) -> int:
+        """Returns the memory that observing a pass of so many rows takes."""
+        costs = self.at(rows, self._least_bits)
+        everything = [[treatment] * (1 + len(self.calls)) for treatment in (Treatment.COMPRESS, Treatment.RECOMPUTE)]
+        everything[1][0] = Treatment.COMPRESS
+        return max(play(costs, treatments).peak_bytes for treatments in everything)
+
+    def _costs(self, observed: Observed, bits: int | None) -> Costs:
+        costs = costs_of(self.names, *observed.metered, bits)
+        timed = [costs_of(self.names, *pair, bits).seconds for pair in observed.timed]
+        costs = self._evened(replace(costs, seconds=np.minimum.reduce(timed)))
+        exact = [1 + call for call, block in enumerate(self.calls) if self.blocks[block].needs_exact_input]
+        for values in (costs.seconds, costs.held, costs.forward_peak, costs.backward_peak):
+            values[exact, Treatment.RECOMPUTE_COMPRESSED] = np.inf
+        return costs
+
+    def _evened(self, costs: Costs) -> Costs:
+        """Gives calls of blocks that are alike the median of what they cost."""
+        raw = costs.held[1:, Treatment.KEEP]
+        alike: list[list[int]] = []
+        for call, block in enumerate(self.calls):
+            for group in alike:
+                same = self._kinds[self.calls[group[0]]] is self._kinds[block]
+                if same and abs(raw[group[0]] - raw[call]) <= ALIKE * raw[call]:
+                    group.append(call)
+                    break
+            else:
+                alike.append([call])
+        arrays = {field.name: np.array(getattr(costs, field.name)) for field in fields(Costs)}
+        for name in ("seconds", "held", "forward_peak", "backward_peak"):
+            for group in alike:
+                rows = [1 + call for call in group]
+                arrays[name][rows] = np.median(arrays[name][rows], axis=0)
+        return Costs(**arrays)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Passes of so many rows, each a pair: everything compressed, and all blocks recomputed.
+
+    Attributes:
+        rows: The rows.
+        bits: Precision that they were stored in; None where nothing lost precision.
+        metered: With memory measured.
+        timed: Without.
+    """
+
+    rows: int
+    bits: int | None
+    metered: tuple[Observation, Observation]
+    timed: Sequence[tuple[Observation, Observation]]
+
+
+def planned_bits(config: DAFConfig) -> list[int | None]:
+    """Returns the precisions that are planned with, the best first; None where nothing loses precision."""
+    if config.precision == "exact":
+        return [None]
+    most = max(PLANNED_BITS if config.precision == "auto" else config.precision, config.kept_precision)
+    return [bits for bits in PRECISIONS[::-1] if config.kept_precision <= bits <= most]
+
+
+def most_bits(config: DAFConfig) -> int | None:
+    """Returns the precision that activations have where there is room; None where nothing loses precision."""
+    if config.precision == "exact":
+        return None
+    return PRECISIONS[-1] if config.precision == "auto" else config.precision
+
+
+def _arrays(costs: Costs) -> list[np.ndarray]:
+    return [getattr(costs, field.name) for field in fields(Costs)]

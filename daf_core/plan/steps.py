@@ -1,0 +1,235 @@
+"""The plan of each training step: made before it, changed when memory falls short, loosened when there is more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from logging import getLogger
+
+from humanfriendly import format_size
+from torch import Tensor, nn
+
+from daf_core.config import DAFConfig
+from daf_core.engine import ActivationEngine
+from daf_core.errors import PlanError
+from daf_core.memory.available import HEAD_ROOM, AutoBudget
+from daf_core.plan.blocks import blocks_of
+from daf_core.plan.costs import Treatment
+from daf_core.plan.measure import measure
+from daf_core.plan.planner import BatchSize, Plan, find_plan, least_budget, tried
+from daf_core.plan.profile import Profile
+from daf_core.plan.recompute import Recomputation
+from daf_core.treatments import Treatments
+
+BUCKETS = 4
+"""Plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)."""
+
+TIGHTER = 0.8
+"""Of what a plan was expected to take, the next one may take this part where memory has run out."""
+
+PATIENCE = 100
+"""Steps after which a plan that memory has run out for may be followed again: failing takes a step or two."""
+
+log = getLogger("daf")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of a step.
+
+    Attributes:
+        rows: Its rows.
+        length: Elements of a row.
+        loss_of: Returns the loss of so many of its rows, as the step would.
+    """
+
+    rows: int
+    length: int
+    loss_of: Callable[[int], Tensor]
+
+    @property
+    def bucket(self) -> int:
+        """Number of the range of lengths that it is in."""
+        return math.ceil(BUCKETS * math.log2(max(self.length, 1)))
+
+
+class StepPlanner:
+    """Has a model trained in steps that keep a memory budget.
+
+    Args:
+        model: The model.
+        engine: Compresses its activations.
+        config: Budget and precision.
+        relieve: Gives back memory that allocators only keep for later.
+
+    Attributes:
+        plan: That of the last step.
+        recomputation: Switches what is recomputed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: ActivationEngine,
+        config: DAFConfig,
+        relieve: Callable[[], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._config = config
+        self._blocks = blocks_of(model)
+        self.recomputation = Recomputation(self._blocks)
+        self.plan: Plan | None = None
+        self._wanted = config.memory_budget if isinstance(config.memory_budget, int) else None
+        self._ceiling = self._wanted
+        self._steps_below = 0
+        self._device = next(model.parameters()).device
+        self._relieve = relieve
+        self._available = AutoBudget(self._device, self._wanted, relieve)
+        self._room = 0
+        self._limit: int | None = None
+        self._profile: Profile | None = None
+        self._profiled: Batch | None = None
+        self._plans: dict[tuple[int, int, bool], Plan] = {}
+        self._last: tuple[Batch, str | None] | None = None
+
+    @property
+    def summary(self) -> str | None:
+        """The plan of the last step, in words; None before the first."""
+        return None if self.plan is None else _in_words(self.plan)
+
+    def prepare(self, batch: Batch, whole: str | None = None) -> Plan:
+        """Returns the plan for a step, and has the model follow it.
+
+        Args:
+            batch: The step's batch.
+            whole: Why the batch cannot be split; None if it can.
+
+        Raises:
+            PlanError: There is none.
+        """
+        self._follow_available_memory()
+        profile = self._profile_for(batch)
+        self._last = batch, whole
+        plan = self._planned(profile, batch, whole)
+        if plan.forecast.peak_bytes > self._room:
+            self._set_limit(self._room)
+            plan = self._planned(profile, batch, whole)
+        self._apply(plan)
+        return plan
+
+    def tighten(self, reason: str) -> bool:
+        """Allows less than the last plan was expected to take; says whether there is a plan for less.
+
+        Args:
+            reason: What happened, for the log.
+        """
+        if self.plan is None or self._limit is None or self._last is None or self._profile is None:
+            return False
+        before, after = self._limit, int(min(self._limit, self.plan.forecast.peak_bytes) * TIGHTER)
+        self._set_limit(after)
+        try:
+            self._find(self._profile, *self._last)
+        except PlanError:
+            self._set_limit(before)
+            return False
+        self._ceiling, self._steps_below = after, 0
+        log.warning("DAF plans for %s instead of %s: %s", format_size(after), format_size(before), reason)
+        return True
+
+    def finish_step(self) -> None:
+        """Ends a step: what memory has run out for once is tried again after `PATIENCE` steps."""
+        self._available.finish_step()
+        if self._ceiling == self._wanted:
+            return
+        self._steps_below += 1
+        if self._steps_below >= PATIENCE:
+            self._steps_below = 0
+            raised = int((self._ceiling or 0) / TIGHTER)
+            self._ceiling = raised if self._wanted is None else min(raised, self._wanted)
+            self._limit = None
+
+    def close(self) -> None:
+        """Makes the model and the engine what they were."""
+        self._stop_treating()
+        self._engine.set_memory_budget(self._config.memory_budget)
+
+    def _follow_available_memory(self) -> None:
+        """Asks what a step may take now; with more of it than before, plans are made anew."""
+        own = self._engine.resident_bytes - self._missing_gradients
+        copied = sum(each.grad.nbytes for each in self._model.parameters() if each.grad is not None)  # by the snapshot
+        available = max(self._available.update(own) - copied, 0)
+        self._room = available if self._ceiling is None else min(available, self._ceiling)
+        if self._limit is None or self._room > HEAD_ROOM * self._limit:
+            self._set_limit(self._room)
+
+    @property
+    def _missing_gradients(self) -> int:
+        """Bytes of gradients that the step will add to memory: they do not count as what it takes."""
+        parameters = [each for each in self._model.parameters() if each.requires_grad and each.grad is None]
+        return sum(each.nbytes for each in parameters if each.device == self._device)
+
+    def _planned(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
+        """Returns the plan for a batch. What memory has run out for once is tried again rather than given up."""
+        key = batch.rows, batch.bucket, whole is None
+        if key not in self._plans:
+            try:
+                plan = self._find(profile, batch, whole)
+            except PlanError:
+                if self._ceiling == self._wanted:
+                    raise
+                self._ceiling = self._wanted
+                self._limit = None
+                self._follow_available_memory()
+                plan = self._find(profile, batch, whole)
+            self._plans[key] = plan
+            log.info("DAF plans %s", _in_words(plan))
+        return self._plans[key]
+
+    def _stop_treating(self) -> None:
+        self.recomputation.select(())
+        self._engine.treat(Treatments())
+        self.plan = None
+
+    def _set_limit(self, limit: int) -> None:
+        self._limit = limit
+        self._plans.clear()
+
+    def _profile_for(self, batch: Batch) -> Profile:
+        """Returns a profile that serves a batch: the one there is, or a new one where its rows are longer."""
+        if self._profile is None or self._profiled is None or batch.bucket > self._profiled.bucket:
+            self._stop_treating()
+            self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
+            self._profiled = batch
+            self._blocks = self._profile.blocks
+            self.recomputation = Recomputation(self._blocks)
+            self._plans.clear()
+        return self._profile
+
+    def _find(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
+        assert self._limit is not None
+        assert self._profiled is not None
+        size = BatchSize(batch.rows, 2 ** (batch.bucket / BUCKETS) / self._profiled.length)
+        plan = find_plan(profile, size, self._limit, self._config, whole is None)
+        if plan is not None:
+            return plan
+        least = least_budget(profile, size, self._config, whole is None)
+        raise PlanError(self._limit, least, tried(self._config, len(self._blocks), whole))
+
+    def _apply(self, plan: Plan) -> None:
+        if plan is self.plan:
+            return
+        self.plan = None  # in case that what follows fails
+        self.recomputation.select(plan.recomputed)
+        self._engine.treat(plan.treatments([block.name for block in self._blocks]))
+        self._engine.set_memory_budget(plan.activation_budget, plan.kept_bytes)
+        self.plan = plan
+
+
+def _in_words(plan: Plan) -> str:
+    names = {treatment: treatment.name.lower().replace("_", " ") for treatment in Treatment}
+    counts = ", ".join(f"{plan.blocks.count(each)} {names[each]}" for each in Treatment if each in plan.blocks)
+    parts = f"{plan.parts} micro-batches" if plan.parts > 1 else "the whole batch"
+    seconds, peak = plan.forecast.seconds, format_size(plan.forecast.peak_bytes)
+    return f"{parts}; blocks: {counts or 'none'}; {peak} at most, {seconds:.3g} s"

@@ -1,0 +1,153 @@
+"""The gated product ``act(gate(x)) * up(x)``, of which autograd keeps the two factors' inputs and no activation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from daf_core.forward import ForwardWrapper
+from daf_core.rewrites.rewrite import Undo, is_bare
+
+WIDTH, INNER, ROWS = 3, 5, 7
+"""Sizes of the small layers with which a module's formula is checked."""
+
+TOLERANCE = 1e-9
+"""Largest difference in float64 of values and gradients."""
+
+_CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+"""What transformers calls the parts of a gated MLP."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An activation and its derivative.
+
+    Attributes:
+        value: Computes the activation.
+        slope: Returns the gradient of the input from that of the result, and the input.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
+
+
+GATES = (
+    Gate(functional.silu, torch.ops.aten.silu_backward),
+    Gate(functional.gelu, torch.ops.aten.gelu_backward),
+    Gate(
+        partial(functional.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+)
+"""What the activation of a gated MLP may be."""
+
+
+def gated_product(gate: Tensor, up: Tensor, form: Gate) -> Tensor:
+    """Returns ``form.value(gate) * up``; autograd saves `gate` and `up` alone.
+
+    Args:
+        gate: Of any shape.
+        up: Of the same shape and type.
+        form: The activation.
+    """
+    return _GatedProduct.apply(gate, up, form)  # pyright: ignore[reportReturnType]
+
+
+def find_gate(module: nn.Module) -> Gate | None:
+    """Returns the activation of a module that computes ``down(act(gate(x)) * up(x))``; None for all others.
+
+    The module's forward is run with small layers in place of its own.
+
+    Args:
+        module: Any module.
+    """
+    children = dict(module.named_children())
+    if children.keys() != _CHILDREN or not is_bare(module) or not is_bare(children["act_fn"]):
+        return None
+    own_tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    if own_tensors or any(True for _ in children["act_fn"].parameters()):
+        return None
+    layers = {"gate_proj": _layer(WIDTH, INNER), "up_proj": _layer(WIDTH, INNER), "down_proj": _layer(INNER, WIDTH)}
+    twin = copy.copy(module)
+    vars(twin)["_modules"] = {**children, **layers}
+    try:
+        own = _probe(partial(type(module).forward, twin), layers)
+    except Exception:  # whatever a stranger's module raises, it is none that takes a tensor alone
+        return None
+    return next((form for form in GATES if _agree(own, _probe(partial(_formula, layers, form), layers))), None)
+
+
+def rewrite_gated(module: nn.Module, form: Gate) -> Undo:
+    """Makes a gated MLP save two tensors instead of three where autograd records it.
+
+    Args:
+        module: The module.
+        form: Its activation, from `find_gate`.
+
+    Returns:
+        What undoes it.
+    """
+    layers: Any = module
+
+    def around(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if kwargs or len(args) != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        gate, up = layers.gate_proj(args[0]), layers.up_proj(args[0])
+        if not _fit(gate, up):
+            return layers.down_proj(layers.act_fn(gate) * up)
+        return layers.down_proj(gated_product(gate, up, form))
+
+    return ForwardWrapper(module, around).remove
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, form: Gate) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(gate, up)
+        ctx.form = form
+        return form.value(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up = ctx.saved_tensors
+        return ctx.form.slope(gradient * up, gate), ctx.form.value(gate) * gradient, None
+
+
+def _fit(gate: Tensor, up: Tensor) -> bool:
+    plain = type(gate) is Tensor and type(up) is Tensor and gate.dtype is up.dtype and gate.shape == up.shape
+    return plain and gate.requires_grad and up.requires_grad
+
+
+def _layer(width: int, outputs: int) -> nn.Linear:
+    """Returns a layer with weights of its own, for which no random number is drawn."""
+    layer = nn.Linear(width, outputs, bias=False, device="meta", dtype=torch.float64).to_empty(device="cpu")
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-2.0, 3.0, width * outputs, dtype=torch.float64).sin().view(outputs, width))
+    return layer
+
+
+def _formula(layers: dict[str, nn.Linear], form: Gate, inputs: Tensor) -> Tensor:
+    return layers["down_proj"](gated_product(layers["gate_proj"](inputs), layers["up_proj"](inputs), form))
+
+
+def _probe(function: Callable[[Tensor], Tensor], layers: dict[str, nn.Linear]) -> list[Tensor]:
+    """Returns values, and the gradients of inputs and weights."""
+    inputs = torch.linspace(-4.0, 5.0, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).requires_grad_()
+    with torch.enable_grad():
+        values = function(inputs)
+        weights = [layer.weight for layer in layers.values()]
+        return [values.detach(), *torch.autograd.grad(values.square().sum(), [inputs, *weights])]
+
+
+def _agree(own: list[Tensor], other: list[Tensor]) -> bool:
+    same = all(one.shape == two.shape for one, two in zip(own, other, strict=True))
+    return same and all(torch.allclose(*pair, rtol=TOLERANCE, atol=TOLERANCE) for pair in zip(own, other, strict=True))

@@ -1,0 +1,205 @@
+"""Logits that are computed only if somebody looks at them."""
+
+# pyright: reportPrivateUsage=false
+# torch documents `_make_wrapper_subclass` for tensors without memory of their own, underscore or not.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import Self
+
+from daf_core.errors import ModifiedInPlaceError
+
+_METADATA: set[Any] = {
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.__len__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested")),
+}
+"""What is known of logits that were not computed."""
+
+_WITHOUT_AUTOCAST = (torch.float64, torch.complex64, torch.complex128)
+
+
+class LogitsSource:
+    """What logits are computed from, in the state in which the output projection ran.
+
+    Args:
+        hidden: Hidden states, (..., hidden size), as autograd recorded them.
+        weight: Weight of the projection, (vocabulary, hidden size).
+        bias: Its bias, (vocabulary,), or None.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.hidden = hidden
+        self.weight = weight
+        self.bias = bias
+        self.dtype = _result_dtype(hidden)
+        self._versions = [tensor._version for tensor in self.inputs]
+        self._logits: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the logits: (..., vocabulary)."""
+        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether somebody has looked at the logits."""
+        return self._logits is not None
+
+    def logits(self) -> Tensor:
+        """Returns the logits, recorded by autograd; from the second call on, the same tensor again.
+
+        Raises:
+            ModifiedInPlaceError: Hidden states or weights were changed since.
+        """
+        if self._logits is None:
+            self._check()
+            hidden, weight, bias = self.cast_inputs()
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
+                self._logits = torch.nn.functional.linear(hidden, weight, bias)
+        return self._logits
+
+    def cast_inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns hidden states, weight and bias in the type in which the projection uses them."""
+        with torch.enable_grad():
+            bias = None if self.bias is None else self.bias.to(self.dtype)
+            return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Hidden states, weight and, if there is one, bias."""
+        return [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
+
+    def _check(self) -> None:
+        versions = [tensor._version for tensor in self.inputs]
+        released = any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self.inputs)
+        if versions != self._versions or released:
+            raise ModifiedInPlaceError(
+                "these logits were not computed in the forward pass, as the loss needed none, and the weight of the "
+                "output projection or the hidden states have changed since, as in an optimizer's step. Read them "
+                "before that, or undo the rewrite of the loss (OperatorRewrites.undo)"
+            )
+
+
+class LazyLogits(Tensor):
+    """Logits without memory. Whatever is done with them, but for asking their shape and the like, computes them.
+
+    What it is done with is then an ordinary tensor, part of the graph that the output projection would have recorded.
+    Only `float` and `clone` give lazy logits again: mixed precision puts the first around a model, and distributed
+    training the second.
+
+    Attributes:
+        source: What they are computed from.
+    """
+
+    source: LogitsSource
+
+    def __new__(cls, source: LogitsSource, dtype: torch.dtype) -> Self:
+        """Makes the tensor alone, without a graph."""
+        lazy = Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype, device=source.hidden.device)
+        lazy.source = source
+        return lazy
+
+    @classmethod
+    def of(cls, source: LogitsSource, dtype: torch.dtype | None = None) -> Self:
+        """Returns the logits of a source, with a node of autograd's for code that passes the tensor on as it is."""
+        return cast("Self", _Project.apply(source.hidden, source.weight, source.bias, source, dtype or source.dtype))
+
+    def computed(self) -> Tensor:
+        """Returns the logits as an ordinary tensor, with a graph where these have one."""
+        logits = self.source.logits().to(self.dtype)
+        return logits if self.requires_grad else logits.detach()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        again = _again(func, args, kwargs)
+        if again is not None:
+            return again
+        return func(*_replaced(args, LazyLogits.computed), **_replaced(kwargs or {}, LazyLogits.computed))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Autograd has recorded the operator already, with the node that `of` made.
+        return func(*_replaced(args, _values), **_replaced(kwargs or {}, _values))
+
+
+class _Project(torch.autograd.Function):
+    """Stands in the graph for the output projection."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: LogitsSource, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.source = source
+        return LazyLogits(source, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        source: LogitsSource = ctx.source
+        # By hand: with tied embeddings the hidden states depend on the weight as well.
+        slopes = gradient.reshape(-1, gradient.shape[-1]).to(source.dtype)
+        states = source.hidden.detach().reshape(-1, source.hidden.shape[-1]).to(source.dtype)
+        hidden, weight, bias = ctx.needs_input_grad[:3]
+        return (
+            (slopes @ source.weight.detach().to(source.dtype)).view_as(source.hidden) if hidden else None,
+            slopes.t() @ states if weight else None,
+            slopes.sum(0) if bias else None,
+            None,
+            None,
+        )
+
+
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> LazyLogits | None:
+    """Returns lazy logits for the operators that give such."""
+    if kwargs or len(args) != 1 or not isinstance(args[0], LazyLogits) or args[0].source.is_computed:
+        return None
+    lazy = args[0]
+    if func is Tensor.float:
+        return lazy if lazy.dtype is torch.float32 else LazyLogits.of(lazy.source, torch.float32)
+    return LazyLogits.of(lazy.source, lazy.dtype) if func in (Tensor.clone, torch.clone) else None
+
+
+def _replaced(value: Any, compute: Callable[[LazyLogits], Tensor]) -> Any:
+    if isinstance(value, LazyLogits):
+        return compute(value)
+    if isinstance(value, dict):
+        return {name: _replaced(item, compute) for name, item in cast("dict[Any, Any]", value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, compute) for item in value)
+    return value
+
+
+def _values(lazy: LazyLogits) -> Tensor:
+    return lazy.source.logits().detach().to(lazy.dtype)
+
+
+def _result_dtype(hidden: Tensor) -> torch.dtype:
+    """Returns the type that a linear layer's result has now."""
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype not in _WITHOUT_AUTOCAST
+    return torch.get_autocast_dtype(device) if autocast else hidden.dtype

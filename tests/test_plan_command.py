@@ -1,0 +1,149 @@
+"""`daf plan`: what it plans for models that are made on the spot, and what it says of those that cannot be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from daf_core.plan.costs import Treatment
+from daf_integrations.cli import main
+from daf_integrations.planning import OUTSIDE, PlannedBlock, joined
+
+pytest.importorskip("transformers", reason="plans are made for models of transformers")
+pytest.importorskip("peft", reason="plans are made for LoRA")
+
+SIZE = ("--batch", "4", "--length", "64")
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 256, "n_positions": 64}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+BERT = {
+    **{"model_type": "bert", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 64},
+}
+
+
+def folder_of(path: Path, **config: Any) -> str:
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> str:
+    return folder_of(tmp_path, **GPT2, **TOKENS)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *arguments])
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_plans_keep_their_budgets_down_to_the_least(gpt2: str) -> None:
+    found = report(gpt2, *SIZE)
+    budgets = [plan["budget_bytes"] for plan in found["plans"]]
+    assert budgets[0] == found["plain"]["peak_bytes"]
+    assert budgets[-1] == found["least_budget_bytes"] < budgets[0] / 4
+    assert budgets == sorted(budgets, reverse=True)
+    assert all(0 < plan["peak_bytes"] <= plan["budget_bytes"] for plan in found["plans"])
+    first, last = found["plans"][0], found["plans"][-1]
+    assert {block["treatment"] for block in first["blocks"]} == {"keep"}
+    assert last["micro_batches"] == 4
+    assert (found["task"], found["dtype"]) == ("causal-lm", "float32")
+
+
+def test_table_joins_alike_blocks_and_shows_plain_training(gpt2: str) -> None:
+    output = run(gpt2, *SIZE, "--budget", "100MB").output
+    assert "h.1 - h.2" in output  # the input of the first block has no gradient: it saves less
+    assert "plain training" in output
+    assert "Smallest budget that can be met" in output
+    assert "Weights are random" in output
+
+
+def test_several_budgets_make_a_row_each(gpt2: str) -> None:
+    output = run(gpt2, *SIZE, "--budget", "50MB", "--budget", "100MB").output
+    assert "50 MB" in output
+    assert "100 MB" in output
+    assert "parts" in output
+
+
+def test_a_budget_that_no_plan_meets_is_an_error(gpt2: str) -> None:
+    result = run(gpt2, *SIZE, "--budget", "1000")
+    assert result.exit_code == 1
+    assert "memory_budget allows 1 KB; tried: fewer bits, recomputation of 3 blocks, micro-batches" in result.output
+
+
+def test_exact_plans_lose_nothing_and_take_more(gpt2: str) -> None:
+    exact, lossy = (report(gpt2, *SIZE, "--precision", precision) for precision in ("exact", "4"))
+    assert all(plan["bits"] is None for plan in exact["plans"])
+    assert all(plan["bits"] <= 4 for plan in lossy["plans"])
+
+
+def test_models_that_are_no_language_models_classify(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, **BERT)
+    assert report(folder, *SIZE, "--budget", "1GB")["task"] == "sequence-classification"
+    assert report(folder, *SIZE, "--budget", "1GB", "--task", "token-classification")["task"] == "token-classification"
+
+
+def test_full_training_saves_more_than_lora(gpt2: str) -> None:
+    full, lora = (report(gpt2, *SIZE, "--budget", "1GB", option) for option in ("--full", "--lora=2"))
+    assert full["plans"][0]["blocks"][0]["held_bytes"] != lora["plans"][0]["blocks"][0]["held_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "12 parsecs"], "is not a size; give a positive number of bytes or a size such as"),
+        (["--batch", "0"], "0 is not in the range x>=1"),
+        (["--precision", "3"], "'3' is not one of 'auto', 'exact', '8', '4', '2', '1'"),
+        (["--task", "chess"], "'chess' is not one of 'causal-lm'"),
+        (["--full", "--lora", "4"], "--lora and --full exclude each other"),
+    ],
+)
+def test_wrong_options_are_answered_with_what_is_allowed(gpt2: str, arguments: list[str], message: str) -> None:
+    result = run(gpt2, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_rows_that_are_too_long(gpt2: str) -> None:
+    result = run(gpt2, "--length", "65")
+    assert result.exit_code == 1
+    assert "does not run on a row of 65 tokens" in result.output
+    assert "Pass a smaller --length" in result.output
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    result = run(str(tmp_path))
+    assert result.exit_code == 1
+    assert "no configuration is found for the folder" in result.output
+
+
+def test_a_model_that_does_not_do_the_task(tmp_path: Path) -> None:
+    config = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    result = run(folder_of(tmp_path, **config), "--task", "causal-lm")
+    assert result.exit_code == 1
+    assert "cannot be made for the task 'causal-lm'" in result.output
+
+
+@pytest.mark.parametrize("package", ["transformers", "peft"])
+def test_missing_packages_are_named(gpt2: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    result = run(gpt2, *SIZE)
+    assert result.exit_code == 1
+    assert f"needs {package}, which is not installed" in result.output
+
+
+def test_only_alike_neighbours_are_joined() -> None:
+    keep, compress = Treatment.KEEP, Treatment.COMPRESS
+    rows = [(OUTSIDE, keep, 10), ("a.h.0", keep, 10), ("a.h.1", keep, 10), ("a.h.2", compress, 2)]
+    rows.append(("a.h.3", compress, 3))
+    found = [(name, count) for name, count, _ in joined([PlannedBlock(*row) for row in rows])]
+    assert found == [(OUTSIDE, 1), ("h.0 - h.1", 2), ("h.2", 1), ("h.3", 1)]
