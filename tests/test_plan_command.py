@@ -83,7 +83,7 @@ def test_a_budget_that_no_plan_meets_is_an_error(gpt2: str) -> None:
 def test_exact_plans_lose_nothing_and_take_more(gpt2: str) -> None:
     exact, lossy = (report(gpt2, *SIZE, "--precision", precision) for precision in ("exact", "4"))
     assert all(plan["bits"] is None for plan in exact["plans"])
-    assert all(plan["bits"] <= 4 for plan in lossy["plans"])
+    assert {plan["bits"] for plan in lossy["plans"]} >= {None, 4}, "nothing is lost where there is room"
 
 
 def test_models_that_are_no_language_models_classify(tmp_path: Path) -> None:

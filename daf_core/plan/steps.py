@@ -87,7 +87,7 @@ class StepPlanner:
         self._device = next(model.parameters()).device
         self._relieve = relieve
         self._available = AutoBudget(self._device, self._wanted, relieve)
-        self._room = 0
+        self._room = self._copied = 0
         self._limit: int | None = None
         self._profile: Profile | None = None
         self._profiled: Batch | None = None
@@ -158,8 +158,9 @@ class StepPlanner:
     def _follow_available_memory(self) -> None:
         """Asks what a step may take now; with more of it than before, plans are made anew."""
         own = self._engine.resident_bytes - self._missing_gradients
-        copied = sum(each.grad.nbytes for each in self._model.parameters() if each.grad is not None)  # by the snapshot
-        available = max(self._available.update(own) - copied, 0)
+        # The snapshot's copies of gradients are no part of what is planned.
+        self._copied = sum(each.grad.nbytes for each in self._model.parameters() if each.grad is not None)
+        available = max(self._available.update(own) - self._copied, 0)
         self._room = available if self._ceiling is None else min(available, self._ceiling)
         if self._limit is None or self._room > HEAD_ROOM * self._limit:
             self._set_limit(self._room)
@@ -215,7 +216,7 @@ class StepPlanner:
         if plan is not None:
             return plan
         least = least_budget(profile, size, self._config, whole is None)
-        raise PlanError(self._limit, least, tried(self._config, len(self._blocks), whole))
+        raise PlanError(self._limit + self._copied, least + self._copied, tried(self._config, len(self._blocks), whole))
 
     def _apply(self, plan: Plan) -> None:
         if plan is self.plan:

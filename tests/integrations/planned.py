@@ -20,12 +20,13 @@ Where = Literal["forward", "backward"]
 @contextmanager
 def in_parts(count: int) -> Generator[None]:
     """Leaves plans no other number of micro-batches, where a batch may be split."""
-    whole = planner._parts
+    before = planner._parts, planner._untouched
     planner._parts = lambda rows, splits: [count] if splits else [1]
+    planner._untouched = lambda profile, batch, budget: None
     try:
         yield
     finally:
-        planner._parts = whole
+        planner._parts, planner._untouched = before
 
 
 class OutOfMemory:

@@ -97,7 +97,7 @@ def hopeless(model: nn.Module) -> str:
     try:
         with_retries(attempt, Snapshot(model), tighten)
     except Exception as error:
-        return f"{type(error).__name__}: {error} ({told[0]})"
+        return f"{type(error).__name__}: {error} ({told[0] if told else 'did not fail'})"
     return "none"
 
 
