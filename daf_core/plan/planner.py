@@ -216,8 +216,8 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
     costs = profile.at(batch.of_part(parts), bits)
     choices = _choices(profile, costs)
     tried: set[tuple[int, ...]] = set()
-    for budget in _lax(limit):
-        picked = choose([[choice for choice, _ in block] for block in choices], budget)
+    for allowed in _lax(limit):
+        picked = choose([[choice for choice, _ in block] for block in choices], allowed)
         if picked is None or (key := tuple(picked)) in tried:
             continue
         tried.add(key)

@@ -87,6 +87,8 @@ def test_plans_keep_budgets_and_smaller_ones_take_longer(options: dict[str, Any]
         again = play(costs, [plan.outside, *(plan.blocks[block] for block in profile.calls)])
         assert again.peak_bytes <= plan.forecast.peak_bytes, "what is left goes to more bits"
         assert plan.activation_budget >= plan.forecast.held_bytes
+        left = int(least * share) - plan.forecast.peak_bytes
+        assert plan.activation_budget <= plan.forecast.held_bytes + left
     assert bits == sorted(bits, reverse=True)
     assert plan_for(profile, int(least / SEARCHED), config, rows, splits) is None
 
