@@ -25,6 +25,7 @@ from benchmarks.summary import (
 )
 from benchmarks.timing import paired_ratio
 from benchmarks.worker import Measurement, Task, measure
+from daf_core.plan.costs import RANDOM_STATES
 
 METHOD_KEYS = {
     "method",
@@ -37,7 +38,6 @@ METHOD_KEYS = {
 }
 MACHINE_KEYS = {"cpu", "cores", "threads", "torch", "python", "allocator", "dtype"}
 FLOAT_BYTES = 4
-RANDOM_STATES = 2 * 5056  # of each recomputed block, the states of torch's generator: plans leave them out
 TINY_BATCH, TINY_SEQ = 8, 64  # large enough for DAF to compress what the model saves
 
 

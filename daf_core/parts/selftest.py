@@ -63,10 +63,9 @@ class Weighting:
         Raises:
             MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
         """
-        classes = _classes(batch)
-        new = self._tests < MOST_TESTS and not classes <= self._classes
-        if self._disagree(batch, parts) or new:
-            self._classes |= classes
+        new = _classes(batch) - self._classes if self._tests < MOST_TESTS else set[int]()
+        if new or self._disagree(batch, parts):
+            self._classes |= new
             self._tests += 1
             self._laws = matching_laws(self._model, batch, loss_function, self._laws)
         return weights(safest(self._laws, batch), batch, parts)

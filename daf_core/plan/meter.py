@@ -31,14 +31,9 @@ class MemoryMeter(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-def meter_on(device: torch.device, beside: Callable[[], int] = int) -> MemoryMeter:
-    """Returns a meter for a device.
-
-    Args:
-        device: The device.
-        beside: Bytes that are taken outside of tensors, on a device whose allocator does not count them.
-    """
-    return AllocatorMeter(device) if device.type == "cuda" else TensorMeter(beside)
+def meter_on(device: torch.device) -> MemoryMeter:
+    """Returns a meter for a device."""
+    return AllocatorMeter(device) if device.type == "cuda" else TensorMeter()
 
 
 class AllocatorMeter:

@@ -178,15 +178,14 @@ def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
 
 def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int, splits: bool) -> Plan | None:
     """Returns the plan with the fewest micro-batches that leaves activations enough room to come and go."""
-    compress = [Treatment.COMPRESS] * (1 + len(profile.names))
-    bits = planned_bits(config)[0]
+    bits, compress = planned_bits(config)[0], Treatment.COMPRESS
     for parts in _parts(batch.rows, splits):
         costs = profile.at(batch.of_part(parts), bits)
-        forecast = play(costs, [Treatment.COMPRESS] * (1 + len(profile.calls)))
+        forecast = play(costs, [compress] * (1 + len(profile.calls)))
         room = limit - (forecast.peak_bytes - forecast.held_bytes)
-        if room >= SPILLING * costs.held[:, Treatment.COMPRESS].max():
+        if room >= SPILLING * costs.held[:, compress].max():
             spilled = replace(forecast, seconds=forecast.seconds * parts, peak_bytes=limit, held_bytes=room)
-            return Plan(parts, bits, compress[0], tuple(compress[1:]), spilled, room)
+            return Plan(parts, bits, compress, (compress,) * len(profile.names), spilled, room)
     return None
 
 

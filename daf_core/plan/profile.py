@@ -41,10 +41,9 @@ class Profile:
         self.blocks = list(blocks)
         self.names = [block.name for block in blocks]
         self.calls = few.metered[0].blocks
-        self._kinds = [type(block.module) for block in blocks]
         self._few = few
-        self._least_bits = few.bits
         self._many = many
+        self._known: dict[tuple[int, int | None], Costs] = {}
 
     def at(self, rows: float, bits: int | None) -> Costs:
         """Returns what a pass of so many rows, as long as those that were observed, costs at a precision."""
@@ -57,12 +56,19 @@ class Profile:
 
     def observed_peak(self, rows: int) -> int:
         """Returns the memory that observing a pass of so many rows takes."""
-        costs = self.at(rows, self._least_bits)
+        costs = self.at(rows, self._few.bits)
         everything = [[treatment] * (1 + len(self.calls)) for treatment in (Treatment.COMPRESS, Treatment.RECOMPUTE)]
         everything[1][0] = Treatment.COMPRESS
         return max(play(costs, treatments).peak_bytes for treatments in everything)
 
     def _costs(self, observed: Observed, bits: int | None) -> Costs:
+        """Returns what the passes took, at a precision; computed once, as a search asks for it a hundred times."""
+        key = observed.rows, bits
+        if key not in self._known:
+            self._known[key] = self._costs_of(observed, bits)
+        return self._known[key]
+
+    def _costs_of(self, observed: Observed, bits: int | None) -> Costs:
         costs = costs_of(self.names, *observed.metered, bits)
         timed = [costs_of(self.names, *pair, bits).seconds for pair in observed.timed]
         costs = self._evened(replace(costs, seconds=np.minimum.reduce(timed)))
@@ -73,11 +79,11 @@ class Profile:
 
     def _evened(self, costs: Costs) -> Costs:
         """Gives calls of blocks that are alike the median of what they cost."""
-        raw = costs.held[1:, Treatment.KEEP]
+        raw, kinds = costs.held[1:, Treatment.KEEP], [type(block.module) for block in self.blocks]
         alike: list[list[int]] = []
         for call, block in enumerate(self.calls):
             for group in alike:
-                same = self._kinds[self.calls[group[0]]] is self._kinds[block]
+                same = kinds[self.calls[group[0]]] is kinds[block]
                 if same and abs(raw[group[0]] - raw[call]) <= ALIKE * raw[call]:
                     group.append(call)
                     break

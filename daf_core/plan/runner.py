@@ -94,8 +94,10 @@ class StepRunner:
             PlanError: No plan keeps the budget.
             ProfileError: What a step takes cannot be measured.
         """
-        attempt = partial(self._attempt, batch, loss_function, step, begin)
-        if ranks.obstacle(self._model) is not None:
+        obstacle = ranks.obstacle(self._model)
+        whole = self._unsplittable or obstacle or obstacles.obstacle(self._model, batch)
+        attempt = partial(self._attempt, batch, loss_function, step, whole, begin)
+        if obstacle is not None:
             return attempt()
         snapshot = Snapshot(self._inner, self._engine)
         if not ranks.exchanging(self._model):
@@ -116,12 +118,19 @@ class StepRunner:
         self.planner.close()
         self._rewrites.undo()
 
-    def _attempt(self, batch: Any, loss_function: LossFunction, step: Step, begin: Callable[[], None] | None) -> Tensor:
+    def _attempt(
+        self,
+        batch: Any,
+        loss_function: LossFunction,
+        step: Step,
+        whole: str | None,
+        begin: Callable[[], None] | None,
+    ) -> Tensor:
+        """Runs a step once; `whole` is why its batch cannot be split, None if it can."""
         if begin is not None:
             begin()
-        reason = self._unsplittable or ranks.obstacle(self._model) or obstacles.obstacle(self._model, batch)
         described = self._described(batch, loss_function)
-        parts = self.planner.prepare(described, reason).parts
+        parts = self.planner.prepare(described, self._unsplittable or whole).parts
         try:
             weights = [1.0] if parts == 1 else self._weighting.of(batch, parts, loss_function)
         except MicroBatchError as error:

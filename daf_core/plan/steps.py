@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -14,7 +14,6 @@ from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
 from daf_core.errors import PlanError
 from daf_core.memory.available import HEAD_ROOM, AutoBudget
-from daf_core.plan.blocks import blocks_of
 from daf_core.plan.costs import Treatment
 from daf_core.plan.measure import measure
 from daf_core.plan.planner import BatchSize, Plan, find_plan, least_budget, tried
@@ -78,15 +77,12 @@ class StepPlanner:
         self._model = model
         self._engine = engine
         self._config = config
-        self._blocks = blocks_of(model)
-        self.recomputation = Recomputation(self._blocks)
+        self.recomputation = Recomputation(())
         self.plan: Plan | None = None
         self._wanted = config.memory_budget if isinstance(config.memory_budget, int) else None
         self._ceiling = self._wanted
         self._steps_below = 0
-        self._device = next(model.parameters()).device
-        self._relieve = relieve
-        self._available = AutoBudget(self._device, self._wanted, relieve)
+        self._available = AutoBudget(next(model.parameters()).device, self._wanted, relieve)
         self._room = self._copied = 0
         self._limit: int | None = None
         self._profile: Profile | None = None
@@ -116,7 +112,7 @@ class StepPlanner:
         if plan.forecast.peak_bytes > self._room:
             self._set_limit(self._room)
             plan = self._planned(profile, batch, whole)
-        self._apply(plan)
+        self._apply(plan, profile.names)
         return plan
 
     def tighten(self, reason: str) -> bool:
@@ -157,19 +153,14 @@ class StepPlanner:
 
     def _follow_available_memory(self) -> None:
         """Asks what a step may take now; with more of it than before, plans are made anew."""
-        own = self._engine.resident_bytes - self._missing_gradients
-        # The snapshot's copies of gradients are no part of what is planned.
-        self._copied = sum(each.grad.nbytes for each in self._model.parameters() if each.grad is not None)
-        available = max(self._available.update(own) - self._copied, 0)
+        trained = [each for each in self._model.parameters() if each.requires_grad or each.grad is not None]
+        # No part of what is planned: gradients that the step will add to memory, and the snapshot's copies of others.
+        missing = sum(each.nbytes for each in trained if each.grad is None)
+        self._copied = sum(each.grad.nbytes for each in trained if each.grad is not None)
+        available = max(self._available.update(self._engine.resident_bytes - missing) - self._copied, 0)
         self._room = available if self._ceiling is None else min(available, self._ceiling)
         if self._limit is None or self._room > HEAD_ROOM * self._limit:
             self._set_limit(self._room)
-
-    @property
-    def _missing_gradients(self) -> int:
-        """Bytes of gradients that the step will add to memory: they do not count as what it takes."""
-        parameters = [each for each in self._model.parameters() if each.requires_grad and each.grad is None]
-        return sum(each.nbytes for each in parameters if each.device == self._device)
 
     def _planned(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
         """Returns the plan for a batch. What memory has run out for once is tried again rather than given up."""
@@ -203,8 +194,7 @@ class StepPlanner:
             self._stop_treating()
             self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
             self._profiled = batch
-            self._blocks = self._profile.blocks
-            self.recomputation = Recomputation(self._blocks)
+            self.recomputation = Recomputation(self._profile.blocks)
             self._plans.clear()
         return self._profile
 
@@ -216,14 +206,15 @@ class StepPlanner:
         if plan is not None:
             return plan
         least = least_budget(profile, size, self._config, whole is None)
-        raise PlanError(self._limit + self._copied, least + self._copied, tried(self._config, len(self._blocks), whole))
+        attempts = tried(self._config, len(profile.blocks), whole)
+        raise PlanError(self._limit + self._copied, least + self._copied, attempts)
 
-    def _apply(self, plan: Plan) -> None:
+    def _apply(self, plan: Plan, names: Sequence[str]) -> None:
         if plan is self.plan:
             return
         self.plan = None  # in case that what follows fails
         self.recomputation.select(plan.recomputed)
-        self._engine.treat(plan.treatments([block.name for block in self._blocks]))
+        self._engine.treat(plan.treatments(names))
         self._engine.set_memory_budget(plan.activation_budget, plan.kept_bytes)
         self.plan = plan
 

@@ -232,7 +232,7 @@ def test_distributed_wrappers_exchange_nothing_meanwhile(tmp_path: Path) -> None
         model.register_buffer("statistics", torch.zeros(1))
         wrapped = nn.parallel.DistributedDataParallel(model)
         exchanged: list[str] = []
-        wrapped._sync_buffers = lambda: exchanged.append("buffers")  # type: ignore[method-assign]
+        wrapped._sync_buffers = lambda: exchanged.append("buffers")
         assert find_law(wrapped, _tokens(PADDED), lambda part: _token_mean(wrapped, part)) is Law.LABELS
         assert exchanged == []
         _token_mean(wrapped, _tokens(PADDED))
@@ -309,7 +309,7 @@ def test_only_the_last_part_that_runs_is_exchanged_with_other_processes() -> Non
         def __exit__(self, *_: object) -> None:
             events.append("end")
 
-    model.no_sync = NoSync  # type: ignore[assignment]
+    model.no_sync = NoSync
 
     def step(part: Any, weight: float, last: bool) -> Tensor:
         events.append((part, last))
@@ -371,7 +371,7 @@ def _with(layer: nn.Module) -> nn.Module:
 
 def _configured(**config: Any) -> nn.Module:
     model = nn.Linear(4, 4)
-    model.config = SimpleNamespace(**config)  # type: ignore[assignment]
+    model.config = SimpleNamespace(**config)
     return nn.Sequential(model)
 
 

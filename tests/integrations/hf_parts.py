@@ -50,7 +50,7 @@ def causal() -> nn.Module:
 def causal_without_count() -> nn.Module:
     """Takes the mean over the tokens of each forward pass, as models do that know no `num_items_in_batch`."""
     model = causal()
-    model.accepts_loss_kwargs = False  # type: ignore[assignment]
+    model.accepts_loss_kwargs = False
     return model
 
 
@@ -120,7 +120,7 @@ def padded_trainer(folder: Path, model: nn.Module, **options: Any) -> Trainer:
     settings = {**QUICK, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", **options}
     arguments = TrainingArguments(output_dir=str(folder), **settings)
     rows = padded_rows(model)
-    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8], compute_loss_func=function)  # type: ignore[arg-type]
+    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8], compute_loss_func=function)
 
 
 def run_in_parts(trainer: Trainer, parts: int) -> Weighting:
@@ -146,5 +146,5 @@ def run_in_parts(trainer: Trainer, parts: int) -> Weighting:
 
         return run_parts(model, split(inputs, parts), shares, step)
 
-    trainer.compute_loss, trainer.training_step = compute_loss, training_step  # type: ignore[method-assign]
+    trainer.compute_loss, trainer.training_step = compute_loss, training_step
     return weighting

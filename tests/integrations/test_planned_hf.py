@@ -134,7 +134,7 @@ class TestOutOfMemory:
         failure = OutOfMemory(trainer.model.get_input_embeddings(), "backward", lambda: trainer.state.global_step == 1)
         run(trainer)
         assert failure.raised == 1
-        assert trainer.tokens == 3 * 8 * 12  # type: ignore[attr-defined]
+        assert trainer.tokens == 3 * 8 * 12
 
 
 class TestTrainers:
@@ -202,5 +202,5 @@ class TestTrainers:
 
 def _descend(parameter: Tensor) -> None:
     with torch.no_grad():
-        parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
+        parameter.sub_(parameter.grad, alpha=0.1)
     parameter.grad = None

@@ -138,7 +138,7 @@ class Spread(nn.Module):
 def test_spread_parameters_are_refused(tmp_path: Path) -> None:
     """Each process has only a share of each."""
 
-    class Sharded(type(exact())):  # type: ignore[misc]
+    class Sharded(type(exact())):
         def setup(self, trainer: Any) -> None:
             super().setup(trainer)
             self.model = Spread(self.model)

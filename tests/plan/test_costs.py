@@ -27,4 +27,4 @@ def test_keeping_is_never_slower_than_packing_beyond_what_was_measured() -> None
 
 @pytest.mark.parametrize(("precision", "bits"), [("auto", 8), ("exact", None), (4, 4), (1, 1)])
 def test_room_is_filled_up_to_the_precision(precision: int | str, bits: int | None) -> None:
-    assert most_bits(DAFConfig(precision=precision)) == bits  # type: ignore[arg-type]
+    assert most_bits(DAFConfig(precision=precision)) == bits
