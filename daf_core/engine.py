@@ -17,6 +17,7 @@ from daf_core.background import CPU
 from daf_core.config import DAFConfig, parse_size
 from daf_core.eligibility import Eligibility
 from daf_core.errors import NothingToTrainError, StateError, UnsupportedDeviceError
+from daf_core.itemized import Items
 from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.memory.devices import DevicePagers
 from daf_core.packing import Packer
@@ -78,6 +79,7 @@ class ActivationEngine:
         self._store = TrainingStore(self._policy, self._streams)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._last_pass = LastPass()
+        self._other_pass = (Treatments(), LastPass())
         self._inside = threading.local()
 
     @contextmanager
@@ -115,9 +117,12 @@ class ActivationEngine:
         """
         if treatments == self._treatments:
             return
-        self._treatments = treatments
+        before, self._treatments = (self._treatments, self._last_pass), treatments
         self._policy.recomputed = treatments.recomputed
-        self._last_pass = LastPass()  # what was stored before may not be stored again
+        # What was stored before may not be stored again, but where two kinds of steps take turns.
+        known, last_pass = self._other_pass
+        self._last_pass = last_pass if known == treatments else LastPass()
+        self._other_pass = before
 
     @contextmanager
     def rehearse(self, loss_function: Callable[[], Tensor]) -> Generator[Rehearsal]:
@@ -158,6 +163,10 @@ class ActivationEngine:
     def audit_due(self) -> bool:
         """Whether `audit` is to be called before the forward pass of this step."""
         return self.config.precision != "exact" and self._auditor.due
+
+    def postpone_audit(self) -> None:
+        """Has the next step be audited in place of this one, which does not train what others do."""
+        self._auditor.postpone()
 
     def audit(self, loss_function: Callable[[], Tensor]) -> GradientError | None:
         """Measures the error of the compressed gradient, and adapts the precision of each site to what it finds.
@@ -200,6 +209,12 @@ class ActivationEngine:
         last_pass = LastPass.from_state(state["last_pass"])
         self._policy.load(state["policy"])
         self._auditor, self._last_pass = auditor, last_pass
+
+    @contextmanager
+    def itemized(self) -> Generator[Items]:
+        """Lists what the forward passes inside save, tensor by tensor; it is not to be entered inside itself."""
+        with self._packer.itemized(self._pagers) as items:
+            yield items
 
     @contextmanager
     def one_batch(self) -> Generator[None]:

@@ -52,7 +52,11 @@ class ProfileError(DAFError, RuntimeError):
 
 
 class ModelError(DAFError, ValueError):
-    """A model that is to be planned for cannot be made, or does not run on the batch."""
+    """A model that is to be planned for or profiled cannot be made, or does not run on the batch."""
+
+
+class ElasticError(DAFError, RuntimeError):
+    """No part of the model can be trained within the share of time or memory that `elastic` gives."""
 
 
 class PlanError(DAFError, RuntimeError):

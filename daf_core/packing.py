@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from daf_core.eligibility import Eligibility, Form
 from daf_core.errors import ReaderError
 from daf_core.handle import Handle
 from daf_core.in_flight import InFlight
+from daf_core.itemized import ItemizingStore, Items
 from daf_core.memory.devices import DevicePagers
 from daf_core.saved import note
 from daf_core.sites import ModuleScopes
@@ -50,7 +52,7 @@ class Packer:
     ) -> None:
         self._eligibility = eligibility
         self._scopes = scopes
-        self._store = store
+        self._store: ActivationStore | ItemizingStore = store
         self._recorder = recorder
         self._own = _Own()
 
@@ -63,6 +65,21 @@ class Packer:
         """
         store = partial(self._store.store, derivation=Derivation(self.unpack))
         self._own.background = BackgroundPacker(store, prepare, pagers)
+
+    @contextmanager
+    def itemized(self, pagers: DevicePagers) -> Generator[Items]:
+        """Lists what is packed inside.
+
+        Args:
+            pagers: Where activations are stored.
+        """
+        store, items = self._store, Items(self.unpack)
+        assert isinstance(store, ActivationStore)
+        self._store = ItemizingStore(store, pagers, self._recorder, items)
+        try:
+            yield items
+        finally:
+            self._store = store
 
     def drain(self) -> None:
         """Returns when nothing of this thread is being packed in the background; errors are kept."""

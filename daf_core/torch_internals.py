@@ -50,6 +50,28 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for hooks in kinds for hook in hooks.values()]
 
 
+def take_forward_hooks(module: nn.Module, names: Collection[str]) -> Callable[[], None] | None:
+    """Takes away a module's forward hooks that are functions of these names; returns what puts them back, if any.
+
+    Meanwhile their places are kept: hooks run in order, and whoever has installed one may remove it.
+    """
+    hooks = module._forward_hooks
+    taken = {key: hook for key, hook in hooks.items() if getattr(hook, "__name__", "") in names}
+    if not taken:
+        return None
+    hooks.update(dict.fromkeys(taken, _nothing))
+    return lambda: hooks.update({key: hook for key, hook in taken.items() if key in hooks})
+
+
+def _nothing(*_: object) -> None:
+    """Stands for a hook that was taken away."""
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Has a function called at the end of the backward pass that this thread is running, as DistributedDataParallel."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def is_tracing() -> bool:
     """Says whether ``torch.jit.trace`` is recording this thread: `torch.jit` does not export its name for it."""
     return torch._C._is_tracing()
@@ -84,6 +106,20 @@ def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:
         return saved.data if getattr(saved, "unpack_hook", None) == unpack else None
     except RuntimeError:
         return None
+
+
+def all_packed(node: Any, unpack: Callable[[Any], Tensor]) -> list[object]:
+    """Returns all that `packed_for` gives for an autograd node, also for what it saved as a list."""
+    found: list[object] = []
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                saved = getattr(node, name)
+                several = saved if isinstance(saved, tuple | list) else (saved,)
+                found += [each.data for each in several if getattr(each, "unpack_hook", None) == unpack]
+            except RuntimeError:  # released, or saved without hooks
+                continue
+    return found
 
 
 def is_being_saved(node: Any, name: str) -> bool:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, cast, get_args
+from typing import Any, cast
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from daf_core.config import Precision, parse_size
+from daf_core.config import parse_size
 from daf_core.errors import ConfigError, DAFError
 from daf_integrations.doctor import Diagnosis, PackageState, examine
-
-if TYPE_CHECKING:
-    from daf_integrations.sizing import Task
-
-TASKS = ("causal-lm", "masked-lm", "sequence-classification", "token-classification")
-DEFAULT_RANK = 8
-
-PRECISIONS = [str(value) for value in get_args(Precision)]
+from daf_integrations.model_options import model_options, precision_of, workload_of
+from daf_integrations.profile_command import profile
+from daf_integrations.sizing import build
 
 _COLORS = {"ok": "green", "missing": "yellow", "too old": "red"}
 
@@ -28,6 +23,9 @@ _COLORS = {"ok": "green", "missing": "yellow", "too old": "red"}
 @click.group()
 def main() -> None:
     """DAF stores the activations that autograd saves for backward in a few bits."""
+
+
+main.add_command(profile)
 
 
 @main.command()
@@ -54,48 +52,28 @@ def _sizes(_context: click.Context, _parameter: click.Parameter, values: tuple[s
 
 
 @main.command()
-@click.argument("model")
+@model_options
 @click.option(
     "--budget", "budgets", callback=_sizes, multiple=True, help="Memory of a step, such as 600MB; repeatable."
 )
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of a batch.")
-@click.option("--length", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens of a row.")
-@click.option("--task", type=click.Choice(TASKS), help="Default: what models of this kind are mostly trained for.")
-@click.option("--lora", "rank", type=click.IntRange(min=1), help="Rank of LoRA adapters.  [default: 8]")
-@click.option("--full", is_flag=True, help="Train all parameters, without LoRA.")
-@click.option(
-    "--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True, help="Bits of an element."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as one JSON object.")
-def plan(
-    model: str,
-    budgets: list[int],
-    batch: int,
-    length: int,
-    task: Task | None,
-    rank: int | None,
-    full: bool,
-    precision: str,
-    as_json: bool,
-) -> None:
+def plan(budgets: list[int], precision: str, as_json: bool, **model: Any) -> None:
     """Say how a training step of MODEL keeps a memory budget, and what that costs.
 
-    MODEL is a name on the Hugging Face Hub, or a folder with a config.json. Weights are random and rows are full:
-    neither time nor memory depends on values. A budget is for what a step takes beside the model, its gradients and
+    MODEL is a name on the Hugging Face Hub, a folder with a config.json, or FILE.py:FUNCTION, where the function gets
+    the rows of a batch and their length and returns (model, batch). Weights are random and rows are full: neither time
+    nor memory depends on values. A budget is for what a step takes beside the model, its gradients and
     the optimizer. Without one, plans are made for budgets from what plain training takes down to the least.
 
     Exits with 1 if there is no plan for a budget.
     """
-    if full and rank is not None:
-        raise click.UsageError("--lora and --full exclude each other; pass one of them")
-    from daf_integrations.plan_report import as_dict, print_plans  # torch and transformers take seconds to load
+    workload = workload_of(**model)
+    from daf_integrations.plan_report import as_dict, print_plans  # takes long to load
     from daf_integrations.planning import Planning
-    from daf_integrations.sizing import Workload, build
 
-    lora_rank = None if full else rank or DEFAULT_RANK
     try:
-        sized = build(Workload(model=model, batch=batch, length=length, task=task, lora_rank=lora_rank))
-        planning = Planning(sized, cast("Precision", int(precision) if precision.isdigit() else precision))
+        sized = build(workload)
+        planning = Planning(sized, precision_of(precision))
         planned = [planning.plan(budget) for budget in budgets or planning.ladder()]
     except DAFError as error:
         raise click.ClickException(str(error)) from error

@@ -44,7 +44,7 @@ def print_plans(sized: Sized, planning: Planning, planned: Sequence[PlannedStep]
     else:
         console.print(_plan_table(planned, planning))
     parameter = _parameter(sized)
-    where = f"{sized.task}, {str(parameter.dtype).removeprefix('torch.')}, {parameter.device}"
+    where = f"{sized.task or 'own loss'}, {str(parameter.dtype).removeprefix('torch.')}, {parameter.device}"
     console.print(f"Smallest budget that can be met: {_size(planning.least)}", highlight=False)
     console.print(f"{where}. {NOTE}", markup=False, highlight=False, style="dim")
 

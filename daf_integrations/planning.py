@@ -116,7 +116,7 @@ def joined(blocks: Sequence[PlannedBlock]) -> list[tuple[str, int, PlannedBlock]
         For each run a name such as "h.0 - h.5", without what all names begin with; how many blocks it is; and the
         first of them.
     """
-    shared = _shared([block.name for block in blocks if block.name != OUTSIDE])
+    shared = shared_prefix([block.name for block in blocks if block.name != OUTSIDE])
     runs: list[list[PlannedBlock]] = []
     for block in blocks:
         if runs and _alike(runs[-1][0], block):
@@ -127,7 +127,7 @@ def joined(blocks: Sequence[PlannedBlock]) -> list[tuple[str, int, PlannedBlock]
     return [(" - ".join(dict.fromkeys(names)), len(run), run[0]) for names, run in zip(ends, runs, strict=True)]
 
 
-def _shared(names: Sequence[str]) -> str:
+def shared_prefix(names: Sequence[str]) -> str:
     """Returns what all names begin with, but for the last part of that."""
     levels = takewhile(lambda parts: len(set(parts)) == 1, zip(*(name.split(".") for name in names), strict=False))
     return "".join(f"{parts[0]}." for parts in list(levels)[:-1])

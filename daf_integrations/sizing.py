@@ -1,18 +1,20 @@
-"""A Hugging Face model with random weights, and a batch for it: what a step takes does not depend on their values."""
+"""A model with random weights, and a batch for it: what a step takes does not depend on their values."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from daf_core.errors import ModelError
 from daf_core.plan.retry import is_out_of_memory
+from daf_integrations.made import make, names_function
 
 Task = Literal["causal-lm", "masked-lm", "sequence-classification", "token-classification"]
 
@@ -39,7 +41,8 @@ class Workload:
     """What is to be trained.
 
     Attributes:
-        model: Name of a Hugging Face model, or a folder with its config.json.
+        model: Name of a Hugging Face model, a folder with its config.json, or FILE.py:FUNCTION for what a function
+            makes, see `daf_integrations.made`.
         batch: Rows of a batch.
         length: Tokens of a row.
         task: What the model is trained for; None for "causal-lm" with models that predict the next token only, and
@@ -61,12 +64,12 @@ class Sized:
     Attributes:
         model: The model, in training mode.
         batch: Random tokens and labels.
-        task: What it is trained for.
+        task: What it is trained for; None for what a function of the user's has made.
     """
 
     model: nn.Module
     batch: dict[str, Tensor]
-    task: Task
+    task: Task | None
 
     def loss_of(self, rows: int) -> Tensor:
         """Returns the loss of so many rows."""
@@ -74,7 +77,10 @@ class Sized:
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns the loss of a batch."""
-        return self.model(**batch).loss
+        output = self.model(**batch)
+        if isinstance(output, Mapping):
+            output = cast("Mapping[str, Any]", output)["loss"]
+        return output if isinstance(output, Tensor) else output.loss
 
 
 def build(workload: Workload) -> Sized:
@@ -83,6 +89,8 @@ def build(workload: Workload) -> Sized:
     Raises:
         ModelError: There is no such model, it does not do the task or does not run on such a batch.
     """
+    if names_function(workload.model):
+        return _made(workload)
     config = _config(workload.model)
     task = workload.task or _usual_task(config)
     torch.manual_seed(SEED)
@@ -91,9 +99,33 @@ def build(workload: Workload) -> Sized:
         model = _model(config, task, workload)
         if workload.lora_rank is not None:
             model = _with_lora(model, task, workload.lora_rank, config)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
+    model = model.to(_device()).train()
     sized = Sized(model, _batch(config, task, workload, model.device), task)
     _try(sized, workload)
+    return sized
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _made(workload: Workload) -> Sized:
+    torch.manual_seed(SEED)
+    model, batch = make(workload.model, workload.batch, workload.length)
+    device = _device()
+    sized = Sized(model.to(device).train(), {name: tensor.to(device) for name, tensor in batch.items()}, None)
+    try:
+        with torch.no_grad():
+            shape = tuple(sized.loss(sized.batch).shape)
+    except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"the model of {workload.model} does not give a loss for its batch: {type(error).__name__}: "
+            f"{_first_line(error)}; it is called as model(**batch) and returns the loss, or an object with a loss"
+        ) from error
+    if shape not in ((), (1,)):
+        raise ModelError(f"the loss of {workload.model} has the shape {shape}; it has to be one number")
     return sized
 
 
@@ -104,7 +136,7 @@ def _framework(name: str) -> Any:
         if error.name != name:
             raise
         raise ModelError(
-            f"planning for a Hugging Face model needs {name}, which is not installed; "
+            f"a Hugging Face model needs {name}, which is not installed; "
             "install DAF with its extra: pip install -e '.[hf]'"
         ) from error
 
@@ -144,7 +176,7 @@ def _with_lora(model: Any, task: Task, rank: int, config: Any) -> Any:
     except ValueError as error:
         raise ModelError(
             f"peft {peft.__version__} has no adapters for models of type {config.model_type!r}: {_first_line(error)}. "
-            "Pass --full to plan for training all parameters"
+            "Pass --full to train all parameters"
         ) from error
 
 

@@ -43,6 +43,11 @@ class RawActivation:
         self._kept = kept
 
     @property
+    def kept(self) -> KeptStorage | None:
+        """Accounts for its storage."""
+        return self._kept
+
+    @property
     def is_unchanged(self) -> bool:
         """Whether it has the values that it was saved with."""
         return self._tensor._version == self._version

@@ -64,6 +64,7 @@ class Auditor:
         self._policy = policy
         self._step = 1
         self._done = False
+        self._late = self._late_calibration = False
         self._misses = deque(PRIOR, maxlen=MEMORY)
 
     @property
@@ -71,7 +72,12 @@ class Auditor:
         """Whether this step is to be audited, and was not yet."""
         if self._every is None or self._done:
             return False
-        return self._calibrates or self._step % self._every == 0
+        return self._late or self._calibrates or self._step % self._every == 0
+
+    def postpone(self) -> None:
+        """Has the next step be audited in place of this one."""
+        self._late_calibration = self._calibrates
+        self._done = self._late = True
 
     def finish_step(self) -> None:
         """Counts a training step."""
@@ -99,11 +105,12 @@ class Auditor:
         if self._bound is not None and self._policy.calibrated:
             planned = self._steer(rehearsal, sizes or rehearsal.sizes, self._bound)
             measured = measured or planned
+        self._late = self._late_calibration = False
         return measured if measured is not None and measured.finite else None
 
     @property
     def _calibrates(self) -> bool:
-        return self._step in EARLY or self._step % CALIBRATE_EVERY == 0
+        return self._late_calibration or self._step in EARLY or self._step % CALIBRATE_EVERY == 0
 
     @property
     def _excess(self) -> float:
@@ -136,8 +143,9 @@ class Auditor:
         return rehearsal.compare(self._policy.plan)
 
     def state(self) -> dict[str, Any]:
-        """Returns the step and the correction, as JSON-able values."""
-        return {"step": self._step, "misses": list(self._misses)}
+        """Returns the step, what is late, and the correction, as JSON-able values."""
+        late = {"late": self._late, "late_calibration": self._late_calibration}
+        return {"step": self._step, "misses": list(self._misses), **late}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` returned.
@@ -147,8 +155,10 @@ class Auditor:
         """
         try:
             step, misses = int(state["step"]), [float(miss) for miss in state["misses"]]
+            late, late_calibration = (bool(state.get(name, False)) for name in ("late", "late_calibration"))
             if step < 1 or len(misses) < len(PRIOR) or not all(map(math.isfinite, misses)):
                 raise ValueError(f"step {step}, misses {misses}")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise StateError(f"this is no saved state of DAF's audits: {error!r}") from error
         self._step, self._misses = step, deque(misses, maxlen=MEMORY)
+        self._late, self._late_calibration = late, late_calibration
