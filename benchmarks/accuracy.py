@@ -34,7 +34,7 @@ from benchmarks.methods import DAF_PRECISIONS
 from benchmarks.options import method_names, whole_number
 from benchmarks.process_memory import loaded_allocator
 
-METHODS = ("plain", *DAF_PRECISIONS)
+METHODS = ("plain", *DAF_PRECISIONS, "elastic", "random", "top-half")
 DEFAULT_DATA = Path("../shared/data/glue/mrpc")
 
 
@@ -114,7 +114,7 @@ def load_training(options: argparse.Namespace) -> tuple[Training, int]:
 def run_all(options: argparse.Namespace, train: Training, steps: int) -> list[Run]:
     """Trains with every method and seed and returns what each run reached.
 
-    The files asked for are written after every seed, and what is in the JSON file is not run again: an interrupted
+    The files asked for are written after every run, and what is in the JSON file is not run again: an interrupted
     benchmark goes on where it was.
     """
     runs = read_runs(options)
@@ -129,7 +129,7 @@ def run_all(options: argparse.Namespace, train: Training, steps: int) -> list[Ru
                 accuracy, figures = train(method, seed, lambda bar=bar: progress.advance(bar))
                 seconds = time.perf_counter() - start
                 runs.append(Run(method=method, seed=seed, accuracy=accuracy, seconds=seconds, figures=figures))
-            write_reports(options, runs)
+                write_reports(options, runs)
     return runs
 
 

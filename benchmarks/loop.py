@@ -38,8 +38,8 @@ def train(
         with method.compress():
             loss = model(**batch).loss
         loss.backward()
+        method.update(optimizer)
         method.finish_step()
-        optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         on_step()

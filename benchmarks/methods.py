@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.process_memory import SavedTensorCounter
@@ -26,12 +27,14 @@ DAF_PRECISIONS: dict[str, Precision] = {
 METHODS: tuple[str, ...] = ("plain", "checkpoint", *DAF_PRECISIONS)
 """Names of all methods; ``plain`` is the one that the others are compared with.
 
-A DAF method may be given a memory budget, as in ``daf-4bit@40MB``, and a spill file, as in ``daf-4bit@40MB+spill``;
-``daf-auto`` a bound for the error of the gradient, as in ``daf-auto<0.05``, or ``daf-auto<0.05/5`` with an audit every
-5 steps.
+A DAF method may be given a memory budget, as in ``daf-4bit@40MB``, and a spill file, as in ``daf-4bit@40MB+spill``.
+``daf-auto`` may be given a bound for the error of the gradient, as in ``daf-auto<0.05``, or ``daf-auto<0.05/5`` with an
+audit every 5 steps. ``elastic@0.7`` trains what pays in 70% of the time, ``random@0.7`` what chance says and
+``top-half@0.7`` the upper half of the blocks.
 """
 
 _BUDGETED = re.compile(r"(?P<name>daf-\w+)@(?P<budget>[\w.]+)(?P<spill>\+spill)?")
+_ELASTIC = re.compile(r"(?P<kind>elastic|random|top-half)@(?P<share>0?\.\d+)")
 _BOUNDED = re.compile(r"daf-auto<(?P<bound>[\d.]+)(/(?P<every>\d+))?")
 
 
@@ -61,8 +64,12 @@ class Method(Protocol):
         """Returns the context that forward and loss run in."""
         ...
 
+    def update(self, optimizer: Optimizer) -> None:
+        """Has the optimizer step, after backward."""
+        ...
+
     def finish_step(self) -> None:
-        """Ends a step, after backward."""
+        """Ends a step."""
         ...
 
     def measure(self, forward: Callable[[], Tensor]) -> StoredBytes:
@@ -82,7 +89,14 @@ def is_method(name: str) -> bool:
     """Says whether `open_method` knows the name."""
     budgeted = _BUDGETED.fullmatch(name)
     budgeted_method = budgeted is not None and budgeted["name"] in DAF_PRECISIONS
-    return name in METHODS or budgeted_method or _BOUNDED.fullmatch(name) is not None
+    others = (_BOUNDED, _ELASTIC)
+    return name in METHODS or budgeted_method or any(pattern.fullmatch(name) for pattern in others)
+
+
+def time_share(name: str) -> float:
+    """Returns the part of a plain step's time that a method's steps are to take."""
+    elastic = _ELASTIC.fullmatch(name)
+    return 1.0 if elastic is None else float(elastic["share"])
 
 
 def open_method(name: str, model: nn.Module) -> Method:
@@ -104,6 +118,10 @@ def open_method(name: str, model: nn.Module) -> Method:
     if bounded := _BOUNDED.fullmatch(name):
         every = {} if bounded["every"] is None else {"audit_every": int(bounded["every"])}
         return _Compressed(model, max_gradient_error=float(bounded["bound"]), **every)
+    if elastic := _ELASTIC.fullmatch(name):
+        from benchmarks.elastic_methods import ElasticMethod
+
+        return ElasticMethod(model, elastic["kind"], float(elastic["share"]))
     if name in DAF_PRECISIONS:
         return _Compressed(model, precision=DAF_PRECISIONS[name])
     if name == "checkpoint":
@@ -122,6 +140,9 @@ class _Uncompressed:
 
     def compress(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def update(self, optimizer: Optimizer) -> None:
+        optimizer.step()
 
     def finish_step(self) -> None:
         return
@@ -156,6 +177,9 @@ class _Compressed:
 
     def compress(self) -> AbstractContextManager[object]:
         return self._session.scope()
+
+    def update(self, optimizer: Optimizer) -> None:
+        optimizer.step()
 
     def finish_step(self) -> None:
         self._session.finish_step()

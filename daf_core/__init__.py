@@ -1,12 +1,13 @@
 """DAF's engine: activations that autograd saves, stored in a few bits inside a memory budget."""
 
-from daf_core.config import DAFConfig
+from daf_core.config import DAFConfig, ElasticConfig
 from daf_core.engine import ActivationEngine
 from daf_core.errors import (
     ActivationBudgetError,
     AuditError,
     ConfigError,
     DAFError,
+    ElasticError,
     HooksActiveError,
     MicroBatchError,
     ModifiedInPlaceError,
@@ -28,6 +29,8 @@ __all__ = [
     "ConfigError",
     "DAFConfig",
     "DAFError",
+    "ElasticConfig",
+    "ElasticError",
     "GradientError",
     "HooksActiveError",
     "MicroBatchError",

@@ -23,6 +23,41 @@ _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]?b?|[kmgtp]ib|bytes?)\s*", re.IGNO
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """How much of each step is left when a model is trained elastically: that what reduces the loss most for its cost.
+
+    Blocks below the lowest one that a step trains build no graph: they take no time in backward and hold nothing for
+    it. Of a model with adapters, all adapters of a block are trained or none; of one that is trained as a whole, single
+    layers in blocks. What comes after the last block is always trained.
+
+    Attributes:
+        time: The mean time of a step, relative to one that trains everything. Steps that do alternate with steps that
+            train a part. Where neither this nor `memory` is given, it is 0.7 with adapters, and 0.45 where blocks are
+            trained as a whole, whose backward passes are longer.
+        memory: The bytes of saved activations, relative to those of a step that trains everything, which no step may
+            exceed: what is near the input is never trained then.
+        refresh: Steps after which it is measured anew what trains best.
+
+    Raises:
+        ConfigError: An option is unknown or a value is not allowed.
+    """
+
+    time: float | None = None
+    memory: float | None = None
+    refresh: int = 50
+
+    def __new__(cls, *_args: object, **options: object) -> ElasticConfig:
+        """Refuses unknown options by name before the generated constructor would with a bare TypeError."""
+        _check_names(options, [field.name for field in fields(cls)], "elastic.")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_share("elastic.time", self.time)
+        _check_share("elastic.memory", self.memory)
+        _check_steps("elastic.refresh", self.refresh)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DAFConfig:
     """How activations are stored. All fields are keywords; `to_dict` and `from_dict` are inverse.
 
@@ -61,6 +96,8 @@ class DAFConfig:
             is changed in place after it was saved is an error in backward, as without DAF. It packs what a GPU saves on
             the CPU, and keeps it in host memory. "auto" is "device" for a GPU, and on a CPU the faster of both, by
             measurement, where torch leaves cores idle. Bytes and gradients are the same.
+        elastic: Trains in each step only what pays, within a share of a step's time or memory; an `ElasticConfig`, or a
+            mapping of its fields such as ``{"time": 0.6}``. None trains everything in each step.
 
     Raises:
         ConfigError: An option is unknown or a value is not allowed.
@@ -78,6 +115,7 @@ class DAFConfig:
     seed: int = 0
     backend: BackendName = "auto"
     packing: Packing = "auto"
+    elastic: ElasticConfig | None = None
 
     def __new__(cls, *_args: object, **options: object) -> DAFConfig:
         """Refuses unknown options by name before the generated constructor would with a bare TypeError."""
@@ -92,7 +130,8 @@ class DAFConfig:
         _check_choice("budget_covers", self.budget_covers, get_args(BudgetScope))
         _check_seed(self.seed)
         _check_bound(self.max_gradient_error, self.precision, self.audit_every)
-        _check_interval("audit_every", self.audit_every)
+        if self.audit_every is not None:
+            _check_steps("audit_every", self.audit_every, ", or None")
         _check_min_precision(self.min_precision, self.precision)
         _check_folder("spill_dir", self.spill_dir)
         if self.spill_dir is not None:
@@ -100,6 +139,7 @@ class DAFConfig:
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget, "auto"))
         object.__setattr__(self, "pool_growth", parse_size("pool_growth", self.pool_growth, "adaptive"))
+        object.__setattr__(self, "elastic", _elastic(self.elastic))
 
     @property
     def plans_steps(self) -> bool:
@@ -211,9 +251,9 @@ def _check_bound(bound: object, precision: Precision, audit_every: object) -> No
         raise ConfigError(f"max_gradient_error={bound} needs audits to measure the error; set audit_every")
 
 
-def _check_interval(name: str, steps: object) -> None:
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ConfigError(f"{name}={steps!r} is not allowed; give a number of steps, 1 or more, or None")
+def _check_steps(name: str, steps: object, otherwise: str = "") -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"{name}={steps!r} is not allowed; give a number of steps, 1 or more{otherwise}")
 
 
 def _check_folder(name: str, folder: object) -> None:
@@ -230,12 +270,31 @@ def _check_seed(seed: object) -> None:
         raise ConfigError(f"seed={seed!r} is not allowed; give an integer from 0 to 2**64 - 1")
 
 
-def _check_names(options: Mapping[Any, object], known: list[str]) -> None:
+def _elastic(value: object) -> ElasticConfig | None:
+    if value is None or isinstance(value, ElasticConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'elastic={value!r} is not allowed; give a mapping such as {{"time": 0.6}}, or None')
+    options = cast("Mapping[str, Any]", value)
+    _check_names(options, [field.name for field in fields(ElasticConfig)], "elastic.")
+    return ElasticConfig(**options)
+
+
+def _check_share(name: str, share: object) -> None:
+    if share is None:
+        return
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise ConfigError(f"{name}={share!r} is not allowed; give a share above 0 and below 1")
+
+
+def _check_names(options: Mapping[Any, object], known: list[str], prefix: str = "") -> None:
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"unknown option {name!r}{hint} Allowed: {', '.join(known)}".replace("?;", "?"))
+            hint = f"; did you mean {prefix + close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"unknown option {prefix + str(name)!r}{hint} Allowed: {', '.join(known)}".replace("?;", "?")
+            )
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -57,6 +57,7 @@ class CompressingStrategy(Strategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         session, module = self._daf_session, self._training
+        session.begin_step()
         if session.runner is not None:
             return StepInParts(self, module, session.runner, self._compressed_step)(*args, **kwargs)
         output = self._compressed_step(*args, **kwargs)
@@ -68,6 +69,7 @@ class CompressingStrategy(Strategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().backward(*args, **kwargs)
         self._daf_session.finish_backward()
+        self._daf_session.lift()
         return output
 
     @override
@@ -77,6 +79,10 @@ class CompressingStrategy(Strategy):
             self._daf_session.finish_step()
         return output
 
+    def before_update(self, optimizer: Any) -> None:
+        """Is called between backward and the step of this optimizer."""
+        self._daf_session.before_update([optimizer])
+
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -84,10 +90,16 @@ class CompressingStrategy(Strategy):
         restored, self._daf_restored = self._daf_restored, {}
         totals = RunTotals(**restored["totals"]) if restored else None
         engine_state = restored["engine_state"] if restored else None
-        self._daf_session = DAFSession(self._daf_config, totals, engine_state, "LightningModule.training_step")
+        elastic = restored.get("elastic_state")
+        self._daf_session = DAFSession(self._daf_config, totals, engine_state, "LightningModule.training_step", elastic)
         reason = obstacle_to_plans(self, self._training) if self._daf_config.plans_steps else None
         if reason is not None:
             raise unplannable(reason)
+        if self._daf_config.elastic is not None and not self._training.automatic_optimization:
+            raise ConfigError(
+                "elastic training is not possible with manual optimization, in which only the module knows where a "
+                "step begins; set automatic_optimization=True, or leave out elastic"
+            )
         self._daf_session.attach(self._training, self.model)
         self._daf_callbacks = self._training.trainer.callbacks
         self._daf_callbacks.insert(0, self._daf_reporter)  # before the progress bar, which shows what is logged
@@ -212,6 +224,7 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
             super()._configure_launcher()
             return
         nodes, layer_sync = self.num_nodes, self._layer_sync
+        reducer: dict[str, Any] = {} if self._daf_config.elastic is None else {"find_unused_parameters": True}
         self._become(
             self._several(
                 accelerator=self._accelerator,
@@ -220,12 +233,18 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
                 checkpoint_io=self._checkpoint_io,
                 precision_plugin=self._precision_plugin,
                 start_method="fork" if hasattr(sys, "ps1") else "popen",  # as for strategy="auto" in a notebook
+                **reducer,
             )
         )
         distributed = cast("DDPStrategy", self)
         distributed.num_nodes, distributed._layer_sync = nodes, layer_sync
         distributed.set_world_ranks()
         distributed._configure_launcher()
+
+
+def announce_update(trainer: Trainer, optimizer: Any) -> None:
+    """Tells a strategy that backward is over and this optimizer is about to step."""
+    cast("CompressingStrategy", trainer.strategy).before_update(optimizer)
 
 
 def report_metrics(trainer: Trainer, module: LightningModule) -> None:

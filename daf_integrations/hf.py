@@ -52,6 +52,7 @@ class DAFCallback(TrainerCallback, ExportableState):
         self.config = configured(config, options)
         self.totals: dict[str, Any] = {}
         self.engine_state: dict[str, Any] | None = None
+        self.elastic_state: dict[str, Any] | None = None
         self._session = DAFSession(self.config)
         self._patches: list[_Patch] = []
         self._weight = 1.0
@@ -67,6 +68,16 @@ class DAFCallback(TrainerCallback, ExportableState):
         return {"args": self.config.to_dict(), "attributes": self._session.state()}
 
     @override
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.config.elastic is None or args.ddp_find_unused_parameters is not None:
+            return
+        args.ddp_find_unused_parameters = True  # it would wait for gradients of what a step does not train
+        # transformers 5.23 has read it already, for the Accelerator that it made.
+        handler = getattr(getattr(_calling_trainer(self), "accelerator", None), "ddp_handler", None)
+        if handler is not None:
+            handler.find_unused_parameters = True
+
+    @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -80,7 +91,8 @@ class DAFCallback(TrainerCallback, ExportableState):
         # Restored totals are those of this run: the next one counts anew.
         totals, self.totals = RunTotals(**self.totals), {}
         engine_state, self.engine_state = self.engine_state, None
-        self._session = DAFSession(self.config, totals, engine_state)
+        elastic_state, self.elastic_state = self.elastic_state, None
+        self._session = DAFSession(self.config, totals, engine_state, elastic_state=elastic_state)
         trainer = _calling_trainer(self)
         self._session.attach(kwargs["model"], None if trainer is None else trainer.model_wrapped)
         try:
@@ -90,6 +102,28 @@ class DAFCallback(TrainerCallback, ExportableState):
             raise
         if state.is_world_process_zero:
             tqdm.write(self._session.start_line())
+
+    @override
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._session.begin_step()
+
+    @override
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._session.before_update([kwargs["optimizer"]])
+
+    @override
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        try:
+            self._session.after_update()
+        except BaseException:
+            self._uninstall()  # no event says that training has ended with an error
+            raise
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -124,6 +158,8 @@ class DAFCallback(TrainerCallback, ExportableState):
         if self._session.runner is not None:
             step = functools.partial(self._planned, compute_loss, weakref.ref(trainer))
             self._patches.append(_Patch(trainer, "training_step", step))
+        elif self.config.elastic is not None:
+            self._patches.append(_Patch(trainer, "training_step", self._guarded))
 
     def _uninstall(self) -> None:
         for patch in self._patches:
@@ -189,8 +225,25 @@ class DAFCallback(TrainerCallback, ExportableState):
             except BaseException:
                 self._uninstall()  # no event says that training has ended with an error
                 raise
+            finally:
+                self._session.lift()
 
         return planned
+
+    def _guarded(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives the model back as it was after a step, also one that fails: what it does not train is marked so."""
+
+        @functools.wraps(training_step)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return training_step(*args, **kwargs)
+            except BaseException:
+                self._uninstall()
+                raise
+            finally:
+                self._session.lift()
+
+        return guarded
 
     def _logged(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -137,7 +137,8 @@ def metrics(model: nn.Module | None = None) -> dict[str, float]:
     Returns:
         ``daf/raw_mb`` (what plain training keeps), ``daf/held_mb`` (what was held), ``daf/ratio``, ``daf/dropped_mb``,
         ``daf/spilled_mb``, milliseconds a step in ``daf/pack_ms``, ``daf/unpack_ms`` and ``daf/audit_ms``, and after
-        the first audit ``daf/gradient_error`` and ``daf/gradient_cosine``.
+        the first audit ``daf/gradient_error`` and ``daf/gradient_cosine``; ``daf/elastic_depth`` (blocks that built a
+        graph) and ``daf/elastic_share`` (of a full step's time), means over steps, where training is elastic.
 
     Raises:
         ConfigError: No model is given, and several are prepared.
@@ -162,7 +163,8 @@ def summary(model: nn.Module | None = None) -> str:
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """Returns what DAF has learned about a prepared model, and its figures, for a checkpoint; {} where DAF is off.
 
-    Only ``precision="auto"`` and a `memory_budget` learn: with others a run resumes to the same numbers without it.
+    Only ``precision="auto"``, a `memory_budget` and `elastic` learn: with others a run resumes to the same numbers
+    without it.
     """
     training = training_of(model)
     return {} if training is None else training.session.state()

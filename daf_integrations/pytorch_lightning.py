@@ -13,7 +13,7 @@ from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from typing_extensions import override
 
 from daf_core import DAFConfig
-from daf_integrations.compressing_strategy import ChoosingStrategy, report_metrics
+from daf_integrations.compressing_strategy import ChoosingStrategy, announce_update, report_metrics
 from daf_integrations.compressing_strategy import register as register_in
 
 
@@ -39,7 +39,11 @@ class DAFStrategy(ChoosingStrategy, SingleDeviceStrategy):
 
 
 class Reporter(Callback):
-    """Logs what DAF measured, at the end of a batch."""
+    """Logs what DAF measured, at the end of a batch, and tells it of optimizers that are about to step."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        announce_update(trainer, optimizer)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:

@@ -10,13 +10,14 @@ from rich.table import Table
 from daf_integrations.totals import RunTotals
 
 
-def render(title: str, totals: RunTotals, plan: str | None = None) -> str:
+def render(title: str, totals: RunTotals, plan: str | None = None, trained: str | None = None) -> str:
     """Returns a table of a run's figures as text, without colours.
 
     Args:
         title: A line above the table.
         totals: The figures.
         plan: How steps were run at last, where a budget covers them.
+        trained: What they trained, where training was elastic.
     """
     metrics = totals.metrics()
     table = Table("saved activations", "", title_justify="left")
@@ -39,6 +40,11 @@ def render(title: str, totals: RunTotals, plan: str | None = None) -> str:
     table.add_row("steps", f"{totals.steps:,}")
     for place, part in enumerate(plan.split("; ") if plan else ()):
         table.add_row("" if place else "plan of the last step", part)
+    if totals.elastic_steps:
+        table.add_row("blocks that built a graph, a step", f"{metrics['daf/elastic_depth']:.1f}")
+        table.add_row("time of a step, of one that trains all", f"{metrics['daf/elastic_share']:.2f} (expected)")
+    if trained is not None:
+        table.add_row("trained at last", trained)
     text = io.StringIO()
     console = Console(file=text, width=100, no_color=True)
     console.print(title, highlight=False, soft_wrap=True)

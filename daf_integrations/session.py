@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from logging import getLogger
 from typing import Any
 
 import torch
-from humanfriendly import format_size
 from torch import Tensor, nn
 
 from daf_core import (
     ActivationBudgetError,
     ActivationEngine,
     AuditError,
-    ConfigError,
     DAFConfig,
+    DAFError,
     GradientError,
     HooksActiveError,
     StateError,
     StepStatistics,
 )
 from daf_core.batches import SHARE, few_rows
+from daf_core.elastic.training import ElasticStep, ElasticTraining
 from daf_core.hook_stack import refuse_foreign_hooks
 from daf_core.plan.runner import StepRunner
+from daf_integrations.description import describe, title
 from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
 from daf_integrations.totals import RunTotals
 
@@ -61,6 +62,7 @@ class DAFSession:
         totals: Figures of an earlier part of the run, when it is resumed.
         engine_state: What the engine had learned then.
         covered: What of the trainer runs inside of `scope`.
+        elastic_state: Where its elastic training was.
 
     Attributes:
         runner: Runs steps within a budget that covers them; None where there is none, or nothing is attached.
@@ -72,13 +74,14 @@ class DAFSession:
         totals: RunTotals | None = None,
         engine_state: Mapping[str, Any] | None = None,
         covered: str = "compute_loss and the model's forward",
+        elastic_state: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self._covered = covered
         self.totals = totals or RunTotals()
         self._engine_state = engine_state
         self._share: float | None = SHARE
-        self._unmeasured = False
+        self._unmeasured = self._tried = False
         self._called = False
         self._obstacle: str | None = None
         self._warned = False
@@ -86,7 +89,10 @@ class DAFSession:
         self._recent = RunTotals()
         self._engine: ActivationEngine | None = None
         self.runner: StepRunner | None = None
+        self._elastic: ElasticTraining | None = None
+        self._elastic_state: Mapping[str, Any] | None = elastic_state
         self._plan: str | None = None
+        self._trained: str | None = None
         self._parameters: frozenset[int] = frozenset()
         self._description = ""
 
@@ -98,7 +104,8 @@ class DAFSession:
             outer: The model as it is called, if that is something around it.
 
         Raises:
-            ConfigError: The budget covers steps, and those of this model cannot be planned.
+            ConfigError: Steps are to be planned, or training to be elastic, and this model's cannot.
+            ElasticError: Elastic training cannot go on within the share that is asked for now.
             HooksActiveError: Saved-tensor hooks of someone else are active.
             NothingToTrainError: No parameter requires a gradient.
             StateError: What was learned before is no saved state.
@@ -109,25 +116,63 @@ class DAFSession:
         self._engine = ActivationEngine(model, self.config)
         if self._engine_state is not None:
             self._engine.load_state_dict(self._engine_state)
-        if self.config.plans_steps:
-            try:
-                # Not `outer or model`: a compiled model asks the model inside for its length.
-                self.runner = StepRunner(model if outer is None else outer, model, self._engine, self.config)
-            except ConfigError:
-                self.detach()
-                raise
+        # Not `outer or model`: a compiled model asks the model inside for its length.
+        called = model if outer is None else outer
+        try:
+            if self.config.elastic is not None:
+                self._elastic = ElasticTraining(model, called, self._engine, self.config.elastic)
+                if self._elastic_state is not None:
+                    self._elastic.load(self._elastic_state)
+            if self.config.plans_steps:
+                self.runner = StepRunner(called, model, self._engine, self.config, self._elastic)
+        except DAFError:
+            self.detach()
+            raise
         self._parameters = frozenset(map(id, model.parameters()))
-        self._description = _describe(model)
+        self._description = describe(model)
 
     def detach(self) -> None:
         """Removes everything from the model."""
         if self.runner is not None:
             self.runner.close()
             self.runner = None
+        if self._elastic is not None:
+            self._elastic_state = self._elastic.state()
+            self._elastic.close()
+            self._elastic = None
         if self._engine is not None:
             self._engine_state = self._engine.state_dict()
             self._engine.close()
             self._engine = None
+
+    def begin_step(self) -> None:
+        """Begins an optimizer step, unless one has begun already; to be called while no graph of the model is alive."""
+        if self._elastic is not None and self.covering is None:
+            self._add_elastic(self._elastic.finish_stepped())
+            self._elastic.begin_step()
+
+    def lift(self) -> None:
+        """See `ElasticTraining.lift`."""
+        if self._elastic is not None:
+            self._elastic.lift()
+
+    def before_update(self, optimizers: Iterable[Any]) -> None:
+        """Is to be called between backward and the step of these optimizers."""
+        if self._elastic is not None:
+            self._elastic.before_update(optimizers)
+
+    def after_update(self) -> None:
+        """Is to be called after the optimizers' step, while gradients are still there; `finish_step` does, too.
+
+        Raises:
+            ElasticError: Training is elastic, and cannot be within its share.
+        """
+        self._add_elastic(None if self._elastic is None else self._elastic.finish_step())
+
+    def _add_elastic(self, step: ElasticStep | None) -> None:
+        if step is not None:
+            self.totals.add_elastic(step)
+            self._recent.add_elastic(step)
 
     @property
     def covering(self) -> DAFSession | None:
@@ -147,6 +192,8 @@ class DAFSession:
         if self._engine is None or not torch.is_grad_enabled() or self.covering:
             yield
             return
+        if self._elastic is not None:
+            self._elastic.hold()
         with self.opened(), self._engine.compress():
             yield
 
@@ -178,7 +225,12 @@ class DAFSession:
         if not self._called:
             self._called, self._obstacle = True, audit_obstacle(model)
             warn_of_large_graphs(model)
-        if not self._audit_due or self._keeps_all:
+        if not self._audit_due:
+            return
+        if self._elastic is not None and not self._elastic.trains_most:
+            self._engine.postpone_audit()  # what is not trained here would not be measured
+            return
+        if self._keeps_all:
             return
         if self._obstacle is not None:
             self.give_up_audits(self._obstacle)
@@ -219,19 +271,20 @@ class DAFSession:
         self, engine: ActivationEngine, batch: Any, loss_function: Callable[[Any], Tensor]
     ) -> GradientError | None:
         """Audits as many rows as fit in the memory budget."""
-        while True:
-            assert self._share is not None
-            try:
-                with self.opened():
+        with self.opened(), nullcontext() if self._elastic is None else self._elastic.apart():
+            while True:
+                assert self._share is not None
+                try:
                     return engine.audit(partial(loss_function, few_rows(batch, self._share)))
-            except ActivationBudgetError:
-                if self._share < LEAST_SHARE:
-                    raise
-                self._share /= 2
+                except ActivationBudgetError:
+                    if self._share < LEAST_SHARE:
+                        raise
+                    self._share /= 2
 
     def _warn(self, measured: GradientError | None) -> None:
         if measured is None:
-            if not self._unmeasured and (self.config.max_gradient_error is not None or self.last_step is not None):
+            first, self._tried = not self._tried, True  # before the first pass nothing is known of what it stores
+            if not self._unmeasured and (self.config.max_gradient_error is not None or not first):
                 log.warning(
                     "DAF could not measure the error of the gradient: on a part of the batch the gradient is zero or "
                     "not finite. Until it can, precision is chosen without it"
@@ -259,12 +312,19 @@ class DAFSession:
             self._engine.finish_backward()
 
     def finish_step(self) -> StepStatistics | None:
-        """Ends an optimizer step and returns its statistics, or None when not attached."""
+        """Ends an optimizer step and returns its statistics, or None when not attached.
+
+        Raises:
+            ElasticError: See `after_update`.
+        """
         if self._engine is None:
             return None
+        self.after_update()
         if self.runner is not None:
             self.runner.finish_step()
             self._plan = self.runner.planner.summary
+        if self._elastic is not None:
+            self._trained = self._elastic.summary
         first = self.last_step is None
         step = self.last_step = self._engine.finish_step()
         self.totals.add(step)
@@ -289,46 +349,34 @@ class DAFSession:
 
     def start_line(self) -> str:
         """Says what is about to happen, in one line."""
-        config = self.config
-        stored = {
-            "exact": "exact forms only",
-            "auto": f"as many bits as each place needs, {config.rounding}",
-        }.get(str(config.precision), f"{config.precision} bits, {config.rounding}")
-        if config.max_gradient_error is not None:
-            stored += f", gradient error at most {config.max_gradient_error:g}"
-        size = config.memory_budget
-        budget = f"budget {format_size(size)}" if isinstance(size, int) else f"{size or 'no'} budget"
-        budget += " for a step" if self.config.plans_steps else ""
-        return f"DAF stores saved activations in {stored}; {budget}; {self._description}"
+        return title(self.config, self._description)
 
     def report(self) -> str:
         """Returns the table at the end of a run."""
-        from daf_integrations.report import render
+        from daf_integrations.report import render  # rich takes time to import
 
-        return render(self.start_line(), self.totals, self._plan)
+        return render(self.start_line(), self.totals, self._plan, self._trained)
 
     def state(self) -> dict[str, Any]:
         """Returns the totals and what the engine has learned, as JSON-able values."""
         learned = self._engine_state if self._engine is None else self._engine.state_dict()
-        return {"totals": asdict(self.totals), "engine_state": learned}
+        elastic = self._elastic_state if self._elastic is None else self._elastic.state()
+        return {"totals": asdict(self.totals), "engine_state": learned, "elastic_state": elastic}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` returned, attached or not.
 
         Raises:
+            ElasticError: Elastic training cannot go on within the share that is asked for now.
             StateError: It is something else.
         """
         try:
             totals, engine_state = RunTotals(**state["totals"]), state["engine_state"]
+            elastic_state = state.get("elastic_state")
         except (KeyError, TypeError) as error:
             raise StateError(f"this is no saved state of a run with DAF: {error!r}") from error
         if self._engine is not None and engine_state is not None:
             self._engine.load_state_dict(engine_state)
-        self.totals, self._engine_state = totals, engine_state
-
-
-def _describe(model: nn.Module) -> str:
-    parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in parameters)
-    return f"{type(model).__name__} on {parameters[0].device}, {trained:,} of {total:,} parameters trained"
+        if self._elastic is not None and elastic_state is not None:
+            self._elastic.load(elastic_state)
+        self.totals, self._engine_state, self._elastic_state = totals, engine_state, elastic_state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from daf_core import StepStatistics
+from daf_core.elastic.training import ElasticStep
 
 
 @dataclass
@@ -25,6 +26,9 @@ class RunTotals:
         gradient_cosine: Cosine of the angle between compressed and exact gradient, then.
         audits: How often the error was measured.
         audits_above: How often it was above `max_gradient_error`.
+        elastic_steps: Steps of elastic training.
+        elastic_depth: Blocks that built a graph in these, their sum.
+        elastic_share: The time that they take, relative to steps that train everything, their sum.
     """
 
     steps: int = 0
@@ -40,6 +44,9 @@ class RunTotals:
     gradient_cosine: float | None = None
     audits: int = 0
     audits_above: int = 0
+    elastic_steps: int = 0
+    elastic_depth: int = 0
+    elastic_share: float = 0.0
 
     def add(self, step: StepStatistics) -> None:
         """Adds a step."""
@@ -55,10 +62,17 @@ class RunTotals:
         if step.gradient_error is not None:
             self.gradient_error, self.gradient_cosine = step.gradient_error.error, step.gradient_error.cosine
 
+    def add_elastic(self, step: ElasticStep) -> None:
+        """Adds what a step of elastic training trained."""
+        self.elastic_steps += 1
+        self.elastic_depth += step.depth
+        self.elastic_share += step.share
+
     def metrics(self) -> dict[str, float]:
         """Returns the figures under the names that trainers log: megabytes, their ratio, milliseconds a step."""
         steps = max(self.steps, 1)
         audits = {"daf/gradient_error": self.gradient_error, "daf/gradient_cosine": self.gradient_cosine}
+        elastic = {"daf/elastic_depth": self.elastic_depth, "daf/elastic_share": self.elastic_share}
         return {
             "daf/raw_mb": self.raw_bytes / 1e6,
             "daf/held_mb": self.held_bytes / 1e6,
@@ -70,4 +84,5 @@ class RunTotals:
             "daf/spilled_mb": self.spilled_bytes / 1e6,
             "daf/audit_ms": self.audit_seconds * 1e3 / steps,
             **{name: value for name, value in audits.items() if value is not None},
+            **{name: total / self.elastic_steps for name, total in elastic.items() if self.elastic_steps},
         }

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from daf_core import AuditError, DAFConfig, ProfileError
 from daf_core.forward import ForwardWrapper
@@ -111,6 +111,7 @@ class Training:
             )
         if self._records:
             self.session.give_up_audits("the loss is computed in a scope of its own, so it cannot be computed again")
+        self._begin_step()
         with self._pass():
             yield
 
@@ -130,13 +131,18 @@ class Training:
             self.session.finish_backward()
             return weighted.detach()
 
+        self._begin_step()
         runner = self.session.runner
         return run(batch, 1.0, True) if runner is None else runner.run(batch, aside, run)
 
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Tells the session that an optimizer is about to train this model."""
+        if self._has_parameters_in(optimizer):
+            self.session.before_update([optimizer])
+
     def finish_step(self, optimizer: Optimizer) -> None:
         """Ends the step, if the optimizer has trained this model and passes were compressed for it."""
-        parameters = set(map(id, self.model.parameters()))
-        if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+        if not self._has_parameters_in(optimizer):
             return
         if self._passes:
             self.session.finish_step()
@@ -146,13 +152,24 @@ class Training:
             if self._unseen == UNSEEN_STEPS:
                 log.warning("%s", _nothing_compressed(self.ending, f"{UNSEEN_STEPS} optimizer steps"))
 
+    def _has_parameters_in(self, optimizer: Optimizer) -> bool:
+        parameters = set(map(id, self.model.parameters()))
+        return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+    def _begin_step(self) -> None:
+        if self._records:
+            self.session.begin_step()
+
     @property
     def _records(self) -> bool:
         return self.outer.training and torch.is_grad_enabled()
 
     def _compressed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._records or self._aside:
+            if not self._aside:
+                self.session.lift()  # an evaluation: what it finds is what the user has chosen
             return forward(*args, **kwargs)
+        self._begin_step()
         if self.session.runner is not None and self.session.covering is None:
             self.session.runner.prepare((args, kwargs), self._loss, NOT_SPLIT)
         self.session.audit(self.outer, (args, kwargs), self._loss)
@@ -211,6 +228,11 @@ def _watch_optimizers() -> None:
         for training in trainings():
             training.finish_step(optimizer)
 
+    def prepare(optimizer: Optimizer, *_: Any) -> None:
+        for training in trainings():
+            training.before_update(optimizer)
+
+    register_optimizer_step_pre_hook(prepare)
     register_optimizer_step_post_hook(finish)
 
 

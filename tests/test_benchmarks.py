@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accuracy, budgets, memory, operators, overlap, training
+from benchmarks import accuracy, budgets, elastic, memory, operators, overlap, training
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
 from benchmarks.models import build_batch, build_model
@@ -312,6 +312,10 @@ def test_accuracy_writes_its_figures(tmp_path: Path) -> None:
     assert files["json"].read_bytes() == before, "runs that the file has are not repeated"
     with pytest.raises(SystemExit, match="pass another file"):
         accuracy.main([*short, "--train-rows", "8", *outputs])
+    shares = tmp_path / "shares.json"
+    accuracy.main([*short, "--methods", "plain,elastic@0.8,random@.8,top-half@0.8", "--json", str(shares)])
+    for run in json.loads(shares.read_text())["runs"][1:]:
+        assert 0 < run["figures"]["daf/elastic_depth"] < 6
 
 
 def test_hidden_share() -> None:
@@ -369,6 +373,18 @@ def test_budgets_are_kept(tmp_path: Path) -> None:
         assert 0 < row["lora_gradient_error"] < 1
         assert len(row["blocks"]) == 2
     assert "| 25% |" in table.read_text()
+
+
+def test_elastic_writes_its_figures(tmp_path: Path) -> None:
+    output = tmp_path / "elastic.json"
+    elastic.main(["--model", "tiny", "--rounds", "1", "--steps", "12", "--threads", "1", "--json", str(output)])
+    report = json.loads(output.read_text())
+    for cut in report["cuts"]:
+        assert cut["held_bytes"] <= cut["predicted_bytes"] * 1.05
+    bytes_of = {(share["kind"], share["precision"]): share["mean_bytes"] for share in report["shares"]}
+    assert bytes_of["lora", "4 bits, elastic"] < min(bytes_of["lora", "4 bits"], bytes_of["lora", "exact, elastic"])
+    assert bytes_of["whole", "exact, elastic"] < bytes_of["whole", "exact"]
+    assert [share["time"] for share in report["shares"]] == [None, 0.6, None, 0.6, None, 0.45]
 
 
 @pytest.mark.parametrize("budget", ["0", "101", "half"])

@@ -190,6 +190,13 @@ class TestRuns:
         shown = capsys.readouterr().out
         assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
 
+    def test_elastic_training_takes_more_steps(self, load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+        load("finetune_elastic").main(["--steps", "6", "--time", "0.75"])
+        shown = capsys.readouterr().out
+        assert "'daf/elastic_depth'" in shown
+        rows = [line.split("│") for line in shown.splitlines() if line.startswith("│")]
+        assert [steps.strip() for _, _, steps, *_ in rows[-2:]] == ["6", "8"]
+
     @pytest.mark.filterwarnings("ignore:.*does not have many workers")
     @pytest.mark.parametrize(("strategy", "tables"), [("daf", 1), ("auto", 0)])
     def test_lightning_logs_what_daf_holds(

@@ -49,11 +49,21 @@ class Block:
 
 
 def blocks_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:
+    """Returns the blocks of a model that may be recomputed: those of `layers_of` that are not already.
+
+    Args:
+        model: The model.
+        left_out: Names of modules that are no blocks.
+    """
+    return [block for block in layers_of(model, left_out) if not any(map(_recomputes, block.module.modules()))]
+
+
+def layers_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:
     """Returns the blocks of a model in the order in which they are registered; [] where there are none.
 
     Blocks are the layers that transformers can recompute. In models without them they are modules of one class in an
     `nn.ModuleList` or `nn.Sequential` with several weights each. Of those inside of each other the innermost count.
-    What is compiled on its own, or is recomputed already, is none.
+    What is compiled on its own is none.
 
     Args:
         model: The model.
@@ -65,7 +75,7 @@ def blocks_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:
     found = layers or list(dict.fromkeys(child for module in usable for child in _repeated(module) if child in usable))
     candidates = {module for module in found if usable[module] not in left_out}
     innermost = [module for module in found if module in candidates and candidates.isdisjoint(_inside(module))]
-    return [Block(usable[module], module) for module in innermost if not any(map(_recomputes, module.modules()))]
+    return [Block(usable[module], module) for module in innermost]
 
 
 def _is_expert(module: nn.Module) -> bool:

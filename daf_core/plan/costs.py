@@ -30,11 +30,13 @@ class Treatment(IntEnum):
     COMPRESS = 1
     RECOMPUTE = 2
     RECOMPUTE_COMPRESSED = 3
+    OFF = 4
+    """It builds no graph, as nothing up to it is trained in the step: for elastic training, not to be chosen."""
 
     @property
     def recomputes(self) -> bool:
         """Whether the block is computed once more in backward."""
-        return self >= Treatment.RECOMPUTE
+        return self in (Treatment.RECOMPUTE, Treatment.RECOMPUTE_COMPRESSED)
 
     @property
     def packs(self) -> bool:
@@ -133,7 +135,7 @@ def _outside(compressed: Observation, packed: _Packed) -> tuple[list[float], ...
     before, head = compressed.of(OUTSIDE, "before"), compressed.of(OUTSIDE, "head")
     seconds = sum(_seconds(phase) for phase in (*before, *head))
     codec = sum(phase.end.codec - phase.start.codec for phase in (*before, *head))
-    never = [np.inf, np.inf]
+    never = [np.inf] * (len(Treatment) - 2)
     raw = sum(phase.end.raw - phase.start.raw for phase in before)
     peak = max((phase.peak - phase.kept for phase in head), default=0)
     held = [raw, packed.of(OUTSIDE, before)]
@@ -158,9 +160,9 @@ def _of_call(
     seconds = [keeping, max(packing, DEARER * keeping), max(recomputing, DEARER * keeping)]
     held = [raw, packed.of(call, forward), raw_input + RANDOM_STATES, inputs.of(call, again) + RANDOM_STATES]
     computing = _peak(again)
-    forward_peaks = [max(start + inside, computing), _peak(forward), computing, computing]
-    backward_peaks = [max(peak_twice - saved, 0), _peak(backward), peak_twice, peak_twice]
-    return [*seconds, DEARER * seconds[-1]], held, forward_peaks, backward_peaks
+    forward_peaks = [max(start + inside, computing), _peak(forward), computing, computing, computing]
+    backward_peaks = [max(peak_twice - saved, 0), _peak(backward), peak_twice, peak_twice, 0]
+    return [*seconds, DEARER * seconds[-1], sum(map(_seconds, again))], [*held, 0], forward_peaks, backward_peaks
 
 
 def _seconds(phase: Phase) -> float:

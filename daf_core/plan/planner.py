@@ -169,24 +169,30 @@ def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
 
 def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
     """Returns the plan that keeps everything, if there is room: it changes no number, whatever clocks say of others."""
-    forecast = play(profile.at(batch.of_part(1), None), [Treatment.KEEP] * (1 + len(profile.calls)))
+    keep, blocks = Treatment.KEEP, _alike(profile, Treatment.KEEP)
+    forecast = play(profile.at(batch.of_part(1), None), [keep, *(blocks[block] for block in profile.calls)])
     room = forecast.held_bytes + budget - forecast.peak_bytes
     if forecast.peak_bytes > int(budget * (1 - MARGIN)):
         return None
-    return Plan(1, None, Treatment.KEEP, (Treatment.KEEP,) * len(profile.names), forecast, room)
+    return Plan(1, None, keep, blocks, forecast, room)
 
 
 def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int, splits: bool) -> Plan | None:
     """Returns the plan with the fewest micro-batches that leaves activations enough room to come and go."""
-    bits, compress = planned_bits(config)[0], Treatment.COMPRESS
+    bits, compress, blocks = planned_bits(config)[0], Treatment.COMPRESS, _alike(profile, Treatment.COMPRESS)
     for parts in _parts(batch.rows, splits):
         costs = profile.at(batch.of_part(parts), bits)
-        forecast = play(costs, [compress] * (1 + len(profile.calls)))
+        forecast = play(costs, [compress, *(blocks[block] for block in profile.calls)])
         room = limit - (forecast.peak_bytes - forecast.held_bytes)
         if room >= SPILLING * costs.held[:, compress].max():
             spilled = replace(forecast, seconds=forecast.seconds * parts, peak_bytes=limit, held_bytes=room)
-            return Plan(parts, bits, compress, (compress,) * len(profile.names), spilled, room)
+            return Plan(parts, bits, compress, blocks, spilled, room)
     return None
+
+
+def _alike(profile: Profile, treatment: Treatment) -> tuple[Treatment, ...]:
+    """Returns the same treatment for all blocks, but for those that build no graph."""
+    return tuple(Treatment.OFF if block in profile.off else treatment for block in range(len(profile.names)))
 
 
 def _filled(profile: Profile, batch: BatchSize, plan: Plan, config: DAFConfig, limit: int) -> Plan:
@@ -239,16 +245,17 @@ def _lax(limit: int) -> Iterator[int]:
 
 def _choices(profile: Profile, costs: Costs) -> list[list[tuple[Choice, Treatment]]]:
     """Returns the treatments of what is outside, and of each block, with what they cost in all calls of the block."""
-    outside = _costs_of_calls(costs, [0])
-    choices = [[(choice, treatment) for choice, treatment in outside if not treatment.recomputes]]
+    on = [treatment for treatment in Treatment if treatment is not Treatment.OFF]
+    choices = [_costs_of_calls(costs, [0], [treatment for treatment in on if not treatment.recomputes])]
     for block in range(len(profile.names)):
-        choices.append(_costs_of_calls(costs, [1 + call for call, owner in enumerate(profile.calls) if owner == block]))
+        calls = [1 + call for call, owner in enumerate(profile.calls) if owner == block]
+        choices.append(_costs_of_calls(costs, calls, [Treatment.OFF] if block in profile.off else on))
     return choices
 
 
-def _costs_of_calls(costs: Costs, rows: list[int]) -> list[tuple[Choice, Treatment]]:
+def _costs_of_calls(costs: Costs, rows: list[int], allowed: Sequence[Treatment]) -> list[tuple[Choice, Treatment]]:
     found = []
-    for treatment in Treatment:
+    for treatment in allowed:
         if not np.all(np.isfinite(costs.held[rows, treatment])):
             continue
         peaks = np.maximum(costs.forward_peak, costs.backward_peak)[rows, treatment]

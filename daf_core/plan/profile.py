@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -35,7 +36,10 @@ class Profile:
         blocks: The model's blocks.
         names: Their names.
         calls: The number of the block of each call in a pass.
+        off: Numbers of the blocks that build no graph.
     """
+
+    off: frozenset[int] = frozenset()
 
     def __init__(self, blocks: Sequence[Block], few: Observed, many: Observed | None = None) -> None:
         self.blocks = list(blocks)
@@ -53,6 +57,12 @@ class Profile:
             return between(none, few, rows / self._few.rows)
         share = (rows - self._few.rows) / (self._many.rows - self._few.rows)
         return between(few, self._costs(self._many, bits), share)
+
+    def with_off(self, names: Collection[str]) -> Profile:
+        """Returns the profile of steps in which the blocks of these names build no graph."""
+        other = copy(self)
+        other.off = frozenset(number for number, name in enumerate(self.names) if name in names)
+        return other
 
     def observed_peak(self, rows: int) -> int:
         """Returns the memory that observing a pass of so many rows takes."""

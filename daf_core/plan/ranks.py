@@ -18,7 +18,7 @@ BUCKET_BYTES = 25 << 20
 """Gradients that are averaged in one go, as in DistributedDataParallel."""
 
 
-_SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 """Classes of models that are spread over processes, by name: importing them takes seconds."""
 
 
@@ -64,7 +64,7 @@ def communication(model: nn.Module) -> str | None:
     if not several():
         return None
     for module in model.modules():
-        if {kind.__name__ for kind in type(module).__mro__} & _SHARDED:
+        if {kind.__name__ for kind in type(module).__mro__} & SHARDED:
             return f"{type(module).__name__} communicates in forward and backward"
         if isinstance(module, nn.SyncBatchNorm):
             return "SyncBatchNorm communicates in forward"
@@ -123,6 +123,16 @@ def reduce_gradients(model: nn.Module) -> None:
             for name, buffer in wrapper.module.named_buffers():
                 if name not in ignored:
                     dist.broadcast(buffer, source, group)
+
+
+def broadcast(value: Any, model: nn.Module) -> Any:
+    """Returns the value that the first of the processes gives which train a model together."""
+    if not exchanging(model):
+        return value
+    group: Any = _wrappers(model)[0].process_group
+    values = [value]
+    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group, _device(group))
+    return values[0]
 
 
 def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from daf_core.batches import rows_of, split, take, tensors_in
 from daf_core.config import DAFConfig
+from daf_core.elastic.training import ElasticTraining
 from daf_core.engine import ActivationEngine
 from daf_core.errors import MicroBatchError, ProfileError
 from daf_core.memory.release import release_memory
@@ -38,12 +39,20 @@ class StepRunner:
         inner: The model inside of that.
         engine: Compresses its activations.
         config: Budget and precision.
+        elastic: Says which blocks build no graph in a step; None where all do.
 
     Raises:
         ConfigError: Steps of this model cannot be planned.
     """
 
-    def __init__(self, model: nn.Module, inner: nn.Module, engine: ActivationEngine, config: DAFConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        engine: ActivationEngine,
+        config: DAFConfig,
+        elastic: ElasticTraining | None = None,
+    ) -> None:
         refuse_unplannable(model, inner)
         self._model = model
         self._inner = inner
@@ -54,7 +63,7 @@ class StepRunner:
         if config.precision != "exact":
             self._rewrites.apply()
         relieve = partial(release_memory, devices_of(inner))
-        self.planner = StepPlanner(inner, engine, config, relieve)
+        self.planner = StepPlanner(inner, engine, config, relieve, elastic)
 
     @property
     def plan(self) -> Plan | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -11,6 +12,7 @@ from humanfriendly import format_size
 from torch import Tensor, nn
 
 from daf_core.config import DAFConfig
+from daf_core.elastic.training import ElasticTraining
 from daf_core.engine import ActivationEngine
 from daf_core.errors import PlanError
 from daf_core.memory.available import HEAD_ROOM, AutoBudget
@@ -61,6 +63,7 @@ class StepPlanner:
         engine: Compresses its activations.
         config: Budget and precision.
         relieve: Gives back memory that allocators only keep for later.
+        elastic: Says which blocks build no graph in a step; None where all do.
 
     Attributes:
         plan: That of the last step.
@@ -73,7 +76,9 @@ class StepPlanner:
         engine: ActivationEngine,
         config: DAFConfig,
         relieve: Callable[[], None] | None = None,
+        elastic: ElasticTraining | None = None,
     ) -> None:
+        self._elastic = elastic
         self._model = model
         self._engine = engine
         self._config = config
@@ -87,7 +92,7 @@ class StepPlanner:
         self._limit: int | None = None
         self._profile: Profile | None = None
         self._profiled: Batch | None = None
-        self._plans: dict[tuple[int, int, bool], Plan] = {}
+        self._plans: dict[tuple[int, int, bool, frozenset[int]], Plan] = {}
         self._last: tuple[Batch, str | None] | None = None
 
     @property
@@ -164,7 +169,7 @@ class StepPlanner:
 
     def _planned(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
         """Returns the plan for a batch. What memory has run out for once is tried again rather than given up."""
-        key = batch.rows, batch.bucket, whole is None
+        key = batch.rows, batch.bucket, whole is None, profile.off
         if key not in self._plans:
             try:
                 plan = self._find(profile, batch, whole)
@@ -192,10 +197,13 @@ class StepPlanner:
         """Returns a profile that serves a batch: the one there is, or a new one where its rows are longer."""
         if self._profile is None or self._profiled is None or batch.bucket > self._profiled.bucket:
             self._stop_treating()
-            self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
+            with nullcontext() if self._elastic is None else self._elastic.everything():
+                self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
             self._profiled = batch
             self.recomputation = Recomputation(self._profile.blocks)
             self._plans.clear()
+        if self._elastic is not None:
+            self._profile = self._profile.with_off(self._elastic.without_graph)
         return self._profile
 
     def _find(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:

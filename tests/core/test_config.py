@@ -19,7 +19,7 @@ from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError
 PRECISIONS = r"allowed: 'auto', 'exact', 8, 4, 2, 1$"
 NAMES = (
     "precision, max_gradient_error, audit_every, rounding, memory_budget, budget_covers, min_precision, spill_dir, "
-    "pool_growth, seed, backend, packing"
+    "pool_growth, seed, backend, packing, elastic"
 )
 SEED = r"give an integer from 0 to 2\*\*64 - 1$"
 SIZE = r'is not a size; give a positive number of bytes or a size such as "400MB" or "1\.5GiB", or'

@@ -114,6 +114,7 @@ def resnet() -> nn.Module:
 def rows_for(model: nn.Module, count: int = 64) -> Rows:
     """Returns random inputs of the kind that a model takes."""
     random = torch.Generator().manual_seed(1)
+    model = model.get_base_model() if isinstance(model, peft.PeftModel) else model
 
     def tokens() -> Tensor:
         return torch.randint(3, VOCABULARY, (LENGTH,), generator=random)

@@ -20,6 +20,7 @@ from daf_core import AuditError, ConfigError
 from daf_integrations import DAFCallback, training
 from daf_integrations.accelerate import install
 from daf_integrations.training import training_of
+from tests.integrations.elastic_runs import BLOCKS, ELASTIC, classifier, count_time, trained
 from tests.integrations.hf_runs import (
     METRICS,
     STEPS,
@@ -291,3 +292,23 @@ class TestErrors:
         switch_on(max_gradient_error=0.05)
         with pytest.raises(AuditError, match="max_gradient_error cannot be kept"):
             Loop(lora()).train(1, loss_of=loss_outside)
+
+
+def test_elastic_training_goes_on_from_a_checkpoint(
+    switch_on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With accumulated batches, from a step that trained the head alone."""
+    count_time(monkeypatch)
+    switch_on(**ELASTIC)
+    whole = Loop(classifier(), gradient_accumulation_steps=2)
+    before = trained(whole.model)
+    head = whole.train(12)
+    assert trained(whole.model) == before
+    whole.accelerator.save_state(tmp_path)
+    tail = whole.train(20, 12)
+    assert daf.metrics(whole.model)["daf/elastic_depth"] < BLOCKS
+    AcceleratorState._reset_state(True)
+    resumed = Loop(classifier(), gradient_accumulation_steps=2)
+    resumed.accelerator.load_state(tmp_path)
+    assert resumed.train(20, 12) == tail != head
+    assert steps_of(resumed.model) == steps_of(whole.model) == 10

@@ -16,7 +16,7 @@ from daf_core.plan.timeline import play
 from daf_core.treatments import Treatments
 from tests.plan import nets
 
-LETTERS = dict(zip("KCRr", Treatment, strict=True))
+LETTERS = dict(zip("KCRrO", Treatment, strict=True))
 """Of treatments; the first letter is of what is outside of blocks."""
 
 

@@ -24,6 +24,7 @@ class MadeUp:
     seed: int
     blocks: int = 6
     repeats: int = 1
+    off: frozenset[int] = frozenset()
     names: list[str] = field(init=False)
     calls: list[int] = field(init=False)
 
@@ -42,11 +43,10 @@ class MadeUp:
 
     def at(self, rows: float, bits: int | None) -> Costs:
         packed = self.raw * (0.8 if bits is None else bits / 24)
-        seconds = np.stack(
-            [3 * self.forward, 3 * self.forward + self.packing, 4 * self.forward, 4.004 * self.forward], 1
-        )
-        held = np.stack([self.raw, packed, self.input, self.input * 0.3], 1)
-        inside = np.stack([self.raw * 0.2] * 2 + [self.raw * 1.2] * 2, 1)
+        forward, nothing = self.forward, np.zeros(len(self.raw))
+        seconds = np.stack([3 * forward, 3 * forward + self.packing, 4 * forward, 4.004 * forward, forward], 1)
+        held = np.stack([self.raw, packed, self.input, self.input * 0.3, nothing], 1)
+        inside = np.stack([self.raw * 0.2] * 2 + [self.raw * 1.2] * 2 + [nothing], 1)
         for array in (seconds, held, inside):
             array[0, 2:] = np.inf
         between = np.full(1 + len(self.calls), MB / 4)
@@ -125,3 +125,21 @@ def test_model_without_blocks() -> None:
 )
 def test_precisions_that_are_planned_with(options: dict[str, Any], expected: list[int]) -> None:
     assert planned_bits(DAFConfig(**options)) == expected
+
+
+def test_blocks_without_a_graph_hold_nothing_and_take_their_forward_pass() -> None:
+    profile, batch = MadeUp(0), BatchSize(8)
+    less = MadeUp(0, off=frozenset({0, 1, 2}))
+    budget = least_budget(profile, batch, DAFConfig(precision=4), splits=False)
+    assert least_budget(less, batch, DAFConfig(precision=4), splits=False) < budget
+    whole = find_plan(profile, batch, 3 * budget, DAFConfig(precision=4), splits=False)
+    part = find_plan(less, batch, 3 * budget, DAFConfig(precision=4), splits=False)
+    assert whole is not None
+    assert part is not None
+    assert [treatment is Treatment.OFF for treatment in part.blocks] == [True] * 3 + [False] * 3
+    assert Treatment.OFF not in whole.blocks
+    assert part.forecast.seconds < whole.forecast.seconds
+    assert not part.recomputed
+    everything = find_plan(less, batch, 10**12, DAFConfig(precision=4), splits=False)
+    assert everything is not None
+    assert everything.blocks == (Treatment.OFF,) * 3 + (Treatment.KEEP,) * 3

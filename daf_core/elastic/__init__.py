@@ -1,0 +1,1 @@
+"""Elastic training: in each step only that is trained which reduces the loss most for its cost."""

@@ -1,0 +1,247 @@
+"""The course of an elastic training: what the next step trains, and when that is thought over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from logging import getLogger
+from typing import Any
+
+from daf_core.config import ElasticConfig
+from daf_core.elastic.clock import StepTimes
+from daf_core.elastic.costs import StepCosts
+from daf_core.elastic.gains import merged
+from daf_core.elastic.schedule import Mixture, best_mixture
+from daf_core.elastic.units import Units
+from daf_core.errors import ElasticError
+
+MEASURED = 2
+"""Steps of each kind whose times are taken at the beginning and after each change, but for the first of the kind."""
+
+DEFAULT_TIMES = {"adapters": 0.7, "whole": 0.45}
+"""Shares of the time where none is given. With adapters, steps that train a head alone take .5 to .6."""
+
+log = getLogger("daf")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a step is to do.
+
+    Attributes:
+        on: Numbers of the units that it trains.
+        measured: Whether its times are taken.
+        probe: Whether it is measured what it gains.
+    """
+
+    on: frozenset[int]
+    measured: bool
+    probe: bool
+
+
+class Course:
+    """Decides step by step.
+
+    The first step trains the least there is, and so do those after it until it is known what memory activations take
+    where that is limited. Then come steps that train most, until it is known what they take and
+    gain, and then both kinds in turn.
+
+    Args:
+        units: What may be trained or not.
+        costs: What steps take.
+        config: The share of time or memory.
+
+    Attributes:
+        target: The mean time of a step that is to be kept, relative to one that trains everything.
+    """
+
+    def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:
+        self._units, self._all = units, units.everything
+        self._costs = costs
+        self.target = _target(units, config)
+        self._memory = config.memory
+        self._refresh = config.refresh
+        self._gains: list[float] | None = None
+        self._mixture: Mixture | None = None
+        self._early: list[frozenset[int]] = []
+        self._balance = 0.0
+        self._settled = False
+        self._since_plan = self._seen = 0
+
+    def choose(self) -> Choice:
+        """Returns what the next step is to do."""
+        mixture = self._mixture
+        if mixture is None:
+            if not self._early or (self._memory is not None and not self._costs.held(0)):
+                return Choice(self._first, True, False)
+            return Choice(self.most, len(self._early) > 1, len(self._early) > 1)
+        # A little less than the balance: sums of shares that come out even have rounding errors.
+        if mixture.frequency == 1 or self._balance + mixture.target - mixture.most_share >= -1e-9:
+            due = self._since_plan >= self._refresh
+            return Choice(mixture.most, due, due)
+        return Choice(mixture.part, self._settling, False)
+
+    def finish(self, choice: Choice, times: StepTimes | None, gains: Sequence[float] | None) -> bool:
+        """Ends a step; says whether `plan` is to be called now.
+
+        Args:
+            choice: What it was to do.
+            times: What it took, where that was measured.
+            gains: What each of its units gained, in the order of their numbers, where that was measured.
+        """
+        if times is not None:
+            self._costs.add(times, choice.on)
+        if gains is not None:
+            found = dict(zip(sorted(choice.on), gains, strict=True))
+            self._gains = merged(self._gains, [found.get(unit, 0.0) for unit in sorted(self._all)])
+        if self._mixture is None:
+            self._early.append(choice.on)
+            self._seen += choice.probe and times is not None
+            return self._seen == MEASURED
+        self._balance = min(self._balance + self.target - self.share(choice.on), 1.0)
+        self._since_plan += 1
+        if choice.on == self._mixture.part:
+            self._seen += 1
+        return choice.probe or (not self._settled and self._both_seen)
+
+    def plan(self) -> None:
+        """Decides what the steps to come train.
+
+        Raises:
+            ElasticError: At the beginning of a training: no step takes as little time as is allowed.
+        """
+        most = self._allowed
+        if self._memory is not None and self._mixture is None:
+            self._refuse_memory(most, self._memory)
+        gains = self._gains or [1.0] * len(self._all)
+        found = best_mixture(self._costs, gains, most, self.target, self._refresh)
+        if self._mixture is None:
+            self._balance = sum(self.target - self._costs.share(on) for on in self._early)
+        self._mixture = found or self._out_of_reach(self._units.least(most), most)
+        self._settled |= self._both_seen
+        self._since_plan = self._seen = 0
+
+    def _out_of_reach(self, least: frozenset[int], most: frozenset[int]) -> Mixture:
+        """Returns what is done where even a step that trains the least takes more than the target.
+
+        Raises:
+            ElasticError: It was measured at the beginning of the training.
+        """
+        share = self._costs.share(least)
+        if self._mixture is None:
+            return Mixture(least, share, most, self._costs.share(most), self.target)
+        if not self._settled and self._both_seen:
+            raise ElasticError(
+                f"elastic.time={self.target:g} cannot be kept: a step takes {share:.2f} of the time of one that trains "
+                "everything even where it trains as little as possible. Allow more, or leave out elastic.time"
+            )
+        if self._settled:
+            log.warning(
+                "steps that train as little as possible take %.2f of the time of one that trains everything now, more "
+                "than elastic.time=%g: what they train stays as it was",
+                share,
+                self.target,
+            )
+        return self._mixture
+
+    @property
+    def _first(self) -> frozenset[int]:
+        """The units of the first step: one in the last block, or all of it where bytes are limited, to see them.
+
+        Not the head alone: a model may have one that its loss does not use.
+        """
+        if self._memory is None:
+            return frozenset({min(self._all)})
+        depths = {unit: self._units.depth({unit}) for unit in self._all}
+        return frozenset(unit for unit, depth in depths.items() if depth == max(depths.values()))
+
+    @property
+    def most(self) -> frozenset[int]:
+        """Numbers of the units that any step may train, as it was planned."""
+        return self._allowed if self._mixture is None else self._mixture.most
+
+    @property
+    def _allowed(self) -> frozenset[int]:
+        """Numbers of the units for which the share of memory suffices, as far as it is known."""
+        if self._memory is None:
+            return self._all
+        whole = self._costs.held(0)
+        fitting = {unit for unit in self._all if self._costs.held(self._units.depth({unit})) <= self._memory * whole}
+        return frozenset(fitting) or self._first
+
+    def _refuse_memory(self, most: frozenset[int], share: float) -> None:
+        needed = self._costs.held(self._units.depth(most)) / max(self._costs.held(0), 1)
+        if needed > share:
+            raise ElasticError(
+                f"elastic.memory={share:g} cannot be kept: a step that trains the last block alone holds {needed:.3f} "
+                "of the activations of one that trains everything. Allow more, or leave out elastic.memory"
+            )
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """What steps train now; None at the beginning."""
+        return self._mixture
+
+    def share(self, on: frozenset[int]) -> float:
+        """Returns the time of a step that trains these units, relative to one that trains everything."""
+        return self._costs.share(on) if self._mixture is None else self._mixture.share_of(on)
+
+    @property
+    def _settling(self) -> bool:
+        return 1 <= self._seen <= MEASURED
+
+    @property
+    def _both_seen(self) -> bool:
+        """Whether steps of both kinds were measured since the last plan, or before it."""
+        return self._mixture is not None and self._seen == 1 + MEASURED
+
+    def state(self) -> dict[str, Any]:
+        """Returns where it is, as JSON-able values."""
+        mixture = None if self._mixture is None else asdict(self._mixture)
+        if mixture is not None:
+            mixture |= {"part": sorted(mixture["part"]), "most": sorted(mixture["most"])}
+        return {
+            "gains": self._gains,
+            "mixture": mixture,
+            "early": [sorted(on) for on in self._early],
+            "balance": self._balance,
+            "since_plan": self._since_plan,
+            "settled": self._settled,
+            "shares": [self.target, self._memory],
+            "seen": self._seen,
+            "costs": self._costs.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned, with a plan of its own where the shares were others.
+
+        Raises:
+            ElasticError: See `plan`.
+            KeyError, TypeError, ValueError: It is something else.
+        """
+        gains, mixture = state["gains"], state["mixture"]
+        self._costs.load(state["costs"])
+        if gains is not None and len(gains) != len(self._all):
+            raise ValueError(f"there are {len(self._all)} units")
+        if mixture is not None:
+            mixture = Mixture(**mixture | {"part": frozenset(mixture["part"]), "most": frozenset(mixture["most"])})
+            if not mixture.part | mixture.most <= self._all:
+                raise ValueError(f"there are {len(self._all)} units")
+        self._gains = None if gains is None else [float(gain) for gain in gains]
+        self._mixture = mixture
+        self._early = [frozenset(map(int, on)) for on in state["early"]]
+        self._balance = float(state["balance"])
+        self._since_plan, self._seen, self._settled = (
+            int(state["since_plan"]),
+            int(state["seen"]),
+            bool(state["settled"]),
+        )
+        if mixture is not None and state["shares"] != [self.target, self._memory]:
+            self._mixture, self._settled = None, False
+            self.plan()
+
+
+def _target(units: Units, config: ElasticConfig) -> float:
+    if config.time is not None:
+        return config.time
+    return 1.0 if config.memory is not None else DEFAULT_TIMES["whole" if units.whole else "adapters"]

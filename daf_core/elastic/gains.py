@@ -1,0 +1,61 @@
+"""What training each unit gains: how much a step's update of it lowers the loss, to first order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from daf_core.elastic.units import Unit
+
+NEWEST = 0.5
+"""Weight of what was measured last against all before it."""
+
+
+class Update:
+    """An optimizer's step, whatever optimizer it is.
+
+    Args:
+        units: The units that have gradients now.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._before = [[parameter.detach().clone() for parameter in unit.parameters] for unit in units]
+
+    def gains(self) -> list[float]:
+        """Returns -<g, w_after - w_before> of each unit, after the step and before gradients are dropped.
+
+        ElasticTrainer (MobiSys 2023) takes the gradient of a second pass in place of g; the order of layers is nearly
+        the same (their ranks correlate by .83).
+        """
+        return [
+            sum(map(_gain, unit.parameters, before)) for unit, before in zip(self._units, self._before, strict=True)
+        ]
+
+
+def merged(known: Sequence[float] | None, measured: Sequence[float]) -> list[float] | None:
+    """Returns what is known of gains after a measurement.
+
+    What makes the loss larger gains nothing; what is not finite, or zero everywhere as in a warm-up that begins with a
+    learning rate of zero, says nothing.
+
+    Args:
+        known: What was known; None for nothing.
+        measured: Of a step that trained all units.
+    """
+    if not all(map(math.isfinite, measured)) or not any(gain > 0 for gain in measured):
+        return None if known is None else list(known)
+    total = sum(max(gain, 0.0) for gain in measured)
+    shares = [max(gain, 0.0) / total for gain in measured]
+    if known is None:
+        return shares
+    return [(1 - NEWEST) * old + NEWEST * new for old, new in zip(known, shares, strict=True)]
+
+
+def _gain(parameter: torch.nn.Parameter, before: torch.Tensor) -> float:
+    if parameter.grad is None:
+        return 0.0
+    moved = parameter.detach().float() - before.float()
+    return -float(torch.sum(parameter.grad.float() * moved))

@@ -1,0 +1,120 @@
+"""What of a training would take the gain of elastic training back, or break it: found before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from daf_core.elastic.units import Calls, Units
+from daf_core.errors import ConfigError
+from daf_core.plan.blocks import Block
+from daf_core.plan.ranks import SHARDED, several
+from daf_core.torch_internals import is_compiled
+
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Options of models of transformers."""
+
+
+def refuse_training(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Checks how a model is called.
+
+    Args:
+        model: The model as it is called.
+        blocks: Its blocks.
+
+    Raises:
+        ConfigError: It cannot be trained elastically.
+    """
+    _refuse(_reasons(model, blocks))
+
+
+def refuse_units(units: Units) -> None:
+    """Checks that there is something to choose from.
+
+    Raises:
+        ConfigError: There is not.
+    """
+    _refuse(_missing(units))
+
+
+def refuse_uncalled(units: Units, calls: Calls) -> None:
+    """Checks that all blocks run: what is skipped now and then cannot be left to train alone.
+
+    Raises:
+        ConfigError: One did not in the first step.
+    """
+    _refuse(
+        f"{block.name} did not run in the first step, as layers that are skipped at random (layerdrop) or experts do; "
+        "have all layers run, or leave out elastic"
+        for block in units.blocks
+        if block.name not in calls
+    )
+
+
+def _refuse(reasons: Iterator[str]) -> None:
+    reason = next(reasons, None)
+    if reason is not None:
+        raise ConfigError(f"elastic training is not possible here: {reason}")
+
+
+def _missing(units: Units) -> Iterator[str]:
+    if len({unit.stage for unit in units.units}) < 2 and not (units.units and units.always):
+        yield (
+            "nothing is trained in blocks of the model, or in one alone, so that there is nothing to choose from. "
+            "Blocks are the layers of a transformer, or equal modules in an nn.ModuleList or nn.Sequential; leave out "
+            "elastic"
+        )
+
+
+def _reasons(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
+    if len(blocks) < 2:
+        yield (
+            f"{type(model).__name__} has {len(blocks)} blocks, such as the layers of a transformer or equal modules in "
+            "an nn.ModuleList or nn.Sequential, and two are needed; leave out elastic"
+        )
+    if several() and not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        yield (
+            "there are several processes, and the model is not in a DistributedDataParallel yet, so that each would "
+            "choose by itself; wrap it first, and prepare it then"
+        )
+    for name in LAYER_DROPS:
+        share = getattr(getattr(model, "config", None), name, 0.0)
+        if share:
+            yield f"config.{name}={share} skips layers at random, and a step may train what is skipped; set it to 0"
+    for module in model.modules():
+        kind = type(module).__name__
+        if {each.__name__ for each in type(module).__mro__} & SHARDED:
+            yield (
+                f"{kind} spreads parameters over processes by whether they are trained when it is made; use "
+                "DistributedDataParallel, or leave out elastic"
+            )
+        if is_compiled(module):
+            yield f"{kind} is compiled, and would be again for each part that is trained; leave out torch.compile"
+        if isinstance(module, DistributedDataParallel):
+            if getattr(module, "static_graph", False):
+                yield "DistributedDataParallel(static_graph=True) expects the same graph in every step; leave it out"
+            elif not module.find_unused_parameters:
+                yield (
+                    "DistributedDataParallel waits for gradients of what is not trained in a step; give it "
+                    "find_unused_parameters=True (TrainingArguments: ddp_find_unused_parameters=True)"
+                )
+        if _reentrant(module):
+            yield (
+                f"{kind} recomputes in the reentrant way, in which blocks that get no gradient are not trained; set "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}'
+            )
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        yield "parameters are spread over processes (DTensor); use DistributedDataParallel, or leave out elastic"
+
+
+def _reentrant(module: nn.Module) -> bool:
+    if getattr(module, "gradient_checkpointing", False) is not True:
+        return False
+    function: Any = getattr(module, "_gradient_checkpointing_func", None)
+    told = getattr(function, "keywords", {}).get("use_reentrant")
+    if told is None:  # torch's own is reentrant then
+        return getattr(getattr(function, "func", function), "__module__", "") == "torch.utils.checkpoint"
+    return bool(told)

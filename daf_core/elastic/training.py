@@ -1,0 +1,341 @@
+"""The elastic training of one model: has each step train what its course says, and watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from logging import getLogger
+from typing import Any
+
+from torch import nn
+
+from daf_core.config import ElasticConfig
+from daf_core.elastic.calls import CallWatch
+from daf_core.elastic.clock import BlockClock, StepTimes, is_training_pass
+from daf_core.elastic.costs import StepCosts
+from daf_core.elastic.course import Choice, Course
+from daf_core.elastic.gains import Update
+from daf_core.elastic.mask import STALE, InputGradientHooks, Mask, renew_momentum
+from daf_core.elastic.refusals import refuse_training, refuse_uncalled, refuse_units
+from daf_core.elastic.units import Calls, Units, registered_calls, units_of
+from daf_core.engine import ActivationEngine
+from daf_core.errors import ElasticError, StateError
+from daf_core.plan import ranks
+from daf_core.plan.blocks import layers_of
+
+log = getLogger("daf")
+
+
+@dataclass(frozen=True)
+class ElasticStep:
+    """What a step trained.
+
+    Attributes:
+        depth: Blocks that built a graph.
+        share: Time that it takes, relative to a step that trains everything, as far as that is known.
+    """
+
+    depth: int
+    share: float
+
+
+class ElasticTraining:
+    """Has each step of a model's training train a part of it, within a share of time or memory.
+
+    Only from the beginning of a step to its end parameters are marked as not trained: optimizers, checkpoints and
+    evaluation find what the user has chosen.
+
+    Args:
+        model: The model.
+        outer: The model as it is called, perhaps in a DistributedDataParallel.
+        engine: Says what saved activations hold.
+        config: The share of time or memory.
+        course: Makes what decides; others are for comparison.
+
+    Raises:
+        ConfigError: The model cannot be trained elastically.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outer: nn.Module,
+        engine: ActivationEngine,
+        config: ElasticConfig,
+        course: Callable[[Units, StepCosts, ElasticConfig], Course] = Course,
+    ) -> None:
+        self._make_course = course
+        self._model, self._outer, self._engine, self._config = model, outer, engine, config
+        self._blocks = layers_of(model)
+        refuse_training(outer, self._blocks)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._unused: set[int] = set()
+        self._aside = False
+        self._follow(registered_calls(model))
+        refuse_units(self._units)
+        self._checked = False
+        self._stepped = False
+        self._updated: set[int] = set()
+        self._choice: Choice | None = None
+        self._watch: CallWatch | None = None
+        self._clock: BlockClock | None = None
+        self._update: Update | None = None
+        self._hooks = InputGradientHooks(model)
+        self._holder = model.register_forward_pre_hook(self.hold)
+
+    def begin_step(self) -> None:
+        """Begins a step, unless one has begun already; to be called while no graph of the model is alive."""
+        if self._choice is not None:
+            return
+        self._choice = self._course.choose()
+        self._updated, self._stepped = set(), False
+        self._mask.apply(self._choice.on)
+        if self._choice.measured or not self._checked:
+            self._watch = CallWatch(self._model)
+        if self._choice.measured:
+            self._clock = self._started_clock()
+
+    def before_update(self, optimizers: Iterable[Any]) -> None:
+        """Is to be called between backward and the optimizer's step.
+
+        Args:
+            optimizers: The optimizers that are about to step.
+        """
+        optimizers = list(optimizers)
+        if self._choice is None:
+            return
+        self._updated |= {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
+        on = [self._units.units[number] for number in sorted(self._choice.on)]
+        back = [unit for unit in on if self._idle[unit.name] > STALE]
+        renew_momentum(optimizers, [parameter for unit in back for parameter in unit.parameters])
+        if self._choice.probe and self._update is None:  # of several optimizers the first
+            self._update = Update(on)
+
+    def finish_step(self) -> ElasticStep | None:
+        """Ends a step, after the optimizer's and before gradients are dropped.
+
+        None where none had begun, or where other optimizers have yet to step: they end it, or the next forward pass.
+
+        Raises:
+            ElasticError: Blocks that were not trained have built a graph, or no step takes as little as is allowed.
+        """
+        if self._choice is None:
+            return None
+        self._stepped = True
+        if self._updated and not all(id(each) in self._updated for each in self._trained if each.grad is not None):
+            return None
+        return self.finish_stepped()
+
+    def finish_stepped(self) -> ElasticStep | None:
+        """Ends a step that an optimizer has stepped in, though others have gradients left; None where none has.
+
+        Raises:
+            ElasticError: See `finish_step`.
+        """
+        choice = self._choice
+        if choice is None or not self._stepped:
+            return None
+        self._choice = None
+        clock, self._clock = self._clock, None
+        times = None if clock is None else clock.stop()
+        if times is not None and not times.elements:  # the model was not run in this step
+            times = None
+        gains = None if self._update is None else self._update.gains()
+        self._update = None
+        self._mask.lift()
+        choice, times = self._look(choice, times)
+        for number, unit in enumerate(self._units.units):
+            self._idle[unit.name] = 0 if number in choice.on else self._idle[unit.name] + 1
+        due = self._course.finish(choice, times, gains)
+        step = ElasticStep(len(self._units.blocks) - self._units.depth(choice.on), self._course.share(choice.on))
+        if due:
+            self._plan()
+        elif self._course.mixture is None:  # what bytes were seen decides what the next step may train
+            self._course.load(ranks.broadcast(self._course.state(), self._outer))
+        return step
+
+    def hold(self, *_: object) -> None:
+        """Keeps what is off as it is, before a forward pass, also after `lift`.
+
+        PEFT's switches of adapters mark all of them as trained, and trainers install hooks anew.
+        """
+        if self._choice is not None and not self._aside and is_training_pass():
+            self._mask.apply(self._choice.on)
+            self._hooks.take()
+
+    def lift(self) -> None:
+        """Marks as trained what the user trains, until the next forward pass; to be called when no graph is alive."""
+        self._mask.lift()
+
+    @contextmanager
+    def apart(self) -> Generator[None]:
+        """Has what runs inside be no part of the step: an audit, or what measures the model."""
+        clock, watch = self._clock, self._watch
+        self._stop_watching()
+        try:
+            yield
+        finally:
+            # From here on: what the step did before takes little, or is an earlier batch that it accumulates.
+            self._clock = None if clock is None else self._started_clock()
+            self._watch = None if watch is None else CallWatch(self._model)
+
+    @contextmanager
+    def everything(self) -> Generator[None]:
+        """Has everything trained inside that any step may train, for what measures the model."""
+        if self._choice is None:
+            yield
+            return
+        with self.apart():
+            self._mask.apply(self._course.most)
+            self._aside = True
+            try:
+                yield
+            finally:
+                self._aside = False
+                self._mask.apply(self._choice.on)
+
+    @property
+    def trains_most(self) -> bool:
+        """Whether this step trains all that any step may train."""
+        return self._choice is None or self._choice.on == self._course.most
+
+    @property
+    def without_graph(self) -> frozenset[str]:
+        """Names of the blocks that build no graph in this step."""
+        if self._choice is None:
+            return frozenset()
+        return frozenset(block.name for block in self._units.blocks[: self._units.depth(self._choice.on)])
+
+    @property
+    def summary(self) -> str:
+        """What is trained now, in words."""
+        mixture, blocks = self._course.mixture, len(self._units.blocks)
+        if mixture is None:
+            return f"the best of {blocks} blocks, once it is known"
+        part, most = (blocks - self._units.depth(on) for on in (mixture.part, mixture.most))
+        if mixture.frequency == 1:
+            return f"{most} of {blocks} blocks in every step"
+        units = f"{len(mixture.part)} of {len(self._units.units)} units"
+        return f"{units} in {part} of {blocks} blocks, and in {mixture.frequency:.0%} of the steps {most} blocks"
+
+    def close(self) -> None:
+        """Makes the model the one it was."""
+        self._leave_step()
+        self._hooks.restore()
+        self._holder.remove()
+
+    def state(self) -> dict[str, Any]:
+        """Returns where it is, as JSON-able values; the order of calls in lists, as trainers write keys in order."""
+        return {
+            "calls": [*self._calls.items()],
+            "unused": sorted(self._unused),
+            "idle": dict(self._idle),
+            "course": self._course.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned.
+
+        Raises:
+            StateError: It is something else, or of another model.
+        """
+        self._leave_step()
+        try:
+            self._unused = {int(number) for number in state["unused"]}
+            self._follow({str(name): int(size) for name, size in state["calls"]})
+            if state["idle"].keys() != self._idle.keys():
+                raise ValueError("the model's units are others")
+            self._idle = {name: int(steps) for name, steps in state["idle"].items()}
+            self._course.load(state["course"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(f"this is no saved state of elastic training of this model: {error!r}") from error
+
+    def _leave_step(self) -> None:
+        self._stop_watching()
+        self._mask.lift()
+        self._choice = self._update = None
+
+    def _started_clock(self) -> BlockClock:
+        return BlockClock(self._model, self._units.blocks, lambda: self._engine.held_bytes)
+
+    def _stop_watching(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+        if self._watch is not None:
+            self._watch.stop()
+        self._clock = self._watch = None
+
+    def _follow(self, calls: Calls) -> None:
+        """Orders units by how modules are called."""
+        self._calls = calls
+        used = [parameter for number, parameter in enumerate(self._trained) if number not in self._unused]
+        self._units = units_of(self._model, self._blocks, used, calls)
+        self._mask = Mask(self._units)
+        self._idle = {unit.name: 0 for unit in self._units.units}
+        self._costs = StepCosts(self._units, [calls.get(block.name, 0) for block in self._units.blocks])
+        self._course = self._make_course(self._units, self._costs, self._config)
+
+    def _look(self, choice: Choice, times: StepTimes | None) -> tuple[Choice, StepTimes | None]:
+        """Looks at what was watched in a step, until there was one whose lowest blocks were not trained.
+
+        The first time units are put in the order in which they are used; the step is returned in the new order.
+        """
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return choice, times
+        watch.stop()
+        if not any(watch.calls.values()):
+            return choice, times
+        if any(self._calls.values()):
+            in_order = True
+        else:
+            before = self._units
+            always = set(map(id, units_of(self._model, self._blocks, self._trained, watch.calls).always))
+            trained = enumerate(self._trained)
+            self._unused = {number for number, each in trained if id(each) in always and each.grad is None}
+            self._follow(watch.calls)
+            refuse_uncalled(self._units, watch.calls)
+            refuse_units(self._units)
+            self._name_deepest()
+            choice = replace(choice, on=_renumbered(choice.on, before, self._units))
+            in_order = before.blocks == self._units.blocks
+        if in_order:
+            depth = self._units.depth(choice.on)
+            watch.refuse_graphs(self._units.blocks[:depth])
+            self._checked = self._checked or depth > 0
+        return choice, times if in_order else None
+
+    def _name_deepest(self) -> None:
+        """Names what is trained below the first block of a model with adapters: the user may not expect it to wait."""
+        deepest = [unit.name for unit in self._units.units if unit.outside and unit.stage == 0]
+        if deepest and not self._units.whole:
+            log.warning(
+                "%s comes before the first block: whatever trains it builds a graph through the whole model. Elastic "
+                "training trains it only in steps that train everything",
+                ", ".join(deepest),
+            )
+
+    def _plan(self) -> None:
+        """Has all processes follow the plan of the first one: they measure different times."""
+        error: ElasticError | None = None
+        try:
+            self._course.plan()
+        except ElasticError as raised:
+            error = raised
+        state, error = ranks.broadcast((self._course.state(), error), self._outer)
+        if error is not None:
+            raise error
+        self._course.load(state)
+        log.info("DAF trains %s", self.summary)
+
+
+def _renumbered(on: Collection[int], before: Units, after: Units) -> frozenset[int]:
+    """Returns the numbers, in another order, of the units that a step has trained.
+
+    What was taken to come after the last block was trained too, wherever it turns out to be.
+    """
+    trained = [*before.always, *(parameter for number in on for parameter in before.units[number].parameters)]
+    known = set(map(id, trained))
+    numbered = enumerate(after.units)
+    return frozenset(number for number, unit in numbered if not known.isdisjoint(map(id, unit.parameters)))

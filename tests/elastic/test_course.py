@@ -1,0 +1,285 @@
+"""Which steps train what, over hundreds of steps whose times and bytes are made up."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from daf_core.elastic.costs import StepCosts
+from daf_core.elastic.course import MEASURED
+from daf_core.elastic.gains import merged
+from daf_core.elastic.schedule import Mixture, best_mixture
+from daf_core.elastic.units import Units
+from daf_core.errors import ElasticError
+from tests.elastic.runs import assumed_units, deep_gpt2, make, units_in_order
+from tests.elastic.world import Simulation, World
+
+STEPS = 500
+
+
+@cache
+def adapters(layers: int = 8) -> Units:
+    return assumed_units(deep_gpt2(layers))
+
+
+@cache
+def layers() -> Units:
+    return units_in_order(*make("gpt2", adapters=False))
+
+
+def falling(count: int) -> list[float]:
+    """Returns gains of units of which those next to the output are worth most."""
+    return [1 / (number + 1) for number in range(count)]
+
+
+@pytest.mark.parametrize("time", [0.5, 0.6, 0.75, 0.9])
+@pytest.mark.parametrize("kind", [adapters, layers])
+def test_the_mean_share_is_kept(kind: object, time: float) -> None:
+    world = World(adapters() if kind is adapters else layers())
+    run = Simulation(world, falling(len(world.units.units)), time=time).steps(STEPS)
+    spent, paid_back = 0.0, None
+    for number, choice in enumerate(run.done, 1):
+        spent += world.share(choice.on)
+        mean = spent / number
+        paid_back = number if paid_back is None and mean <= time and number > 2 + MEASURED else paid_back
+        if paid_back is not None:
+            assert mean <= time + 1e-9
+    assert paid_back is not None
+    assert paid_back < 60
+    assert spent / STEPS > time - 0.02  # and what is allowed is used
+    kinds = {choice.on for choice in run.done}
+    assert frozenset(range(len(world.units.units))) in kinds
+    assert len(kinds) >= 2
+
+
+def test_the_beginning() -> None:
+    """The least, everything, both measured, then both kinds in turn."""
+    run = Simulation(World(adapters()), time=0.6)
+    first = run.step()
+    assert (first.on, first.measured, first.probe) == ({0}, True, False)
+    warm = run.step()
+    assert (len(warm.on), warm.measured, warm.probe) == (8, False, False)
+    for _ in range(MEASURED):
+        assert run.course.mixture is None
+        step = run.step()
+        assert (len(step.on), step.measured, step.probe) == (8, True, True)
+    mixture = run.course.mixture
+    assert mixture is not None
+    parts = [run.step() for _ in range(1 + MEASURED)]
+    assert [each.on for each in parts] == [mixture.part] * 3
+    assert [each.measured for each in parts] == [False, True, True]
+    assert run.plans == 2
+
+
+@pytest.mark.parametrize("refresh", [10, 40])
+def test_plans_are_thought_over(refresh: int) -> None:
+    run = Simulation(World(adapters()), falling(8), time=0.6, refresh=refresh).steps(STEPS)
+    probes = [number for number, choice in enumerate(run.done) if choice.probe]
+    gaps = [after - before for before, after in pairwise(probes[2:])]
+    assert min(gaps) > refresh
+    assert max(gaps) < 2 * refresh + 5
+    assert run.plans == len(probes) - MEASURED + 2
+    assert all(len(run.done[number].on) == 8 and run.done[number].measured for number in probes)
+
+
+@pytest.mark.parametrize("time", [0.58, 0.67])
+def test_what_gains_nothing_is_looked_at_again(time: float) -> None:
+    """Where a part takes all the time there is, steps that train everything would never come."""
+    run = Simulation(World(adapters()), [1.0] * 4 + [0.0] * 4, time=time, refresh=20).steps(STEPS)
+    probes = [number for number, choice in enumerate(run.done) if choice.probe]
+    gaps = [after - before for before, after in pairwise(probes[2:])]
+    assert len(gaps) > 5
+    assert max(gaps) < 3 * 20
+
+
+def test_gains_that_change_change_what_is_trained() -> None:
+    world = World(layers())
+    count = len(world.units.units)
+    run = Simulation(world, time=0.8, refresh=20)
+
+    def part(favoured: int) -> frozenset[int]:
+        for _ in range(150):
+            run.step([10.0 if number == favoured else 0.1 for number in range(count)])
+        assert run.course.mixture is not None
+        return run.course.mixture.part
+
+    inside = [number for number, unit in enumerate(world.units.units) if unit.share and unit.stage == 1]
+    assert inside[0] in part(inside[0])
+    both = part(inside[1])
+    assert inside[1] in both
+
+
+NOTHING_NEW: dict[str, list[float]] = {
+    "not a number": [math.nan] + [1.0] * 7,
+    "infinite": [math.inf] + [1.0] * 7,
+    "zero": [0.0] * 8,
+    "negative": [-1.0] * 8,
+}
+
+
+@pytest.mark.parametrize("kind", NOTHING_NEW)
+def test_measurements_that_say_nothing(kind: str) -> None:
+    assert merged(None, NOTHING_NEW[kind]) is None
+    assert merged([0.25, 0.75], NOTHING_NEW[kind][:2]) == [0.25, 0.75]
+    run = Simulation(World(adapters()), NOTHING_NEW[kind], time=0.6).steps(100)
+    assert run.plans >= 2
+    assert run.mean_share(run.done) <= 0.6 + 1e-9
+
+
+def test_merged_gains() -> None:
+    assert merged(None, [3.0, -1.0, 1.0]) == [0.75, 0.0, 0.25]
+    assert merged([1.0, 0.0], [1.0, 3.0]) == [0.625, 0.375]
+
+
+@pytest.mark.parametrize("kind", [adapters, layers])
+@pytest.mark.parametrize("steps", [1, 3, 4, 6, 33, 71])
+def test_state_goes_on_with_the_same_choices(kind: object, steps: int) -> None:
+    units = adapters() if kind is adapters else layers()
+    gains = falling(len(units.units))
+    run = Simulation(World(units), gains, time=0.6, refresh=15).steps(steps)
+    other = Simulation(World(units), gains, time=0.6, refresh=15)
+    other.course.load(json.loads(json.dumps(run.course.state(), sort_keys=True)))
+    run.done.clear()
+    assert other.steps(120).done == run.steps(120).done
+    assert other.course.state() == run.course.state()
+
+
+def test_state_of_another_model() -> None:
+    run = Simulation(World(adapters()), time=0.6).steps(20)
+    with pytest.raises(ValueError, match="the model has 4 blocks"):
+        Simulation(World(adapters(4)), time=0.6).course.load(run.course.state())
+    course = Simulation(World(adapters()), time=0.6).course
+    for name, wrong in (("gains", [1.0]), ("mixture", run.course.state()["mixture"] | {"most": [8]})):
+        with pytest.raises(ValueError, match="there are 8 units"):
+            course.load(run.course.state() | {name: wrong})
+
+
+@pytest.mark.parametrize("memory", [0.25, 0.5, 0.8])
+@pytest.mark.parametrize("time", [None, 0.45])
+def test_no_step_holds_more_than_its_share(memory: float, time: float | None) -> None:
+    world = World(adapters())
+    shares = {"memory": memory} | ({} if time is None else {"time": time})
+    run = Simulation(world, falling(8), **shares)
+    if time is not None:
+        world.backward *= 3
+    for number in range(150):
+        run.step(forgotten=number in (0, 3), scale=(1.0, 0.3, 2.0)[number % 3])
+    held = [world.held_share(choice.on) for choice in run.done]
+    assert max(held) <= memory
+    deepest = max(depth for depth in range(8) if world.held_share({depth}) <= memory)
+    assert max(max(choice.on) for choice in run.done) == deepest
+
+
+def test_bytes_are_not_known_after_a_step_that_was_not_measured() -> None:
+    run = Simulation(World(adapters(), uneven=0), memory=0.6)
+    for _ in range(3):
+        assert run.step(forgotten=True).on == {0}
+    assert run.step().on == {0}
+    assert len(run.step().on) == 4
+
+
+def test_the_last_block_alone_where_the_share_is_just_that() -> None:
+    world = World(adapters())
+    run = Simulation(world, memory=world.held_share({0}) + 1e-6).steps(60)
+    assert {choice.on for choice in run.done} == {frozenset({0})}
+
+
+def test_too_little_memory() -> None:
+    world = World(adapters(), uneven=0)
+    run = Simulation(world, memory=0.1)
+    needed = world.held_share({0})
+    with pytest.raises(
+        ElasticError, match=rf"^elastic\.memory=0\.1 .* holds {needed:.3f} of the activations"
+    ) as raised:
+        run.steps(10)
+    assert str(raised.value).endswith("Allow more, or leave out elastic.memory")
+    assert {choice.on for choice in run.done[:1]} == {frozenset({0})}
+
+
+@pytest.mark.parametrize("memory", [None, 0.3, 0.6])
+def test_too_little_time(memory: float | None) -> None:
+    world = World(adapters(), uneven=0)
+    world.with_graph = world.plain  # the last block is never seen without a graph
+    shares = {"time": 0.1} | ({} if memory is None else {"memory": memory})
+    run = Simulation(world, **shares)
+    figure = re.escape(f"{world.share({0}):.2f}")
+    with pytest.raises(ElasticError, match=rf"^elastic\.time=0\.1 .* a step takes {figure} of the time"):
+        run.steps(30)
+
+
+def test_the_head_alone_takes_least() -> None:
+    world = World(layers())
+    assert world.units.always
+    run = Simulation(world, time=world.share(()) + 0.005).steps(200)
+    assert run.done[4].on == frozenset()
+    assert run.mean_share(run.done[10:]) <= run.config.time + 1e-9
+    with pytest.raises(ElasticError, match=f"takes {world.share(()):.2f} of"):
+        Simulation(world, time=world.share(()) - 0.005).steps(30)
+
+
+def test_mixtures() -> None:
+    mixture = Mixture(frozenset({0}), 0.4, frozenset({0, 1}), 1.0, 0.55)
+    assert mixture.frequency == pytest.approx(0.25)
+    assert mixture.share_of(frozenset({0})) == 0.4
+    assert mixture.share_of(frozenset({0, 1})) == 1.0
+    assert mixture.worth([1.0, 3.0]) == pytest.approx(1 + 3 * 0.25**0.5)
+    assert Mixture(frozenset({0}), 0.4, frozenset({0, 1}), 0.5, 0.55).frequency == 1
+    assert Mixture(frozenset({0}), 0.4, frozenset({0, 1}), 1.0, 0.3).frequency == 0
+    same = Mixture(frozenset({0}), 0.4, frozenset({0}), 0.4, 0.3)
+    assert (same.frequency, same.share_of(frozenset({0}))) == (1.0, 0.4)
+
+
+def test_no_mixture_exceeds_the_target() -> None:
+    world = World(layers())
+    costs = StepCosts(world.units, [1] * len(world.units.blocks))
+    whole = frozenset(range(len(world.units.units)))
+    for on in (frozenset[int](), whole):
+        costs.add(world.times(on), on)
+    for percent in range(20, 100, 5):
+        found = best_mixture(costs, falling(len(whole)), whole, percent / 100, 50)
+        if percent / 100 < costs.share(()):
+            assert found is None
+            continue
+        assert found is not None
+        mean = found.frequency * world.share(whole) + (1 - found.frequency) * world.share(found.part)
+        assert mean <= percent / 100 + 1e-9
+
+
+def test_other_shares_after_a_resume_make_another_plan_at_once() -> None:
+    world = World(adapters(), uneven=0)
+    run = Simulation(world, time=0.9).steps(30)
+    state = json.loads(json.dumps(run.course.state()))
+    less = Simulation(world, memory=0.3)
+    less.course.load(state)
+    held = [world.held_share(choice.on) for choice in less.steps(20).done]
+    assert max(held) <= 0.3
+    same = Simulation(world, time=0.9)
+    same.course.load(state)
+    assert same.course.mixture == run.course.mixture
+
+
+@pytest.mark.parametrize(("kind", "target"), [(adapters, 0.7), (layers, 0.45)])
+def test_shares_where_none_is_given(kind: object, target: float) -> None:
+    units = adapters() if kind is adapters else layers()
+    assert Simulation(World(units)).course.target == target
+    assert Simulation(World(units), memory=0.5).course.target == 1.0
+
+
+def test_a_share_that_is_lost_later_leaves_what_is_trained(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(adapters(), uneven=0)
+    run = Simulation(world, time=0.6, refresh=10).steps(40)
+    before = run.course.mixture
+    world.outside *= 100  # batches that leave blocks little to do
+    with caplog.at_level("WARNING", "daf"):
+        run.steps(200)
+    assert "more than elastic.time=0.6" in caplog.text
+    assert run.course.mixture == before
+    world.outside /= 100
+    run.steps(200)
+    assert run.course.mixture is not None
+    assert run.course.mixture.part_share < 0.6
