@@ -159,6 +159,7 @@ class TestCheckpoints:
             "seed": 0,
             "backend": "auto",
             "packing": "auto",
+            "elastic": None,
         }
         assert state["attributes"]["totals"]["steps"] == 2
         assert state["attributes"]["totals"]["raw_bytes"] > 1e6
