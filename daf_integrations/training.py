@@ -144,6 +144,7 @@ class Training:
         """Ends the step, if the optimizer has trained this model and passes were compressed for it."""
         if not self._has_parameters_in(optimizer):
             return
+        self.session.after_update()  # the last of several optimizers ends what is elastic of the step
         if self._passes:
             self.session.finish_step()
             self._passes = 0

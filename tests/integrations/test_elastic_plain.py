@@ -180,3 +180,26 @@ def test_distributed_data_parallel_has_to_allow_it() -> None:
         daf.prepare(nn.parallel.DistributedDataParallel(adapters(), find_unused_parameters=True), **ELASTIC)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_several_optimizers_share_a_step() -> None:
+    """What each of them trains has gains, also what the first one to step does not hold."""
+    model = daf.prepare(adapters(), **ELASTIC)
+    lower = [value for name, value in model.named_parameters() if value.requires_grad and ".h.0." in name]
+    others = [value for value in model.parameters() if value.requires_grad and all(value is not each for each in lower)]
+    optimizers = [torch.optim.AdamW(lower, lr=5e-3), torch.optim.AdamW(others, lr=5e-3)]
+    steps: list[float] = []
+    for batch in batches(model, 12):
+        model(**batch).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        steps.append(daf.metrics(model)["daf/elastic_depth"])
+    assert {BLOCKS} < set(steps)
+    training = training_of(model)
+    assert training is not None
+    course = training.session.state()["elastic_state"]["course"]
+    assert len(course["gains"]) == BLOCKS
+    assert sum(gain > 0 for gain in course["gains"]) > BLOCKS / 2
+    assert course["gains"][-1] > 0
