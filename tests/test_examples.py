@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.elastic_runs import count_time
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 Load = Callable[[str], ModuleType]
@@ -190,7 +192,10 @@ class TestRuns:
         shown = capsys.readouterr().out
         assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
 
-    def test_elastic_training_takes_more_steps(self, load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_elastic_training_takes_more_steps(
+        self, load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        count_time(monkeypatch)  # on a loaded machine no step may be as short as is asked
         load("finetune_elastic").main(["--steps", "6", "--time", "0.75"])
         shown = capsys.readouterr().out
         assert "'daf/elastic_depth'" in shown
