@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from benchmarks.process_memory import loaded_allocator
 from benchmarks.tables import Grid, terminal_table
 from benchmarks.timing import paired_ratio, time_in_turn
 from daf_core import ActivationEngine, DAFConfig, ElasticConfig
+from daf_core.elastic.clock import StepTimes
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.course import Choice, Course
 from daf_core.elastic.training import ElasticTraining
@@ -90,8 +92,8 @@ class ForcedCourse(Course):
     def choose(self) -> Choice:
         return super().choose() if self.forced is None else Choice(self.forced, False, False)
 
-    def finish(self, choice: Choice, times: object, gains: object) -> bool:
-        return False if self.forced is not None else super().finish(choice, times, gains)  # pyright: ignore
+    def finish(self, choice: Choice, times: StepTimes | None, gains: Sequence[float] | None) -> bool:
+        return False if self.forced is not None else super().finish(choice, times, gains)
 
 
 class Trained:
@@ -155,10 +157,9 @@ def measure_cuts(name: str, rounds: int, advance: Callable[[], None]) -> list[Cu
     for _ in range(SETTLING):
         trained.step()
     course = trained.courses[-1]
-    blocks, everything = len(course.units.blocks), frozenset(range(len(course.units.units)))
-    depths = {cut: round(cut * blocks) for cut in (0.0, *CUTS)}
+    depths = {cut: round(cut * len(course.units.blocks)) for cut in (0.0, *CUTS)}
     selected = {
-        cut: frozenset(number for number in everything if course.units.units[number].stage >= depth)
+        cut: frozenset(number for number in course.units.everything if course.units.units[number].stage >= depth)
         for cut, depth in depths.items()
     }
     shares = {cut: course.costs.share(on) for cut, on in selected.items()}
@@ -281,10 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Progress(console=console) as progress:
         if "lora" in kinds:
             bar = progress.add_task("cuts", total=(options.rounds + 1) * (1 + len(CUTS)))
-            cuts = measure_cuts(options.model, options.rounds, lambda: progress.advance(bar))
+            cuts = measure_cuts(options.model, options.rounds, partial(progress.advance, bar))
         for kind in kinds:
             bar = progress.add_task(kind, total=options.steps * (5 if kind == "lora" else 3))
-            advance = lambda bar=bar: progress.advance(bar)  # noqa: E731
+            advance = partial(progress.advance, bar)
             shares += measure_share(options.model, kind, DEFAULT_SHARES[kind], options.steps, advance)
     for grid in tables(options.model, cuts, shares):
         Console().print(terminal_table(grid))

@@ -137,7 +137,7 @@ class Training:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Tells the session that an optimizer is about to train this model."""
-        if self._has_parameters_in(optimizer):
+        if self.session.config.elastic is not None and self._has_parameters_in(optimizer):
             self.session.before_update([optimizer])
 
     def finish_step(self, optimizer: Optimizer) -> None:

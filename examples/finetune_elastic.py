@@ -12,11 +12,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import torch
 from classifier_data import load_task
 from classifier_options import load_tokenizer, packaged_encoder
 from command_line import InputError, positive
-from finetune_text_classifier import TokenizedTexts, accuracy
+from finetune_text_classifier import TokenizedTexts, accuracy, training_arguments
 from peft import LoraConfig, TaskType, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +25,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     set_seed,
 )
 
@@ -48,23 +46,10 @@ def train(
     model = AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=len(task.label_names))
     model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, r=8, lora_alpha=16))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=steps,
-            per_device_train_batch_size=BATCH,
-            per_device_eval_batch_size=BATCH,
-            learning_rate=5e-3,
-            warmup_steps=0.1,  # a share of all steps, as is logging_steps
-            logging_steps=0.125,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,  # plain log lines instead of bars: they show DAF's own figures
-            use_cpu=not torch.cuda.is_available(),
-            seed=options.seed,
-        )
+        recipe = {"steps": steps, "epochs": None, "batch": BATCH, "learning_rate": 5e-3, "seed": options.seed}
         trainer = Trainer(
             model=model,
-            args=arguments,
+            args=training_arguments(argparse.Namespace(**recipe), folder),
             train_dataset=TokenizedTexts(task.train, tokenizer, SEQ),
             eval_dataset=TokenizedTexts(task.test, tokenizer, SEQ),
             compute_metrics=accuracy,

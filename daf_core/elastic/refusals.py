@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from daf_core.elastic.units import Calls, Units
 from daf_core.errors import ConfigError
 from daf_core.plan.blocks import Block
-from daf_core.plan.ranks import SHARDED, several
+from daf_core.plan.ranks import SHARDED, exchanging, several
 from daf_core.torch_internals import is_compiled
 
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -75,7 +75,7 @@ def _reasons(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
             f"{type(model).__name__} has {len(blocks)} blocks, such as the layers of a transformer or equal modules in "
             "an nn.ModuleList or nn.Sequential, and two are needed; leave out elastic"
         )
-    if several() and not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    if several() and not exchanging(model):
         yield (
             "there are several processes, and the model is not in a DistributedDataParallel yet, so that each would "
             "choose by itself; wrap it first, and prepare it then"

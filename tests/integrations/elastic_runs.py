@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    RobertaConfig,
-    RobertaForSequenceClassification,
     TrainerCallback,
 )
 from typing_extensions import override
 
 from daf_core.plan import observation
 from daf_core.torch_internals import in_backward
-from tests.integrations.hf_runs import LENGTH, VOCABULARY
+from tests.integrations.hf_runs import LENGTH, VOCABULARY, roberta
 
 BLOCKS = 4
 TIME = 0.6
@@ -49,20 +47,7 @@ def count_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def classifier(dropout: float = 0.0) -> nn.Module:
     """Has adapters, and a head that every step trains."""
-    torch.manual_seed(0)
-    model = RobertaForSequenceClassification(
-        RobertaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            num_hidden_layers=BLOCKS,
-            num_attention_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=LENGTH + 2,
-            attention_probs_dropout_prob=dropout,
-            hidden_dropout_prob=dropout,
-            num_labels=3,
-        )
-    )
+    model = roberta(dropout, BLOCKS, width=32)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS"))
 
 

@@ -75,14 +75,14 @@ class MakeTrainer(Protocol):
     ) -> Trainer: ...
 
 
-def roberta(dropout: float = 0.1) -> nn.Module:
+def roberta(dropout: float = 0.1, layers: int = 2, width: int = 64) -> nn.Module:
     torch.manual_seed(0)
     config = RobertaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=width,
+        num_hidden_layers=layers,
         num_attention_heads=2,
-        intermediate_size=128,
+        intermediate_size=2 * width,
         max_position_embeddings=LENGTH + 2,
         attention_probs_dropout_prob=dropout,
         hidden_dropout_prob=dropout,
