@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 import daf_integrations as daf
 from tests.integrations.small_net import SmallNet, loader
+from tests.integrations.two_processes import leave
 
 
 def main() -> None:
@@ -59,3 +60,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

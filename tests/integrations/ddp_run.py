@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -30,7 +29,3 @@ def main(folder: Path) -> None:
         "raw bytes": last_step(callback).raw_bytes,
     }
     (folder / f"rank{arguments.process_index}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

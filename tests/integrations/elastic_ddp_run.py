@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,3 @@ def main(folder: Path) -> None:
         found["refused"] = str(error)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

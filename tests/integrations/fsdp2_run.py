@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,3 @@ def main(folder: Path) -> None:
     runs["said"] = [message for message in said if "audits" in message]
     (folder / f"rank{rank}.json").write_text(json.dumps(runs))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,3 @@ def main(folder: Path) -> None:
     strategies = {"plain": "ddp", "exact": DAFStrategy(precision="exact"), "lossy": DAFStrategy(precision=4)}
     for name, strategy in strategies.items():
         fit(folder, Watched(folder / name), strategy=strategy, devices=2)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

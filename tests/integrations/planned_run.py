@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,7 +127,3 @@ def _refusal(model: nn.Module) -> str:
     except ConfigError as error:
         return str(error)
     return "none"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

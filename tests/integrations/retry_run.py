@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,3 @@ def main(folder: Path) -> None:
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
