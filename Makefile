@@ -31,8 +31,8 @@ lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: $(STAMP)  ## measure time and memory of training, with and without DAF
-	$(BIN)/python -m benchmarks.training $(ARGS)
+bench: $(STAMP)  ## measure time and memory of training, with DAF and with what one would use instead
+	$(BIN)/daf bench benchmarks/zoo/models.py:roberta_base $(ARGS)
 
 clean:  ## remove build outputs and caches (the environment stays; to be rid of it, delete .venv)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

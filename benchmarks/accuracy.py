@@ -29,10 +29,10 @@ from benchmarks.finetune import (
     step_count,
 )
 from benchmarks.images import TRAINING_FILE, ImageRecipe, image_steps, load_images, train_images
-from benchmarks.machine import core_count, describe_machine
 from benchmarks.methods import DAF_PRECISIONS
 from benchmarks.options import method_names, whole_number
-from benchmarks.process_memory import loaded_allocator
+from daf_integrations.bench.machine import core_count, describe_machine
+from daf_integrations.doctor import loaded_allocator
 
 METHODS = ("plain", *DAF_PRECISIONS, "elastic", "random", "top-half")
 DEFAULT_DATA = Path("../shared/data/glue/mrpc")

@@ -17,16 +17,17 @@ import torch._dynamo  # the first checkpoint would load it: code, not activation
 from torch import Tensor, nn
 
 from benchmarks.methods import open_method
-from benchmarks.models import SEED, build_batch, build_model
-from benchmarks.process_memory import loaded_allocator, peak_bytes, reset_peak, resident_bytes
-from benchmarks.summary import compare_gradients, compare_lora_gradients
-from benchmarks.timing import paired_ratio, time_in_turn, wall_timer
+from benchmarks.timing import time_in_turn, wall_timer
+from benchmarks.zoo.models import SEED, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.errors import PlanError
 from daf_core.memory.release import release_free_memory
 from daf_core.plan.meter import TensorMeter
 from daf_core.plan.planner import Plan
 from daf_core.plan.runner import StepRunner
+from daf_integrations.bench.process_memory import peak_bytes, reset_peak, resident_bytes
+from daf_integrations.bench.summary import compare_gradients, compare_lora_gradients, paired_ratio
+from daf_integrations.doctor import loaded_allocator
 
 DROPOUT = 0.1
 SETTLING = 3

@@ -44,10 +44,17 @@ part() {
 }
 
 # benchmark NAME SECONDS MODULE OPTION...: a part that leaves NAME.json and NAME.md.
+# compare NAME SECONDS MODEL OPTION...: the same of `daf bench`.
 benchmark() {
     local name=$1 limit=$2 module=$3
     shift 3
     part "$name" "$limit" "$PYTHON" -m "benchmarks.$module" "$@" --json "$out/$name.json" --markdown "$out/$name.md"
+}
+
+compare() {
+    local name=$1 limit=$2 model=benchmarks/zoo/models.py:$3
+    shift 3
+    part "$name" "$limit" "$PYTHON" -m daf_integrations bench "$model" "$@" --json "$out/$name.json" --markdown "$out/$name.md"
 }
 
 # Most of their time goes into compiling: several processes, where pytest-xdist is there. Warnings of other versions of
@@ -66,7 +73,7 @@ case $? in
 *) exit 2 ;;
 esac
 
-steps=(--device cuda --dtype bf16 --methods plain,checkpoint,daf-4bit,daf-auto --rounds 1 --steps 20)
+steps=(--dtype bf16 --methods plain,checkpoint,offload,classic-4bit,daf-4bit,daf-auto --rounds 1 --steps 10)
 
 # 256 M elements are the size at which encoding shall move .8 of what a copy moves.
 part tests 170 bash -c run_tests
@@ -74,8 +81,8 @@ benchmark kernels 90 kernels --device cuda
 benchmark kernels-large 90 kernels --device cuda --dtype bf16 --elements $((1 << 28))
 benchmark reductions 70 reductions
 part overlap 60 "$PYTHON" -m benchmarks.overlap --device cuda --batch 32 --workers 4 --json "$out/overlap.json"
-benchmark roberta-base 110 training --model roberta-base --batch 32 --seq 512 "${steps[@]}"
-benchmark gpt2-medium 130 training --model gpt2-medium --batch 8 --seq 1024 "${steps[@]}"
+compare roberta-base 110 roberta_base --batch 32 --length 512 "${steps[@]}"
+compare gpt2-medium 130 gpt2_medium --batch 8 --length 1024 "${steps[@]}"
 
 printf '# GPU run\n\n' >"$out/summary.md"
 printf -- '- %s\n' "${summary[@]}" >>"$out/summary.md"

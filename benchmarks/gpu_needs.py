@@ -11,6 +11,7 @@ FATAL = {"torch": "torch", "triton": "triton", "numpy": "numpy"}
 PARTS = {
     "numba": "numba",
     "psutil": "psutil",
+    "click": "click",
     "rich": "rich",
     "sortedcontainers": "sortedcontainers",
     "humanfriendly": "humanfriendly",

@@ -22,10 +22,8 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from benchmarks.finetune import Recipe, build_encoder, load_splits, training_batches
-from benchmarks.machine import core_count, describe_machine
-from benchmarks.models import MODELS, build_batch, build_model
 from benchmarks.options import whole_number
-from benchmarks.process_memory import loaded_allocator
+from benchmarks.zoo.models import MODELS, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.derivation import Derivation
 from daf_core.precision.allocation import Choices, Frontier
@@ -33,6 +31,8 @@ from daf_core.precision.calibration import calibrate
 from daf_core.precision.importance import LEVELS, SiteErrors
 from daf_core.precision.rehearsal import Gradients, Rehearsal, compare
 from daf_core.sites import Site
+from daf_integrations.bench.machine import core_count, describe_machine
+from daf_integrations.doctor import loaded_allocator
 
 LAYERS = 4
 ROWS = {"roberta-base": 4, "gpt2": 4, "resnet18": 16}

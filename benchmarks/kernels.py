@@ -21,12 +21,13 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import reductions, torch_codec
-from benchmarks.machine import core_count, describe_machine
 from benchmarks.options import usable_device, whole_number
-from benchmarks.process_memory import loaded_allocator
-from benchmarks.tables import Grid, markdown_table, terminal_table
-from benchmarks.timing import CudaTimer, Timer, paired_ratio, time_in_turn, wall_timer
+from benchmarks.timing import CudaTimer, Timer, time_in_turn, wall_timer
 from daf_core.memory.pool import PAGE_BYTES
+from daf_integrations.bench.machine import core_count, describe_machine
+from daf_integrations.bench.summary import paired_ratio
+from daf_integrations.bench.tables import Grid, markdown_table, terminal_table
+from daf_integrations.doctor import loaded_allocator
 from daf_kernels import PRECISIONS, Backend, FixedPages, PlaneLayout, load_backend, plane_layout, planes_for
 from daf_kernels.backend import bits_of_elements
 from daf_kernels.layout import BLOCK, COLUMNS, HEADER_BYTES, PLANE_WIDTHS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.process_memory import SavedTensorCounter
+from daf_integrations.bench.process_memory import SavedTensorCounter
 
 Precision = Literal["auto", "exact", 8, 4, 2, 1]
 

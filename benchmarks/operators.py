@@ -19,15 +19,16 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.machine import core_count, describe_machine
-from benchmarks.models import SEED, build_batch, build_model
 from benchmarks.options import whole_number
-from benchmarks.process_memory import loaded_allocator
 from benchmarks.saved_bytes import saved_bytes
-from benchmarks.tables import Grid, terminal_table
-from benchmarks.timing import paired_ratio, time_in_turn, wall_timer
+from benchmarks.timing import time_in_turn, wall_timer
+from benchmarks.zoo.models import SEED, build_batch, build_model
 from daf_core.plan.meter import TensorMeter
 from daf_core.rewrites.operators import OperatorRewrites
+from daf_integrations.bench.machine import core_count, describe_machine
+from daf_integrations.bench.summary import paired_ratio
+from daf_integrations.bench.tables import Grid, terminal_table
+from daf_integrations.doctor import loaded_allocator
 
 MEGABYTE = 1e6
 SHAPES = {

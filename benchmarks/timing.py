@@ -1,8 +1,7 @@
 """Clocks, and rounds in which everything that is compared runs once."""
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -64,19 +63,3 @@ def time_in_turn(actions: Mapping[str, Callable[[], float]], rounds: int, warm_u
             if turn >= warm_up:
                 seconds[name].append(taken)
     return seconds
-
-
-def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
-    """Returns the median of the ratios of values to their baseline in the same round.
-
-    Pairing cancels what changes from round to round, such as the clock of a shared machine.
-
-    Raises:
-        ValueError: If the two do not have one entry for each round.
-    """
-    if not values or len(values) != len(baseline):
-        raise ValueError(
-            f"got {len(values)} values and {len(baseline)} of the baseline; "
-            "pass one of each for every round, at least one"
-        )
-    return statistics.median(value / base for value, base in zip(values, baseline, strict=True))

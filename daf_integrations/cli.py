@@ -12,8 +12,9 @@ from rich.table import Table
 
 from daf_core.config import parse_size
 from daf_core.errors import ConfigError, DAFError
+from daf_integrations.bench_command import bench
 from daf_integrations.doctor import Diagnosis, PackageState, examine
-from daf_integrations.model_options import model_options, precision_of, workload_of
+from daf_integrations.model_options import model_options, precision_of, precision_option, workload_of
 from daf_integrations.profile_command import profile
 from daf_integrations.sizing import build
 
@@ -25,6 +26,7 @@ def main() -> None:
     """DAF stores the activations that autograd saves for backward in a few bits."""
 
 
+main.add_command(bench)
 main.add_command(profile)
 
 
@@ -53,6 +55,7 @@ def _sizes(_context: click.Context, _parameter: click.Parameter, values: tuple[s
 
 @main.command()
 @model_options
+@precision_option
 @click.option(
     "--budget", "budgets", callback=_sizes, multiple=True, help="Memory of a step, such as 600MB; repeatable."
 )

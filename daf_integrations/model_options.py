@@ -23,14 +23,16 @@ _OPTIONS = (
     click.option("--task", type=click.Choice(TASKS), help="Default: what models of this kind are mostly trained for."),
     click.option("--lora", "rank", type=click.IntRange(min=1), help="Rank of LoRA adapters.  [default: 8]"),
     click.option("--full", is_flag=True, help="Train all parameters, without LoRA."),
-    click.option(
-        "--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True, help="Bits of an element."
-    ),
 )
+
+precision_option = click.option(
+    "--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True, help="Bits of an element."
+)
+"""Gives a command the option that `precision_of` reads."""
 
 
 def model_options(command: Command) -> Command:
-    """Gives a command the argument MODEL and the options that `workload_of` and `precision_of` read."""
+    """Gives a command the argument MODEL and the options that `workload_of` reads."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return click.argument("model")(command)

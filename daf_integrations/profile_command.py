@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,47 +12,25 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from daf_core.errors import DAFError
-from daf_integrations.model_options import model_options, precision_of, workload_of
+from daf_integrations.model_options import model_options, precision_of, precision_option, workload_of
+from daf_integrations.outputs import STANDARD_OUTPUT, output_file, write_json
 from daf_integrations.profiling import STAGES, Begin, profile_step
 from daf_integrations.sizing import build
-
-STANDARD_OUTPUT = "-"
-
-
-def _output(suffixes: tuple[str, ...], dash: bool = False) -> Callable[..., Path | str | None]:
-    """Returns a callback for an option that names a file which can be written, with one of the suffixes.
-
-    Args:
-        suffixes: Those that are allowed.
-        dash: Whether "-" may stand for the standard output.
-    """
-    allowed = " or ".join(suffixes) + (", or - for the standard output" if dash else "")
-
-    def check(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Path | str | None:
-        if value is None or (dash and value == STANDARD_OUTPUT):
-            return value
-        path = Path(value)
-        if path.suffix.lower() not in suffixes:
-            raise click.BadParameter(f"{value!r} has another suffix; give a file that ends in {allowed}")
-        if path.is_dir():
-            raise click.BadParameter(f"{value!r} is a folder; give a file that ends in {allowed}")
-        if not path.parent.is_dir():
-            raise click.BadParameter(f"there is no folder {str(path.parent)!r} for {value!r}; make it, or give another")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise click.BadParameter(f"{value!r} cannot be written; give a file where you may write")
-        return path
-
-    return check
 
 
 @click.command()
 @model_options
+@precision_option
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Rows of a table.")
 @click.option(
-    "--json", "json_file", metavar="FILE", callback=_output((".json",), dash=True), help="All figures; - prints them."
+    "--json",
+    "json_file",
+    metavar="FILE",
+    callback=output_file((".json",), dash=True),
+    help="Figures; - prints them.",
 )
-@click.option("--png", metavar="FILE", callback=_output((".png",)), help="Picture of the memory over a step.")
-@click.option("--html", metavar="FILE", callback=_output((".html", ".htm")), help="Page with tables and picture.")
+@click.option("--png", metavar="FILE", callback=output_file((".png",)), help="Picture of the memory over a step.")
+@click.option("--html", metavar="FILE", callback=output_file((".html", ".htm")), help="Page with tables and picture.")
 def profile(
     precision: str, top: int, json_file: Path | str | None, png: Path | None, html: Path | None, **model: Any
 ) -> None:
@@ -83,7 +59,7 @@ def profile(
     heading, tables, lines = title(workload, sized, bits), grids(found, bits, top), figures(found)
     try:
         if json_file is not None:
-            _write_json(json_file, as_dict(workload, sized, found, bits))
+            write_json(json_file, as_dict(workload, sized, found, bits))
         drawn = picture(found, heading) if png is not None or html is not None else b""
         if png is not None:
             png.write_bytes(drawn)
@@ -103,11 +79,3 @@ def _progress() -> Generator[Begin]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task("", total=len(STAGES))
         yield lambda stage: shown.update(task, description=stage, completed=STAGES.index(stage))
-
-
-def _write_json(file: Path | str, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2)
-    if isinstance(file, Path):
-        file.write_text(text + "\n")
-    else:
-        click.echo(text)

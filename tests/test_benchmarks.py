@@ -5,40 +5,18 @@ import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks import accuracy, budgets, elastic, memory, operators, overlap, training
+from benchmarks import accuracy, budgets, elastic, memory, operators, overlap
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
-from benchmarks.models import build_batch, build_model
-from benchmarks.process_memory import SavedTensorCounter
-from benchmarks.summary import (
-    GradientComparison,
-    compare_gradients,
-    compare_lora_gradients,
-    load_gradients,
-    summarize,
-)
-from benchmarks.timing import paired_ratio
-from benchmarks.worker import Measurement, Task, measure
+from benchmarks.zoo.models import build_batch, build_model
 from daf_core.plan.costs import RANDOM_STATES
 from tests.integrations.elastic_runs import count_time
 
-METHOD_KEYS = {
-    "method",
-    "raw_bytes",
-    "held_bytes",
-    "peak_rss_bytes",
-    "step_seconds",
-    "step_ratio",
-    "gradient_error",
-}
 MACHINE_KEYS = {"cpu", "cores", "threads", "torch", "python", "allocator", "dtype"}
-FLOAT_BYTES = 4
 TINY_BATCH, TINY_SEQ = 8, 64  # large enough for DAF to compress what the model saves
 
 
@@ -47,56 +25,6 @@ def restored_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-def measurement(*, seconds: float = 1.0, raw: int = 100, held: int = 100) -> Measurement:
-    return Measurement(
-        raw_bytes=raw,
-        held_bytes=held,
-        pack_seconds=0.0,
-        unpack_seconds=0.0,
-        setup_rss_bytes=10,
-        peak_rss_bytes=1000,
-        step_seconds=seconds,
-        allocator="system",
-    )
-
-
-def tiny_task(method: str, *, dtype: Literal["fp32", "bf16"] = "fp32", gradients: str = "") -> Task:
-    return Task(
-        method=method,
-        model="tiny",
-        batch=TINY_BATCH,
-        seq=TINY_SEQ,
-        image=32,
-        dtype=dtype,
-        steps=1,
-        threads=1,
-        lora_dropout=0.1,
-        gradients=gradients,
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "bert"], "invalid choice: 'bert'"),
-        (["--batch", "0"], "got '0'; allowed is a whole number, 1 or more"),
-        (["--rounds", "two"], "got 'two'; allowed is a whole number, 1 or more"),
-        (["--threads", "100000"], "got '100000'; allowed is a whole number, 1 to"),
-        (["--model", "tiny", "--seq", "65"], "got 65; tiny takes 2 to 64; pass a smaller one"),
-        (["--image", "8"], "allowed is a whole number, 32 or more"),
-        (["--lora-dropout", "1"], "got '1'; allowed is a number from 0 to below 1"),
-        (["--methods", "plain,daf-3bit"], "got 'daf-3bit'; allowed are plain, checkpoint, daf-auto"),
-        (["--methods", "daf-4bit"], "got 'daf-4bit' without 'plain'"),
-        (["--methods", "plain,plain"], "repeats a method; name each one once"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_training_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        training.parse_arguments(arguments)
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -118,55 +46,6 @@ def test_accuracy_needs_splits(tmp_path: Path) -> None:
         load_splits(tmp_path)
 
 
-def test_rounds_rotate() -> None:
-    assert [training.rotated("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
-
-
-def test_ratio_is_the_median_of_pairs() -> None:
-    assert paired_ratio([2.0, 3.0, 40.0], [1.0, 2.0, 10.0]) == 2.0
-
-
-@pytest.mark.parametrize(("values", "baseline"), [([], []), ([1.0], [1.0, 2.0])])
-def test_ratio_needs_pairs(values: list[float], baseline: list[float]) -> None:
-    with pytest.raises(ValueError, match="pass one of each for every round"):
-        paired_ratio(values, baseline)
-
-
-def test_gradient_error_is_relative_over_all_parameters() -> None:
-    expected = {"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}
-    found = {"b": torch.tensor([[4.0]]), "a": torch.tensor([0.0])}
-    compared = compare_gradients(found, expected)
-    assert (compared.error, compared.cosine) == pytest.approx((3 / 5, 4 / 5))
-    assert not compared.identical
-    assert compare_gradients(expected, expected) == GradientComparison(error=0.0, cosine=1.0, identical=True)
-
-
-def test_adapters_have_an_error_of_their_own() -> None:
-    expected = {"layer.lora_A.weight": torch.ones(4), "classifier.weight": torch.full((4,), 1000.0)}
-    found = expected | {"layer.lora_A.weight": torch.zeros(4)}
-    compared = compare_lora_gradients(found, expected)
-    assert compared is not None
-    assert compared.error == 1.0
-    assert compare_gradients(found, expected).error == pytest.approx(1e-3, rel=1e-3)
-    assert compare_lora_gradients({"weight": torch.ones(1)}, {"weight": torch.ones(1)}) is None
-
-
-@pytest.mark.parametrize(
-    ("found", "message"), [({"b": torch.ones(1)}, r"\['a', 'b'\]"), ({"a": torch.ones(1)}, "gradient is zero")]
-)
-def test_gradients_must_be_comparable(found: dict[str, torch.Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        compare_gradients(found, {"a": torch.zeros(1)})
-
-
-def test_checkpoint_has_the_raw_bytes_of_plain() -> None:
-    plain = [measurement(seconds=1.0), measurement(seconds=2.0)]
-    rounds = [measurement(seconds=2.0, raw=7, held=7), measurement(seconds=3.0, raw=7, held=7)]
-    gradients = GradientComparison(error=0.0, cosine=1.0, identical=True)
-    result = summarize("checkpoint", rounds, plain, gradients, None)
-    assert (result.raw_bytes, result.held_bytes, result.step_seconds, result.step_ratio) == (100, 7, 2.5, 1.75)
-
-
 def test_accuracy_summary() -> None:
     reached = {"plain": [0.8, 0.7], "daf-4bit": [0.7, 0.76]}
     runs = [
@@ -185,74 +64,12 @@ def test_accuracy_summary() -> None:
     assert accuracy.summarize([*runs, later, other]) == []  # and what was measured can still be written
 
 
-def test_counter_takes_each_storage_once_and_no_weights() -> None:
-    layer = nn.Linear(6, 4)
-    inputs = torch.randn(8, 6, requires_grad=True)  # else the weight would not be saved
-    with SavedTensorCounter(layer) as counter:
-        outputs = layer(inputs)  # saves the inputs and the weight
-        (outputs.exp() + layer(inputs.view(8, 6))).sum()  # saves its own outputs, and the inputs again
-    assert counter.bytes == (8 * 6 + 8 * 4) * FLOAT_BYTES
-
-
-def test_counter_leaves_casts_of_weights_out() -> None:
-    layer = nn.Linear(6, 4)
-    inputs = torch.randn(8, 6, requires_grad=True)  # else the weight would not be saved
-    with SavedTensorCounter(layer) as counter, torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(inputs)  # saves the inputs and the weight, both in two bytes
-    assert counter.bytes == 8 * 6 * FLOAT_BYTES // 2
-
-
 def test_every_adapter_has_a_gradient() -> None:
     model = build_model("tiny", lora_dropout=0.1)
     model(**build_batch("tiny", batch=2, seq=16, image=32)).loss.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert trained
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in trained)
-
-
-def test_methods_that_lose_nothing_give_identical_gradients(tmp_path: Path) -> None:
-    files = {method: tmp_path / f"{method}.pt" for method in ("plain", "checkpoint", "daf-exact")}
-    measured = {method: measure(tiny_task(method, gradients=str(file))) for method, file in files.items()}
-    plain, *others = (load_gradients(file) for file in files.values())
-    assert all(compare_gradients(gradients, plain).identical for gradients in others)
-    assert measured["checkpoint"].held_bytes < measured["plain"].held_bytes
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_daf_counts_the_bytes_that_plain_saves(dtype: Literal["fp32", "bf16"]) -> None:
-    plain, coded = (measure(tiny_task(method, dtype=dtype)) for method in ("plain", "daf-4bit"))
-    assert coded.raw_bytes == pytest.approx(plain.raw_bytes, rel=0.01)
-
-
-def test_training_writes_its_figures(tmp_path: Path) -> None:
-    file = tmp_path / "tiny.json"
-    shape = ["--model", "tiny", "--batch", str(TINY_BATCH), "--seq", str(TINY_SEQ)]
-    training.main(
-        [*shape, "--methods", "plain,daf-4bit", "--rounds", "1", "--steps", "1", "--threads", "1", "--json", str(file)]
-    )
-    report = json.loads(file.read_text())
-    plain, coded = report["methods"]
-    assert plain.keys() >= METHOD_KEYS
-    assert plain.keys() == coded.keys()
-    assert (plain["method"], plain["step_ratio"], plain["gradient_error"]) == ("plain", 1.0, 0.0)
-    assert coded["held_bytes"] < coded["raw_bytes"]
-    assert 0 < coded["gradient_error"] < coded["lora_gradient_error"] < 1
-    assert report["machine"].keys() == MACHINE_KEYS
-    assert report["settings"]["methods"] == ["plain", "daf-4bit"]
-    assert report["settings"]["device"] == "cpu"
-    assert not {"peak_device_bytes", "loaded_device_bytes"} & plain.keys()
-
-
-def test_a_budget_is_part_of_a_methods_name(tmp_path: Path) -> None:
-    files = {method: tmp_path / f"{method}.pt" for method in ("daf-4bit", "daf-4bit@300KB", "daf-4bit@300KB+spill")}
-    measured = {method: measure(tiny_task(method, gradients=str(file))) for method, file in files.items()}
-    free, dropped, spilled = measured.values()
-    assert dropped.held_bytes <= 300_000 < free.held_bytes
-    assert (dropped.dropped_bytes > 0, dropped.spilled_bytes) == (True, 0)
-    assert (spilled.dropped_bytes, spilled.spilled_bytes > 0) == (0, True)
-    loaded = [load_gradients(file) for file in files.values()]
-    assert compare_gradients(loaded[2], loaded[0]).identical
-    assert not compare_gradients(loaded[1], loaded[0]).identical
 
 
 def test_stress_finds_no_fragmentation() -> None:

@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_needs, kernels, reductions, torch_codec, training
+from benchmarks import gpu_needs, kernels, reductions, torch_codec
 from benchmarks.kernels import Clocks, mask_form, measure, planes_form
 from benchmarks.launches import kernels_of
-from benchmarks.machine import Machine
-from benchmarks.process_memory import GpuMemory
-from benchmarks.summary import GpuMethodResult, GradientComparison, summarize
-from benchmarks.tables import Grid, markdown_table
 from benchmarks.timing import CudaTimer, time_in_turn, wall_timer
-from benchmarks.worker import GpuMeasurement
 from daf_core.memory.pool import PAGE_BYTES
+from daf_integrations.bench.machine import Machine
+from daf_integrations.bench.process_memory import GpuMemory
+from daf_integrations.bench.tables import Grid, markdown_table
 from daf_kernels import FixedPages, plane_layout, planes_for, reference
 from tests.kernels.hard_inputs import HARD_INPUTS, Make, each
 from tests.kernels.harness import bits, used_bytes
@@ -195,10 +193,9 @@ Parse = Callable[[list[str]], object]
 @pytest.mark.parametrize(
     ("parse", "arguments", "message"),
     [
-        (kernels.parse_arguments, ["--device", "cuda"], "got 'cuda', and torch sees no GPU here; pass cpu"),
         (kernels.parse_arguments, ["--device", "tpu"], "got 'tpu'; allowed are cpu and cuda"),
         (kernels.parse_arguments, ["--megabytes", "1", "--elements", "1"], "not allowed with argument"),
-        (training.parse_arguments, ["--device", "cuda"], "got 'cuda', and torch sees no GPU here; pass cpu"),
+        (kernels.parse_arguments, ["--device", "cuda"], "got 'cuda', and torch sees no GPU here; pass cpu"),
         (reductions.parse_arguments, [], "torch sees no GPU here, and these strategies are for GPUs"),
         (reductions.parse_arguments, ["--groups", "0"], "got '0'; allowed is a whole number, 1 or more"),
     ],
@@ -239,30 +236,13 @@ def test_tables_in_markdown() -> None:
     assert markdown_table(grid) == "**title**\n\n| name | GB/s |\n| --- | ---: |\n| copy | 1.5 |\n"
 
 
-def gpu_measurement(peak: int) -> GpuMeasurement:
-    times = {"pack_seconds": 0.0, "unpack_seconds": 0.0, "step_seconds": 1.0}
-    sizes = {"raw_bytes": 100, "held_bytes": 100, "setup_rss_bytes": 1, "peak_rss_bytes": 1}
-    return GpuMeasurement(**times, **sizes, allocator="system", loaded_device_bytes=5_000_000, peak_device_bytes=peak)
-
-
-def test_the_peak_of_a_gpu_is_that_of_its_memory() -> None:
-    rounds = [gpu_measurement(peak) for peak in (1_000_000, 9_000_000, 2_000_000)]
-    gradients = GradientComparison(error=0.0, cosine=1.0, identical=True)
-    result = summarize("plain", rounds, rounds, gradients, None)
-    assert isinstance(result, GpuMethodResult)
-    assert (result.loaded_device_bytes, result.peak_device_bytes) == (5_000_000, 2_000_000)
-    assert [measured["peak_device_bytes"] for measured in result.rounds] == [1_000_000, 9_000_000, 2_000_000]
-    grid = training.result_grid("", [result])
-    assert dict(zip(grid.headings, grid.rows[0], strict=True))["peak MB"] == "2.0"
-
-
 def test_gpu_memory_is_counted_from_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 30, "max_memory_allocated": 70}
     for name, figure in figures.items():
         monkeypatch.setattr(torch.cuda, name, partial(lambda figure: figure, figure))
     memory = GpuMemory()
     memory.reset_peak()
-    assert memory.figures() == {"loaded_device_bytes": 30, "peak_device_bytes": 40}
+    assert memory.peak_bytes() == 40
 
 
 def test_missing_packages_are_named_with_what_installs_them() -> None:
@@ -291,7 +271,8 @@ def run_script(folder: Path, python: str) -> "subprocess.CompletedProcess[str]":
         ("benchmarks.reductions", 1, ["reductions"]),
         ("pytest", 1, ["tests"]),
         ("benchmarks.gpu_needs", 1, ["packages"]),
-        ("benchmarks.", 1, ["packages", *BENCHMARKS]),
+        ("daf_integrations bench", 1, ["roberta-base", "gpt2-medium"]),
+        ("benchmarks.", 1, ["packages", "kernels", "kernels-large", "reductions", "overlap"]),
     ],
 )
 def test_a_part_that_fails_stops_no_other(tmp_path: Path, failing: str, status: int, failed: list[str]) -> None:
@@ -306,5 +287,5 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path, failing: str, status: 
     assert run.returncode == status
     assert run.stdout.endswith("\n".join(lines) + "\n")
     log = (tmp_path / "out" / "gpt2-medium.log").read_text()
-    assert "-m benchmarks.training --model gpt2-medium" in log
+    assert "-m daf_integrations bench benchmarks/zoo/models.py:gpt2_medium" in log
     assert f"--json {tmp_path}/out/gpt2-medium.json" in log

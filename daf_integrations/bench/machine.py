@@ -1,9 +1,12 @@
 """What a benchmark ran on."""
 
+from __future__ import annotations
+
 import os
 import platform
 from ctypes.util import find_library
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -66,8 +69,6 @@ def tcmalloc_library() -> str | None:
 
 
 def _with_gpu(machine: Machine) -> GpuMachine:
-    import triton  # not everywhere where there is no GPU
-
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return GpuMachine(
         **asdict(machine),
@@ -75,7 +76,7 @@ def _with_gpu(machine: Machine) -> GpuMachine:
         gpu_bytes=properties.total_memory,
         capability=f"{properties.major}.{properties.minor}",
         cuda=torch.version.cuda or "",
-        triton=triton.__version__,
+        triton=version("triton"),
     )
 
 

@@ -146,3 +146,17 @@ def _add_lora(model: nn.Module, spec: ModelSpec, dropout: float) -> nn.Module:
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=LORA_B_DEVIATION)
     return adapted
+
+
+def _maker(name: str) -> Callable[[int, int], tuple[nn.Module, dict[str, Tensor]]]:
+    """Returns what `daf bench benchmarks/zoo/models.py:NAME` calls; for images the length is height and width."""
+
+    def make(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
+        batch = build_batch(name, batch=rows, seq=length, image=length)
+        return build_model(name, lora_dropout=0.1), batch
+
+    return make
+
+
+roberta_base, gpt2, gpt2_medium = _maker("roberta-base"), _maker("gpt2"), _maker("gpt2-medium")
+llama, resnet18, tiny = _maker("llama"), _maker("resnet18"), _maker("tiny")

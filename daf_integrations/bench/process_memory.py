@@ -1,6 +1,5 @@
 """Memory of this process, resident and on a GPU, and the bytes that autograd saves."""
 
-import ctypes
 import resource
 import sys
 from pathlib import Path
@@ -41,11 +40,6 @@ def peak_bytes() -> int:
     return largest if sys.platform == "darwin" else largest << 10
 
 
-def loaded_allocator() -> str:
-    """Returns the name of the allocator that serves this process."""
-    return "tcmalloc" if hasattr(ctypes.CDLL(None), "MallocExtension_ReleaseFreeMemory") else "system"
-
-
 class GpuMemory:
     """Allocated bytes of the current CUDA device, above those allocated now."""
 
@@ -57,10 +51,9 @@ class GpuMemory:
         """Starts a new peak."""
         torch.cuda.reset_peak_memory_stats()
 
-    def figures(self) -> dict[str, int]:
-        """Returns the bytes that were allocated at first, and the peak above them."""
-        peak = torch.cuda.max_memory_allocated() - self._loaded
-        return {"loaded_device_bytes": self._loaded, "peak_device_bytes": peak}
+    def peak_bytes(self) -> int:
+        """Returns the most that was allocated since then above what was at first."""
+        return torch.cuda.max_memory_allocated() - self._loaded
 
 
 class SavedTensorCounter:

@@ -1,0 +1,158 @@
+"""Runs methods in turn, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from daf_core.errors import ProfileError
+from daf_integrations.bench.machine import tcmalloc_library
+from daf_integrations.bench.summary import MethodResult, load_gradients, summarize
+from daf_integrations.bench.worker import Measurement, Task
+from daf_integrations.sizing import Workload
+
+PRINTED = 2000
+"""Characters of what a process printed last that its error shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is to be compared.
+
+    Attributes:
+        workload: Model and batch.
+        methods: Names of methods; "plain" is one of them.
+        dtype: "bf16" is autocast over the model's own weights.
+        rounds: Processes of each method.
+        steps: Steps that each of them times.
+        threads: Threads of torch.
+    """
+
+    workload: Workload
+    methods: tuple[str, ...]
+    dtype: Literal["fp32", "bf16"]
+    rounds: int
+    steps: int
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What was measured.
+
+    Attributes:
+        methods: Figures of those that ran, in the order in which they were asked for.
+        failed: What others ended with, by name.
+        device: What the model ran on.
+        allocator: The allocator of main memory.
+    """
+
+    methods: list[MethodResult]
+    failed: dict[str, str]
+    device: str
+    allocator: str
+
+
+class WorkerError(ProfileError):
+    """A measuring process ended with an error."""
+
+
+def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) -> Results:
+    """Runs each method in each round, each round beginning with another one.
+
+    Args:
+        asked: What is to be compared.
+        begin: Is told what runs next.
+
+    Raises:
+        WorkerError: Plain training fails.
+    """
+    measured: dict[str, list[Measurement]] = {method: [] for method in asked.methods}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for turn in range(asked.rounds):
+            for method in rotated(asked.methods, turn):
+                begin(f"round {turn + 1}: {method}")
+                if method in failed:
+                    continue
+                file = _gradient_file(folder, method) if turn == 0 else None
+                try:
+                    measured[method].append(_measure(asked, method, file, folder))
+                except WorkerError as error:
+                    if method == "plain":
+                        raise
+                    failed[method] = str(error)
+        ran = [method for method in asked.methods if method not in failed]
+        gradients = {method: load_gradients(_gradient_file(folder, method)) for method in ran}
+    plain = measured["plain"]
+    results = [summarize(name, measured[name], plain, gradients[name], gradients["plain"]) for name in ran]
+    return Results(methods=results, failed=failed, device=plain[0].device, allocator=plain[0].allocator)
+
+
+def rotated(methods: Sequence[str], turn: int) -> list[str]:
+    """Returns the methods in the order of a round, so that none always runs first."""
+    start = turn % len(methods)
+    return [*methods[start:], *methods[:start]]
+
+
+def run_process(module: str, task: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    """Has a module measure a task in a process of its own, under tcmalloc where there is one.
+
+    Args:
+        module: Takes the JSON of the task, and the file that it writes the JSON of its figures to.
+        task: What to run; "threads" are those of torch.
+        name: Of the task, for messages.
+        folder: Where the process may leave its result.
+
+    Raises:
+        WorkerError: The process fails; the message ends with what it printed.
+    """
+    result = folder / "measurement.json"
+    process = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(task), str(result)],
+        env=_environment(task["threads"]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        raise WorkerError(
+            f"the process for {name!r} ended with code {process.returncode}; "
+            f"correct what it says and run again:\n{process.stderr[-PRINTED:]}"
+        )
+    return json.loads(result.read_text())
+
+
+def _measure(asked: Comparison, method: str, gradients: Path | None, folder: Path) -> Measurement:
+    task = Task(
+        method=method,
+        workload=asdict(asked.workload),
+        dtype=asked.dtype,
+        steps=asked.steps,
+        threads=asked.threads,
+        gradients=str(gradients) if gradients else "",
+    )
+    return Measurement(**run_process("daf_integrations.bench.worker", asdict(task), method, folder))
+
+
+def _gradient_file(folder: Path, method: str) -> Path:
+    return folder / f"{method.replace('/', '_')}.pt"
+
+
+def _environment(threads: int) -> dict[str, str]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the process imports what this one would
+        "OMP_NUM_THREADS": str(threads),
+    }
+    tcmalloc = tcmalloc_library()
+    if tcmalloc:
+        environment["LD_PRELOAD"] = " ".join(filter(None, [tcmalloc, os.environ.get("LD_PRELOAD")]))
+    return environment

@@ -1,0 +1,222 @@
+"""One method of `daf bench` in a process of its own.
+
+`daf_integrations.bench.rounds` runs ``python -m daf_integrations.bench.worker TASK RESULT``; TASK is the JSON of a
+`Task`, RESULT the file that the JSON of the `Measurement` is written to.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch._dynamo  # pyright: ignore[reportUnusedImport]  # the first checkpoint would load it: code, not activations
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from daf_core.memory.release import release_free_memory
+from daf_integrations.bench.methods import Method, open_method, traits
+from daf_integrations.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
+from daf_integrations.doctor import loaded_allocator
+from daf_integrations.sizing import SEED, Sized, Workload, build
+
+ADAPTER_DEVIATION = 0.02
+"""Of weights that are trained and begin with zeros: as long as LoRA's B is zero, A has no gradient to compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one process runs.
+
+    Attributes:
+        method: One of `daf_integrations.bench.methods.METHODS`.
+        workload: The fields of a `Workload`.
+        dtype: "bf16" is autocast over the model's own weights.
+        steps: Steps that are timed.
+        threads: Threads of torch.
+        gradients: File that loss and gradients are saved to; empty: they are not.
+    """
+
+    method: str
+    workload: dict[str, Any]
+    dtype: Literal["fp32", "bf16"]
+    steps: int
+    threads: int
+    gradients: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one process measured.
+
+    Attributes:
+        raw_bytes: Bytes that autograd keeps in a step without any method, as far as the method knows.
+        held_bytes: Bytes that were held of it.
+        pack_seconds: Time spent on storing in a step.
+        unpack_seconds: Time spent on restoring.
+        dropped_bytes: Bytes given up to keep a budget.
+        spilled_bytes: Bytes copied elsewhere to keep it.
+        pager_seconds: Time spent on keeping it.
+        audited_error: Error of the gradient as DAF's last audit measured it.
+        setup_rss_bytes: What opening the method loaded before the level that the peak is above: compiled kernels and
+            their compiler. It does not grow with the model.
+        peak_bytes: The most that the timed steps took above the loaded model: of the process' resident memory, or of
+            the GPU's allocated bytes.
+        peak_rss_bytes: The same of the process' resident memory, wherever the model is.
+        step_seconds: Median time of a step, or mean for methods whose steps differ by design.
+        device: What the model ran on.
+        dtype: See `Task`.
+        allocator: The allocator of main memory.
+    """
+
+    raw_bytes: int
+    held_bytes: int
+    pack_seconds: float
+    unpack_seconds: float
+    dropped_bytes: int
+    spilled_bytes: int
+    pager_seconds: float
+    audited_error: float | None
+    setup_rss_bytes: int
+    peak_bytes: int
+    peak_rss_bytes: int
+    step_seconds: float
+    device: str
+    dtype: str
+    allocator: str
+
+
+class TrainingStep:
+    """A training step on one batch that leaves the weights as they are: its learning rate is zero.
+
+    So all methods have the same gradient, whatever they ran before. Random numbers depend on the seed alone.
+
+    Args:
+        sized: Model and batch.
+        optimizer: Has what is trained.
+        method: Runs the passes.
+        dtype: See `Task`.
+    """
+
+    def __init__(self, sized: Sized, optimizer: Optimizer, method: Method, dtype: str) -> None:
+        self._sized = sized
+        self._optimizer = optimizer
+        self._method = method
+        self._autocast = dtype == "bf16"
+        self._device = next(sized.model.parameters()).device.type
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """Returns the loss of a batch."""
+        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._autocast):
+            return self._sized.loss(batch)
+
+    def run(self, seed: int) -> Tensor:
+        """Trains a step and returns its loss."""
+        torch.manual_seed(seed)
+        self._optimizer.zero_grad()
+        loss = self._method.run(self._sized.batch, self.loss_of)
+        self._optimizer.step()
+        return loss
+
+    def timed_run(self, seed: int) -> float:
+        """Trains a step and returns the seconds that this took."""
+        _finish(self._device)
+        start = time.perf_counter()
+        self.run(seed)
+        _finish(self._device)
+        return time.perf_counter() - start
+
+
+def measure(task: Task) -> Measurement:
+    """Runs a task in this process.
+
+    Memory is measured from the level at which training could begin: model, optimizer and the code of the method are
+    loaded. What that code takes is given on its own. Loss and gradients are those of a step without dropout at the end,
+    as methods that split a batch draw other random numbers.
+
+    Raises:
+        DAFError: The model cannot be made, or the method does not work with it.
+    """
+    torch.set_num_threads(task.threads)
+    sized = build(Workload(**task.workload))
+    _fill_adapters(sized.model)
+    optimizer = _optimizer_of(sized.model)
+    device = next(sized.model.parameters()).device
+    release_free_memory()
+    loaded = resident_bytes()
+    gpu = GpuMemory() if device.type == "cuda" else None
+    method, how = open_method(task.method, sized.model), traits(task.method)
+    level = resident_bytes()
+    step = TrainingStep(sized, optimizer, method, task.dtype)
+    for number in range(how.settling):
+        step.run(SEED + number)
+    reset_peak()
+    if gpu:
+        gpu.reset_peak()
+    seconds = [step.timed_run(SEED + number) for number in range(task.steps)]
+    peak_rss = peak_bytes() - level
+    peak = gpu.peak_bytes() if gpu else peak_rss
+    stored = method.stored(sized.batch, step.loss_of)
+    if task.gradients:
+        _save_gradients(sized, step, Path(task.gradients))
+    method.close()
+    return Measurement(
+        **asdict(stored),
+        setup_rss_bytes=level - loaded,
+        peak_bytes=peak,
+        peak_rss_bytes=peak_rss,
+        step_seconds=(statistics.fmean if how.alternates else statistics.median)(seconds),
+        device=torch.cuda.get_device_name(device) if gpu else device.type,
+        dtype=task.dtype,
+        allocator=loaded_allocator(),
+    )
+
+
+def _fill_adapters(model: nn.Module) -> None:
+    torch.manual_seed(SEED)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=ADAPTER_DEVIATION)
+
+
+def _optimizer_of(model: nn.Module) -> Optimizer:
+    """Returns an optimizer whose state exists already."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = AdamW(trained, lr=0.0)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _save_gradients(sized: Sized, step: TrainingStep, file: Path) -> None:
+    for module in sized.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    loss = step.run(SEED)
+    gradients = ((name, parameter.grad) for name, parameter in sized.model.named_parameters())
+    found = {name: gradient.cpu() for name, gradient in gradients if gradient is not None}
+    torch.save({"loss": loss.cpu(), "gradients": found}, file)
+
+
+def _finish(device: str) -> None:
+    """Waits for what a device has been given to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the task given as JSON and writes what was measured to the file named after it."""
+    task, result = arguments
+    measurement = measure(Task(**json.loads(task)))
+    Path(result).write_text(json.dumps(asdict(measurement)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
