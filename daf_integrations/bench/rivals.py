@@ -15,7 +15,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf_core.errors import ConfigError
-from daf_core.torch_internals import storage_id
 
 LEAST_ELEMENTS = 1024
 """Tensors with fewer stay as they are: nothing is gained with them."""
@@ -51,7 +50,7 @@ class Stores:
     def __init__(self, model: nn.Module, form: Form) -> None:
         self._form = form
         weights = [*model.parameters(), *model.buffers()]
-        self._weights = {storage_id(weight) for weight in weights}
+        self._weights = {_identity(weight) for weight in weights}
         self._shapes = {weight.shape for weight in weights if weight.dim() > 1}
         self._known: dict[tuple[Any, ...], Any] = {}
         self._untouched: dict[StorageWeakRef, int] = {}
@@ -73,12 +72,11 @@ class Stores:
 
     def _pack(self, tensor: Tensor) -> Stored | Tensor:
         if not tensor.is_floating_point() or tensor.numel() < LEAST_ELEMENTS or self._is_weight(tensor):
-            if storage_id(tensor) not in self._weights:
-                self._untouched[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+            if _identity(tensor) not in self._weights:
+                self._untouched[_identity(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-        # A storage that is weakly referred to keeps its identity after it is gone: no other one gets it.
-        key = StorageWeakRef(tensor.untyped_storage()), place
+        key = _identity(tensor), place
         known = self._known.get(key)
         stored = None if known is None else known()
         if stored is None:
@@ -88,10 +86,15 @@ class Stores:
         return stored
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        if storage_id(tensor) in self._weights:
+        if _identity(tensor) in self._weights:
             return True
         cast = torch.is_autocast_enabled(tensor.device.type) and not tensor.requires_grad
         return cast and (tensor.shape in self._shapes or tensor.mT.shape in self._shapes if tensor.dim() > 1 else False)
+
+
+def _identity(tensor: Tensor) -> StorageWeakRef:
+    """Returns what tells storages apart: one that is weakly referred to gives its address to no other, even if gone."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _unpack(stored: Stored | Tensor) -> Tensor:

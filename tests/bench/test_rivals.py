@@ -72,8 +72,8 @@ def test_masks_and_small_tensors_stay() -> None:
     store = Stores(nn.Linear(1, 1), in_bfloat16)
     small, mask = torch.randn(10, requires_grad=True), torch.rand(4096) > 0.5
     with store.storing():
-        small.exp()
-        torch.randn(4096, requires_grad=True).masked_fill(mask, 0)
+        results = small.exp(), torch.randn(4096, requires_grad=True).masked_fill(mask, 0)
+    assert all(result.requires_grad for result in results)
     assert store.held_bytes == 40 + 4096
 
 
