@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, budgets, elastic, memory, operators, overlap
+from benchmarks import accuracy, budgets, elastic, memory, operators, overlap, scaling
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
 from benchmarks.zoo.models import build_batch, build_model
@@ -212,3 +212,18 @@ def test_budgets_refuse_what_is_no_budget(budget: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         budgets.main(["--budgets", budget])
     assert f"got '{budget}'; allowed are percentages above 0 and up to 100" in capsys.readouterr().err
+
+
+def test_scaling_writes_its_figures(tmp_path: Path) -> None:
+    files = {"json": tmp_path / "all.json", "markdown": tmp_path / "all.md", "picture": tmp_path / "all.png"}
+    outputs = [text for name, file in files.items() for text in (f"--{name}", str(file))]
+    scaling.main(["--axes", "layers", "--largest", "4", "--width", "64", "--rounds", "1", "--threads", "1", *outputs])
+    points = json.loads(files["json"].read_text())["points"]
+    assert [(point["size"]["layers"], point["method"]) for point in points] == [
+        (layers, method) for layers in (2, 4) for method in scaling.METHODS
+    ]
+    held = {(point["size"]["layers"], point["method"]): point["held_bytes"] for point in points}
+    assert held[4, "daf-4bit"] < held[4, "daf-exact"] < held[4, "plain"]
+    assert held[4, "plain"] > held[2, "plain"]
+    assert "| layers | plain s | plain MB | daf-exact time |" in files["markdown"].read_text()
+    assert files["picture"].read_bytes().startswith(b"\x89PNG")

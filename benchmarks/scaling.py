@@ -1,0 +1,218 @@
+"""What DAF costs as work grows: more rows, longer rows, more layers.
+
+Run ``python -m benchmarks.scaling --json scaling.json --picture scaling.png``. At each size, the methods take their
+steps in turn in one process, each on a model of its own; ratios are medians over rounds, each of them within a round.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.optim import AdamW
+from transformers import RobertaConfig, RobertaForSequenceClassification
+
+from benchmarks.options import whole_number
+from benchmarks.timing import time_in_turn
+from benchmarks.zoo.models import SEED
+from daf_integrations.bench.machine import core_count, describe_machine
+from daf_integrations.bench.methods import Method, open_method, traits
+from daf_integrations.bench.summary import paired_ratio
+from daf_integrations.bench.tables import Grid, markdown_table, terminal_table
+from daf_integrations.bench.worker import TrainingStep
+from daf_integrations.doctor import loaded_allocator
+from daf_integrations.sizing import Sized
+
+METHODS = ("plain", "daf-exact", "daf-4bit", "daf-auto")
+LONGEST = 2048
+VOCABULARY = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A batch and the layers that it goes through."""
+
+    rows: int = 8
+    length: int = 128
+    layers: int = 6
+
+
+AXES: dict[str, tuple[Size, ...]] = {
+    "rows": tuple(Size(rows=rows) for rows in (1, 2, 4, 8, 16, 32, 64)),
+    "length": tuple(Size(rows=2, length=length) for length in (64, 128, 256, 512, 1024, LONGEST)),
+    "layers": tuple(Size(layers=layers) for layers in (2, 4, 6, 12, 24)),
+}
+"""What grows; the rest stays as in `Size`, but for two rows where these grow longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What one method took at one size."""
+
+    axis: str
+    size: Size
+    method: str
+    step_seconds: float
+    step_ratio: float
+    raw_bytes: int
+    held_bytes: int
+    seconds: list[float]
+
+
+def build(size: Size, width: int) -> Sized:
+    """Returns an encoder with LoRA adapters, and a batch."""
+    config = RobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(width // 64, 1),
+        max_position_embeddings=LONGEST + 2,
+        type_vocab_size=1,
+    )
+    torch.manual_seed(SEED)
+    lora = LoraConfig(task_type="SEQ_CLS", r=8, lora_dropout=0.1, target_modules=["query", "value"])
+    model: nn.Module = get_peft_model(RobertaForSequenceClassification(config), lora)
+    tokens = torch.randint(4, VOCABULARY, (size.rows, size.length))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.zeros_like(tokens[:, 0])}
+    return Sized(model.train(), batch, None)
+
+
+class Steps:
+    """Training steps with one method."""
+
+    def __init__(self, name: str, size: Size, width: int) -> None:
+        self.sized = build(size, width)
+        self.method: Method = open_method(name, self.sized.model)
+        optimizer = AdamW([each for each in self.sized.model.parameters() if each.requires_grad], lr=0.0)
+        self._step = TrainingStep(self.sized, optimizer, self.method, "fp32")
+        for number in range(traits(name).settling):
+            self._step.run(SEED + number)
+        self.take = partial(self._step.timed_run, SEED)
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        """Returns the loss of a batch."""
+        return self._step.loss_of(batch)
+
+
+def measure(axis: str, size: Size, width: int, rounds: int, methods: Sequence[str] = METHODS) -> list[Point]:
+    """Measures all methods at one size."""
+    steps = {name: Steps(name, size, width) for name in methods}
+    seconds = time_in_turn({name: each.take for name, each in steps.items()}, rounds)
+    points: list[Point] = []
+    for name, each in steps.items():
+        stored = each.method.stored(each.sized.batch, each.loss_of)
+        each.method.close()
+        points.append(
+            Point(
+                axis=axis,
+                size=size,
+                method=name,
+                step_seconds=statistics.median(seconds[name]),
+                step_ratio=paired_ratio(seconds[name], seconds["plain"]),
+                raw_bytes=stored.raw_bytes,
+                held_bytes=stored.held_bytes,
+                seconds=seconds[name],
+            )
+        )
+    return points
+
+
+def grid(axis: str, points: Sequence[Point]) -> Grid:
+    """Returns time and bytes relative to plain, with a row for each size."""
+    methods = [method for method in dict.fromkeys(point.method for point in points) if method != "plain"]
+    figures = [f"{name} {figure}" for figure in ("time", "held") for name in methods]
+    headings = [axis, "plain s", "plain MB", *figures]
+    rows: list[list[str]] = []
+    for size in AXES[axis]:
+        at = {point.method: point for point in points if point.axis == axis and point.size == size}
+        if not at:
+            continue
+        plain = at["plain"]
+        times = [f"{at[name].step_ratio:.2f}" for name in methods]
+        held = [f"{at[name].held_bytes / plain.held_bytes:.3f}" for name in methods]
+        first = [f"{getattr(size, axis)}", f"{plain.step_seconds:.3f}", f"{plain.held_bytes / 1e6:.1f}"]
+        rows.append([*first, *times, *held])
+    return Grid(f"by {axis}", headings, rows)
+
+
+def draw(points: Sequence[Point], file: Path) -> None:
+    """Draws time and bytes relative to plain over what grows."""
+    from matplotlib.figure import Figure  # not with every installation
+
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    panels = figure.subplots(2, len(AXES), sharey="row", squeeze=False)
+    for column, axis in enumerate(AXES):
+        here = [point for point in points if point.axis == axis]
+        plain = {point.size: point for point in here if point.method == "plain"}
+        for method in dict.fromkeys(point.method for point in here if point.method != "plain"):
+            mine = [point for point in here if point.method == method]
+            sizes = [getattr(point.size, axis) for point in mine]
+            panels[0][column].plot(sizes, [point.step_ratio for point in mine], marker="o", label=method)
+            held = [point.held_bytes / plain[point.size].held_bytes for point in mine]
+            panels[1][column].plot(sizes, held, marker="o", label=method)
+        for row in panels:
+            row[column].set_xscale("log", base=2)
+            row[column].grid(alpha=0.3)
+        panels[1][column].set_xlabel(axis)
+    panels[0][0].set_ylabel("step time of plain")
+    panels[1][0].set_ylabel("activations held of plain")
+    for row in panels:
+        row[0].set_ylim(bottom=0)
+    panels[0][0].legend()
+    figure.savefig(file, dpi=144)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of a run; a wrong one ends the process with a message that says what is allowed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="Times steps as work grows.")
+    cores = core_count()
+    parser.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES), help="what grows")
+    parser.add_argument("--largest", type=whole_number(1), help="leave larger sizes out")
+    parser.add_argument("--width", type=whole_number(1), default=256, help="hidden size of the encoder")
+    parser.add_argument("--rounds", type=whole_number(1), default=5, help="timed steps of each method at each size")
+    parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--markdown", type=Path, help="file for the tables")
+    parser.add_argument("--picture", type=Path, help="file for the picture")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark, prints its tables and writes the files asked for."""
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    torch.set_num_threads(options.threads)
+    largest = options.largest or LONGEST
+    sizes = [(axis, size) for axis in options.axes for size in AXES[axis] if getattr(size, axis) <= largest]
+    points: list[Point] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=len(sizes))
+        for axis, size in sizes:
+            progress.update(bar, description=f"{getattr(size, axis)} {axis}")
+            points += measure(axis, size, options.width, options.rounds)
+            progress.advance(bar)
+    grids = [grid(axis, points) for axis in options.axes]
+    for each in grids:
+        Console().print(terminal_table(each))
+    if options.markdown:
+        options.markdown.write_text("\n".join(map(markdown_table, grids)))
+    if options.picture:
+        draw(points, options.picture)
+    if options.json:
+        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
+        settings = {"width": options.width, "rounds": options.rounds, "axes": options.axes, "largest": options.largest}
+        report = {"points": [asdict(point) for point in points], "machine": asdict(machine), "settings": settings}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
