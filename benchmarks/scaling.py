@@ -150,8 +150,9 @@ def draw(points: Sequence[Point], file: Path) -> None:
     from matplotlib.figure import Figure  # not with every installation
 
     figure = Figure(figsize=(11, 5.5), layout="constrained")
-    panels = figure.subplots(2, len(AXES), sharey="row", squeeze=False)
-    for column, axis in enumerate(AXES):
+    axes = list(dict.fromkeys(point.axis for point in points))
+    panels = figure.subplots(2, len(axes), sharey="row", squeeze=False)
+    for column, axis in enumerate(axes):
         here = [point for point in points if point.axis == axis]
         plain = {point.size: point for point in here if point.method == "plain"}
         for method in dict.fromkeys(point.method for point in here if point.method != "plain"):
