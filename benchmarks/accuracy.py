@@ -1,6 +1,7 @@
 """Compares the accuracy that methods reach when they train, seed by seed.
 
-A pre-trained encoder on sentences, or with a folder of images ResNet-18 from random weights.
+A pre-trained encoder on sentences, with a folder of images ResNet-18 from random weights, or a task of
+``benchmarks.tasks``.
 
 Run ``python -m benchmarks.accuracy --methods plain,daf-4bit --seeds 5 --json mrpc.json --markdown mrpc.md``.
 """
@@ -10,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,21 +21,17 @@ from rich.markdown import Markdown
 from rich.progress import Progress
 from transformers.utils import logging
 
-from benchmarks.finetune import (
-    TRAINING_SPLIT,
-    MissingEncoderError,
-    Recipe,
-    finetune,
-    load_splits,
-    step_count,
-)
-from benchmarks.images import TRAINING_FILE, ImageRecipe, image_steps, load_images, train_images
-from benchmarks.methods import DAF_PRECISIONS
-from benchmarks.options import method_names, whole_number
+from benchmarks.assignment import Training, load_training
+from benchmarks.elastic_methods import COURSES, is_trained
+from benchmarks.options import method_names, usable_device, whole_number
+from benchmarks.rows import SourceError
+from benchmarks.scores import TEXT_METRICS
+from benchmarks.tasks import TASKS
 from daf_integrations.bench.machine import core_count, describe_machine
+from daf_integrations.bench.methods import METHODS as BENCH_METHODS
 from daf_integrations.doctor import loaded_allocator
 
-METHODS = ("plain", *DAF_PRECISIONS, "elastic", "random", "top-half")
+METHODS = (*BENCH_METHODS, *(f"{kind}@0.7" for kind in COURSES))
 DEFAULT_DATA = Path("../shared/data/glue/mrpc")
 
 
@@ -75,40 +72,37 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks.accuracy", description="Compares accuracies seed by seed."
     )
     cores = core_count()
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with texts or images")
-    parser.add_argument("--methods", type=method_names(METHODS), default="plain,daf-4bit", help="separated by commas")
+    parser.add_argument("--task", choices=TASKS, help="what is trained; left out, the data say it")
+    where = "folder with texts or images; with --task also a file or a name of the Hub, in place of the task's own data"
+    parser.add_argument("--data", "--dataset", help=where)
+    parser.add_argument("--evaluation", type=Path, help="file with the rows to evaluate on, where --dataset is a file")
+    parser.add_argument("--model", help="name of the Hub, folder, minilm or small-gpt2, in place of the task's own")
+    parser.add_argument("--tokenizer", help="name of the Hub or folder, in place of the model's own")
+    parser.add_argument("--device", type=usable_device, default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--methods", type=method_names(METHODS, is_trained), default="plain,daf-4bit", help="separated by commas"
+    )
     parser.add_argument("--seeds", type=whole_number(1), default=5, help="how many")
     parser.add_argument("--first-seed", type=whole_number(0), default=0, help="they count from here")
     parser.add_argument("--epochs", type=whole_number(1), help="how often the rows are seen")
     parser.add_argument("--train-rows", type=whole_number(1), help="train on the first rows only")
+    parser.add_argument("--evaluation-rows", type=whole_number(1), help="evaluate on the first rows only")
     parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
     parser.add_argument("--json", type=Path, help="file for the results, added to those that it has")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args(arguments)
-    if not options.data.is_dir():
-        parser.error(f"argument --data: got {str(options.data)!r}, which is no folder; pass the one with the data")
+    if options.task is None:
+        _check_untasked(parser, options)
     return options
 
 
-Training = Callable[[str, int, Callable[[], None]], tuple[dict[str, float], dict[str, float]]]
-"""Trains with a method and a seed, tells of each step, and returns accuracies and what was logged."""
-
-
-def load_training(options: argparse.Namespace) -> tuple[Training, int]:
-    """Returns what trains on the data that was asked for, and its number of steps.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        MissingEncoderError: The pre-trained encoder is not installed.
-    """
-    epochs = {} if options.epochs is None else {"epochs": options.epochs}
-    if (options.data / TRAINING_FILE).exists():
-        images, image_recipe = load_images(options.data, options.train_rows), ImageRecipe(**epochs)
-        steps = image_steps(len(images[TRAINING_SPLIT].labels), image_recipe)
-        return lambda method, seed, on_step: train_images(method, seed, images, image_recipe, on_step), steps
-    splits, recipe = load_splits(options.data, options.train_rows), Recipe(**epochs)
-    steps = step_count(len(splits[TRAINING_SPLIT]), recipe)
-    return lambda method, seed, on_step: finetune(method, seed, splits, recipe, on_step), steps
+def _check_untasked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    options.data = options.data or str(DEFAULT_DATA)
+    if not Path(options.data).is_dir():
+        parser.error(f"argument --data: got {options.data!r}, which is no folder; pass the one with the data")
+    needing = [name for name in ("evaluation", "model", "tokenizer", "evaluation_rows") if getattr(options, name)]
+    if needing:
+        parser.error(f"got --{needing[0].replace('_', '-')} without --task; allowed are {', '.join(TASKS)}; name one")
 
 
 def run_all(options: argparse.Namespace, train: Training, steps: int) -> list[Run]:
@@ -143,7 +137,7 @@ def read_runs(options: argparse.Namespace) -> list[Run]:
         return []
     report = json.loads(options.json.read_text())
     asked = _training_settings(options)
-    found = {name: report["settings"][name] for name in asked}
+    found = {name: report["settings"].get(name) for name in asked}
     if found != asked:
         sys.exit(f"error: {options.json} has runs with {found}, and {asked} was asked for; pass another file as --json")
     return [Run(**run) for run in report["runs"]]
@@ -163,7 +157,7 @@ def summarize(runs: Sequence[Run]) -> list[SplitSummary]:
 
 
 def markdown_report(summaries: Sequence[SplitSummary]) -> str:
-    """Returns one Markdown table for each split, with the accuracy of every seed in percent."""
+    """Returns one Markdown table for each split, with the score of every seed, in percent unless it is a loss."""
     tables: list[str] = []
     for split in dict.fromkeys(summary.split for summary in summaries):
         rows = [summary for summary in summaries if summary.split == split]
@@ -191,9 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     try:
         train, steps = load_training(options)
-    except (FileNotFoundError, MissingEncoderError) as error:
+        runs = run_all(options, train, steps)
+    except (FileNotFoundError, SourceError) as error:
         sys.exit(f"error: {error}")
-    Console().print(Markdown(markdown_report(summarize(run_all(options, train, steps)))))
+    Console().print(Markdown(markdown_report(summarize(runs))))
 
 
 def _summarize_split(runs: Sequence[Run], method: str, split: str) -> SplitSummary:
@@ -216,15 +211,18 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _markdown_row(summary: SplitSummary) -> list[str]:
-    percent = [f"{100 * value:.2f}" for value in (*summary.accuracies, summary.mean, summary.deviation)]
+    of_text = summary.split.endswith(TEXT_METRICS)
+    factor, digits = (1, 4) if of_text else (100, 2)
+    scores = [f"{factor * value:.{digits}f}" for value in (*summary.accuracies, summary.mean, summary.deviation)]
     if summary.method == "plain":
-        return [summary.method, *percent, "", ""]
-    difference = [f"{100 * summary.mean_difference:+.2f}", f"{100 * summary.difference_deviation:.2f}"]
-    return [summary.method, *percent, *difference]
+        return [summary.method, *scores, "", ""]
+    mean, deviation = factor * summary.mean_difference, factor * summary.difference_deviation
+    return [summary.method, *scores, f"{mean:+.{digits}f}", f"{deviation:.{digits}f}"]
 
 
 def _json_report(options: argparse.Namespace, runs: Sequence[Run], summaries: Sequence[SplitSummary]) -> str:
-    machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
+    allocator = loaded_allocator()
+    machine = describe_machine(threads=options.threads, allocator=allocator, dtype="fp32", device=options.device)
     report = {
         "summaries": [asdict(summary) for summary in summaries],
         "runs": [asdict(run) for run in runs],
@@ -235,7 +233,10 @@ def _json_report(options: argparse.Namespace, runs: Sequence[Run], summaries: Se
 
 
 def _training_settings(options: argparse.Namespace) -> dict[str, str | int | None]:
-    return {"data": options.data.name, "train_rows": options.train_rows, "epochs": options.epochs}
+    """What runs in one file have in common; files from before there were tasks lack those that are None without one."""
+    paths = {name: getattr(options, name) for name in ("data", "model", "tokenizer")}
+    others = {name: getattr(options, name) for name in ("task", "train_rows", "evaluation_rows", "epochs")}
+    return {name: path and Path(path).name for name, path in paths.items()} | others
 
 
 if __name__ == "__main__":

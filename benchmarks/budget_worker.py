@@ -16,7 +16,6 @@ import torch
 import torch._dynamo  # the first checkpoint would load it: code, not activations
 from torch import Tensor, nn
 
-from benchmarks.methods import open_method
 from benchmarks.timing import time_in_turn, wall_timer
 from benchmarks.zoo.models import SEED, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig
@@ -25,6 +24,7 @@ from daf_core.memory.release import release_free_memory
 from daf_core.plan.meter import TensorMeter
 from daf_core.plan.planner import Plan
 from daf_core.plan.runner import StepRunner
+from daf_integrations.bench.methods import open_method
 from daf_integrations.bench.process_memory import peak_bytes, reset_peak, resident_bytes
 from daf_integrations.bench.summary import compare_gradients, compare_lora_gradients, paired_ratio
 from daf_integrations.doctor import loaded_allocator

@@ -1,19 +1,20 @@
 """Training parts of a model within a share of the time: what DAF chooses, and what it is compared with."""
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import re
+from functools import partial
+from unittest import mock
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from benchmarks.methods import StoredBytes
-from daf_core import ActivationEngine, DAFConfig, ElasticConfig
+from daf_core import ElasticConfig
 from daf_core.elastic.clock import StepTimes
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.course import Choice, Course
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units
+from daf_integrations import session
+from daf_integrations.bench.methods import Method, is_method, open_method
 
 
 class RandomCourse(Course):
@@ -55,50 +56,28 @@ class TopHalfCourse(Course):
         return False
 
 
-COURSES = {"elastic": Course, "random": RandomCourse, "top-half": TopHalfCourse}
+COURSES = {"random": RandomCourse, "top-half": TopHalfCourse}
+"""What others than DAF train in a share of the time, by name: ``random@0.7`` draws units at random."""
+
+_SHARED = re.compile(r"(?P<kind>elastic|random|top-half)@(?P<share>0?\.\d+)")
 
 
-class ElasticMethod:
-    """Trains parts of a model in each step, with activations stored exactly.
+def is_trained(name: str) -> bool:
+    """Says whether `open_trained` knows the name."""
+    return is_method(name) or _SHARED.fullmatch(name) is not None
 
-    Args:
-        model: The model.
-        kind: One of `COURSES`.
-        share: The mean time of a step, relative to one that trains everything.
-    """
 
-    def __init__(self, model: nn.Module, kind: str, share: float) -> None:
-        self._engine = ActivationEngine(model, DAFConfig(precision="exact"))
-        config = ElasticConfig(time=share)
-        self._elastic = ElasticTraining(model, model, self._engine, config, COURSES[kind])
-        self._shares: list[float] = []
-        self._depths: list[int] = []
+def time_share(name: str) -> float:
+    """Returns the part of a plain step's time that a method's steps are to take."""
+    shared = _SHARED.fullmatch(name)
+    return 1.0 if shared is None else float(shared["share"])
 
-    def audit(self, batch: dict[str, Tensor], loss_function: Callable[[dict[str, Tensor]], Tensor]) -> None:
-        return
 
-    def compress(self) -> AbstractContextManager[object]:
-        self._elastic.begin_step()
-        return self._engine.compress()
-
-    def update(self, optimizer: Optimizer) -> None:
-        self._elastic.before_update([optimizer])
-        optimizer.step()
-        step = self._elastic.finish_step()
-        assert step is not None
-        self._shares.append(step.share)
-        self._depths.append(step.depth)
-
-    def finish_step(self) -> None:
-        self._engine.finish_step()
-
-    def measure(self, forward: Callable[[], Tensor]) -> StoredBytes:
-        raise NotImplementedError("steps differ in what they hold; benchmarks.elastic measures them")
-
-    def figures(self) -> dict[str, float]:
-        steps = len(self._shares)
-        return {"daf/elastic_share": sum(self._shares) / steps, "daf/elastic_depth": sum(self._depths) / steps}
-
-    def close(self) -> None:
-        self._elastic.close()
-        self._engine.close()
+def open_trained(name: str, model: nn.Module) -> Method:
+    """Returns the named method, at work on the model: one of `daf bench`, or one of `COURSES` with a share."""
+    shared = _SHARED.fullmatch(name)
+    if shared is None or shared["kind"] not in COURSES:
+        return open_method(name, model)
+    training = partial(ElasticTraining, course=COURSES[shared["kind"]])
+    with mock.patch.object(session, "ElasticTraining", training):
+        return open_method(f"elastic@{shared['share']}", model)

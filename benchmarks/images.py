@@ -6,13 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from transformers import AutoModelForImageClassification, ResNetConfig
 
+from benchmarks.elastic_methods import open_trained
 from benchmarks.loop import train
-from benchmarks.methods import Method, open_method
+from benchmarks.rows import Row
+from benchmarks.tasks import read_columns
+from benchmarks.texts import on_device
+from daf_integrations.bench.methods import Method
 
 TRAINING_FILE, TEST_FILE = "train10k.npz", "test2k.npz"
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.262)  # of CIFAR-10's channels
@@ -39,20 +44,24 @@ class Images:
     labels: Tensor
 
 
-def load_images(folder: Path, train_rows: int | None = None) -> dict[str, Images]:
+def load_images(folder: Path, train_rows: int | None = None, test_rows: int | None = None) -> dict[str, Images]:
     """Returns the training and the test images.
 
     Args:
         folder: Where the two ``.npz`` files are, each with ``x``, uint8 of shape (rows, 32, 32, 3), and ``y``.
         train_rows: How many training images to keep; None keeps all.
+        test_rows: How many test images to keep.
 
     Raises:
         FileNotFoundError: A file is missing.
     """
-    splits = {"train": _read(folder / TRAINING_FILE), "test": _read(folder / TEST_FILE)}
-    train = splits["train"]
-    splits["train"] = Images(train.pixels[:train_rows], train.labels[:train_rows])
-    return splits
+    return {"train": _read(folder / TRAINING_FILE, train_rows), "test": _read(folder / TEST_FILE, test_rows)}
+
+
+def images_of_rows(rows: list[Row]) -> Images:
+    """Returns the images of rows of the Hub's CIFAR-10, which have ``img``, a picture, and ``label``."""
+    pictures, labels = zip(*(read_columns(row, ("img", "label")) for row in rows), strict=True)
+    return _normalized(np.stack([np.asarray(picture) for picture in pictures]), np.array(labels))
 
 
 def train_images(
@@ -60,6 +69,7 @@ def train_images(
     seed: int,
     splits: dict[str, Images],
     recipe: ImageRecipe,
+    device: str = "cpu",
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Trains ResNet-18 and returns its accuracy on the test images, and the method's figures.
@@ -78,7 +88,8 @@ def train_images(
     )
     # The stem for images of 224 x 224 would leave 8 x 8 of 32 x 32 as well, but see them through 7 x 7.
     model.resnet.embedder.embedder.convolution = nn.Conv2d(3, 64, 3, padding=1, stride=2, bias=False)
-    method = open_method(method_name, model)
+    model.to(device)
+    method = open_trained(method_name, model)
     _train(model, method, splits["train"], recipe, seed, on_step)
     figures = method.figures()
     method.close()
@@ -97,7 +108,8 @@ def _train(
         model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay
     )
     schedule = OneCycleLR(optimizer, recipe.learning_rate, total_steps=image_steps(len(images.labels), recipe))
-    train(model, method, _batches(images, recipe, seed), optimizer, schedule, on_step)
+    batches = (on_device(batch, model) for batch in _batches(images, recipe, seed))
+    train(model, method, batches, optimizer, schedule, on_step)
 
 
 def _batches(images: Images, recipe: ImageRecipe, seed: int) -> Iterator[dict[str, Tensor]]:
@@ -121,13 +133,17 @@ def _accuracy(model: nn.Module, images: Images) -> float:
     for pixels, labels in zip(
         images.pixels.split(EVALUATION_BATCH), images.labels.split(EVALUATION_BATCH), strict=True
     ):
-        correct += int((model(pixel_values=pixels).logits.argmax(-1) == labels).sum())
+        logits = model(**on_device({"pixel_values": pixels}, model)).logits
+        correct += int((logits.argmax(-1).cpu() == labels).sum())
     return correct / len(images.labels)
 
 
-def _read(file: Path) -> Images:
+def _read(file: Path, rows: int | None) -> Images:
     with np.load(file) as content:
-        pixels = torch.from_numpy(content["x"]).permute(0, 3, 1, 2).float().div(255)
-        labels = torch.from_numpy(content["y"]).long()
+        return _normalized(content["x"][:rows], content["y"][:rows])
+
+
+def _normalized(x: NDArray[np.uint8], y: NDArray[np.integer]) -> Images:
+    pixels = torch.from_numpy(x).permute(0, 3, 1, 2).float().div(255)
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
-    return Images((pixels - mean) / deviation, labels)
+    return Images((pixels - mean) / deviation, torch.from_numpy(y).long())

@@ -7,7 +7,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from benchmarks.methods import Method
+from daf_integrations.bench.methods import Method
+
+
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Returns the loss that a model computes of its inputs."""
+    return model(**batch).loss
 
 
 def train(
@@ -18,8 +23,9 @@ def train(
     schedule: LRScheduler,
     on_step: Callable[[], None],
     first_seed: int | None = None,
+    loss_function: Callable[[nn.Module, dict[str, Tensor]], Tensor] = own_loss,
 ) -> None:
-    """Trains a model that computes its own loss.
+    """Trains a model, one step a batch.
 
     Args:
         model: What is trained.
@@ -29,17 +35,14 @@ def train(
         schedule: Sets the learning rate, step by step.
         on_step: Called after each step.
         first_seed: Seed of torch's generator in the first step, one more in each that follows; None leaves it alone.
+        loss_function: Returns the loss of the model on a batch.
     """
     model.train()
     for number, batch in enumerate(batches):
-        method.audit(batch, lambda rows: model(**rows).loss)
         if first_seed is not None:
             torch.manual_seed(first_seed + number)
-        with method.compress():
-            loss = model(**batch).loss
-        loss.backward()
-        method.update(optimizer)
-        method.finish_step()
+        method.run(batch, lambda rows: loss_function(model, rows))
+        optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         on_step()

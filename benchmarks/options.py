@@ -1,12 +1,11 @@
 """Argument types that the benchmarks share; a wrong value is answered with what is allowed and what to do."""
 
 import argparse
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from benchmarks.methods import METHODS, is_method
+from daf_integrations.bench.methods import METHODS, is_method
 
 
 def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], int]:
@@ -45,17 +44,22 @@ def usable_device(text: str) -> str:
     return text
 
 
-def method_names(allowed: tuple[str, ...] = METHODS) -> Callable[[str], tuple[str, ...]]:
-    """Returns an argument type for a comma-separated list of methods that ``plain`` is one of."""
+def method_names(
+    allowed: Iterable[str] = METHODS, known: Callable[[str], bool] = is_method
+) -> Callable[[str], tuple[str, ...]]:
+    """Returns an argument type for a comma-separated list of methods that ``plain`` is one of.
+
+    Args:
+        allowed: Names for the message; sizes, bounds and shares in them are examples.
+        known: Says whether a name is allowed.
+    """
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(name.strip() for name in text.split(","))
-        unknown = [name for name in names if re.split("[@<]", name)[0] not in allowed or not is_method(name)]
+        unknown = [name for name in names if not known(name)]
         if unknown:
             raise argparse.ArgumentTypeError(
-                f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}, "
-                "those of DAF also with a budget, as in daf-4bit@40MB, or daf-4bit@40MB+spill, and daf-auto with a "
-                "bound, as in daf-auto<0.05; separated by commas"
+                f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}; separated by commas"
             )
         if len(set(names)) < len(names):
             raise argparse.ArgumentTypeError(f"got {text!r}, which repeats a method; name each one once")

@@ -31,7 +31,7 @@ def restored_threads() -> Iterator[None]:
     ("arguments", "message"),
     [
         (["--data", "no-such-folder"], "got 'no-such-folder', which is no folder"),
-        (["--methods", "plain,checkpoint"], "got 'checkpoint'; allowed are plain, daf-auto"),
+        (["--methods", "plain,daf-3bit"], "got 'daf-3bit'; allowed are plain, checkpoint"),
         (["--seeds", "0"], "got '0'; allowed is a whole number, 1 or more"),
     ],
 )
