@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shutil
+import sys
 from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +23,18 @@ from packaging.version import Version
 Status = Literal["ok", "missing", "too old"]
 
 _MEMORY_MAPS = Path("/proc/self/maps")
+_ALLOCATORS = {
+    "tcmalloc": "/libtcmalloc",
+    "jemalloc": "/libjemalloc",
+    "mimalloc": "/libmimalloc",
+    "musl": "/(ld-|libc[.])musl-",
+    "glibc": "/libc([.]so[.]6|-2[.][0-9]+[.]so)",  # the latter before glibc 2.34
+}
+_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+_SMALL_BLOCK, _LARGE_BLOCK = 1 << 16, 1 << 20  # within these, peaks are those of tcmalloc (benchmarks.allocators)
 _TCMALLOC = "libtcmalloc_minimal.so.4"
+_LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
+_INSTALLERS = {"apt-get": "libtcmalloc-minimal4", "dnf": "gperftools-libs"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +117,7 @@ class Diagnosis:
         packages: the state of each of `PACKAGES`, in that order.
         torch: what torch says of this machine.
         cores: cores that this process may use.
-        allocator: memory allocator of this process, see `loaded_allocator`.
+        allocator: memory allocator of this process, see `loaded_allocator`, and how it was set.
     """
 
     python: str
@@ -144,7 +158,7 @@ def examine() -> Diagnosis:
         packages=tuple(PackageState(package=package, version=_installed_version(package.name)) for package in PACKAGES),
         torch=_examine_torch(),
         cores=_usable_cores(),
-        allocator=loaded_allocator(),
+        allocator=_described_allocator(),
     )
 
 
@@ -155,26 +169,51 @@ def loaded_allocator(maps: Path = _MEMORY_MAPS) -> str:
         maps: memory map of the process, in the format of Linux.
 
     Returns:
-        "tcmalloc", "jemalloc", "glibc", or "unknown" for any other and on a system without such a file.
+        "tcmalloc", "jemalloc", "mimalloc", "musl" or "glibc"; "unknown" for others and on a system without such a file.
     """
     try:
         mapped = maps.read_text()
     except OSError:
         return "unknown"
-    markers = {"tcmalloc": "/libtcmalloc", "jemalloc": "/libjemalloc", "glibc": "/libc.so.6"}
-    return next((name for name, marker in markers.items() if marker in mapped), "unknown")
+    return next((name for name, file in _ALLOCATORS.items() if re.search(file, mapped)), "unknown")
 
 
 def allocator_advice() -> str:
-    """Says why glibc's allocator costs memory, and how this machine gets another one."""
-    why = "with glibc's allocator peak memory (RSS) is about twice what is live, and tcmalloc avoids that"
+    """Says what glibc's allocator costs, and how this machine gets another one."""
+    why = "glibc's allocator keeps large blocks that were freed, so that little of what DAF saves shows in RSS"
+    library = installed_tcmalloc()
+    if library:
+        return f"{why}: LD_PRELOAD={library} python train.py"
     if "CONDA_PREFIX" in os.environ:
-        install = "conda install -c conda-forge gperftools"
-        return f"{why}: {install}, then python -m torch.backends.xeon.run_cpu --enable-tcmalloc train.py"
-    start = f"LD_PRELOAD={_TCMALLOC} python train.py"
-    if find_library("tcmalloc_minimal"):
-        return f"{why}: {start}"
-    return f"{why}: sudo apt-get install libtcmalloc-minimal4, then {start}"
+        install, library = "conda install -c conda-forge gperftools", f"$CONDA_PREFIX/lib/{_TCMALLOC}"
+    else:
+        install, library = _install_command(), _TCMALLOC
+    setting = f"{_THRESHOLD}={_SMALL_BLOCK} python train.py"
+    return f"{why}: {install}, then LD_PRELOAD={library} python train.py; where nothing can be installed, {setting}"
+
+
+def installed_tcmalloc() -> str | None:
+    """Returns what to preload for tcmalloc: a path, or a name that the loader finds; None where it is not installed."""
+    own = Path(os.environ.get("CONDA_PREFIX", sys.prefix)) / "lib" / _TCMALLOC
+    if own.exists():
+        return str(own)
+    # That asks ldconfig, gcc or ld, and small containers have none of them.
+    found = (str(path) for folder in _LIBRARIES for path in (*folder.glob(_TCMALLOC), *folder.glob(f"*/{_TCMALLOC}")))
+    return find_library("tcmalloc_minimal") or next(found, None)
+
+
+def _described_allocator() -> str:
+    name, threshold = loaded_allocator(), os.environ.get(_THRESHOLD, "")
+    gives_back = name == "glibc" and threshold.isdigit() and int(threshold) <= _LARGE_BLOCK
+    return f"{name}, {_THRESHOLD}={threshold}" if gives_back else name
+
+
+def _install_command() -> str:
+    installer = next(filter(shutil.which, _INSTALLERS), None)
+    if installer is None:
+        return "install gperftools"
+    sudo = "sudo " if shutil.which("sudo") else ""  # containers mostly have none, and need none
+    return f"{sudo}{installer} install {_INSTALLERS[installer]}"
 
 
 def _installed_version(name: str) -> str | None:

@@ -142,8 +142,9 @@ def _framework(name: str) -> Any:
 
 
 def _config(name: str) -> Any:
+    transformers = _framework("transformers")
     try:
-        return _framework("transformers").AutoConfig.from_pretrained(name)
+        return transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         kind = "folder" if Path(name).is_dir() else "name"
         raise ModelError(
@@ -160,8 +161,9 @@ def _usual_task(config: Any) -> Task:
 
 def _model(config: Any, task: Task, workload: Workload) -> Any:
     config.use_cache = False  # trainers switch it off, too
+    transformers = _framework("transformers")
     try:
-        return getattr(_framework("transformers"), _CLASSES[task]).from_config(config)
+        return getattr(transformers, _CLASSES[task]).from_config(config)
     except ValueError as error:
         raise ModelError(
             f"{workload.model} cannot be made for the task {task!r}: {_first_line(error)}. "

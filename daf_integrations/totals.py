@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from daf_core import StepStatistics
@@ -69,20 +70,70 @@ class RunTotals:
         self.elastic_share += step.share
 
     def metrics(self) -> dict[str, float]:
-        """Returns the figures under the names that trainers log: megabytes, their ratio, milliseconds a step."""
-        steps = max(self.steps, 1)
-        audits = {"daf/gradient_error": self.gradient_error, "daf/gradient_cosine": self.gradient_cosine}
-        elastic = {"daf/elastic_depth": self.elastic_depth, "daf/elastic_share": self.elastic_share}
-        return {
-            "daf/raw_mb": self.raw_bytes / 1e6,
-            "daf/held_mb": self.held_bytes / 1e6,
-            "daf/ratio": self.raw_bytes / self.held_bytes if self.held_bytes else 1.0,
-            "daf/pack_ms": self.pack_seconds * 1e3 / steps,
-            "daf/worker_ms": self.worker_seconds * 1e3 / steps,
-            "daf/unpack_ms": self.unpack_seconds * 1e3 / steps,
-            "daf/dropped_mb": self.dropped_bytes / 1e6,
-            "daf/spilled_mb": self.spilled_bytes / 1e6,
-            "daf/audit_ms": self.audit_seconds * 1e3 / steps,
-            **{name: value for name, value in audits.items() if value is not None},
-            **{name: total / self.elastic_steps for name, total in elastic.items() if self.elastic_steps},
-        }
+        """Returns the figures under the names that trainers log, those that there are; see `METRICS`."""
+        figures = {name: metric.of(self) for name, metric in METRICS.items()}
+        return {name: figure for name, figure in figures.items() if figure is not None}
+
+    def a_step(self, seconds: float) -> float:
+        """Returns a time of all steps as milliseconds a step."""
+        return seconds * 1e3 / max(self.steps, 1)
+
+    def an_elastic_step(self, total: float) -> float | None:
+        """Returns a sum over steps of elastic training as their mean; None if there were none."""
+        return total / self.elastic_steps if self.elastic_steps else None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure that trainers log.
+
+    Attributes:
+        meaning: What it is, for the reference.
+        of: Takes it from the sums; None where there is none.
+    """
+
+    meaning: str
+    of: Callable[[RunTotals], float | None]
+
+
+METRICS = {
+    "daf/raw_mb": Metric("Megabytes of saved activations that plain training keeps.", lambda run: run.raw_bytes / 1e6),
+    "daf/held_mb": Metric("Megabytes that were held instead.", lambda run: run.held_bytes / 1e6),
+    "daf/ratio": Metric(
+        "The first of these over the second.",
+        lambda run: run.raw_bytes / run.held_bytes if run.held_bytes else 1.0,
+    ),
+    "daf/pack_ms": Metric(
+        "Milliseconds a step that the training's own threads spent on encoding.",
+        lambda run: run.a_step(run.pack_seconds),
+    ),
+    "daf/worker_ms": Metric(
+        "Milliseconds a step that DAF's own threads spent on encoding meanwhile.",
+        lambda run: run.a_step(run.worker_seconds),
+    ),
+    "daf/unpack_ms": Metric("Milliseconds a step spent on decoding.", lambda run: run.a_step(run.unpack_seconds)),
+    "daf/dropped_mb": Metric("Megabytes given up to keep the memory budget.", lambda run: run.dropped_bytes / 1e6),
+    "daf/spilled_mb": Metric(
+        "Megabytes moved to `spill_dir`, or from a GPU to main memory, to keep the memory budget.",
+        lambda run: run.spilled_bytes / 1e6,
+    ),
+    "daf/audit_ms": Metric(
+        "Milliseconds a step spent on measuring the error of the gradient.", lambda run: run.a_step(run.audit_seconds)
+    ),
+    "daf/gradient_error": Metric(
+        "Length of the gradient's error over the length of the exact gradient, at the last audit; after the first one.",
+        lambda run: run.gradient_error,
+    ),
+    "daf/gradient_cosine": Metric(
+        "Cosine of the angle between the compressed and the exact gradient, then.", lambda run: run.gradient_cosine
+    ),
+    "daf/elastic_depth": Metric(
+        "Blocks that built a graph, the mean of the steps; with `elastic`.",
+        lambda run: run.an_elastic_step(run.elastic_depth),
+    ),
+    "daf/elastic_share": Metric(
+        "Time that steps take, relative to steps that train everything, as predicted; with `elastic`.",
+        lambda run: run.an_elastic_step(run.elastic_share),
+    ),
+}
+"""The figures, in the order in which they are logged."""

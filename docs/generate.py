@@ -1,18 +1,25 @@
-"""Writes docs/configuration.md from the code: ``python docs/generate.py``."""
+"""Writes docs/configuration.md and docs/reference.md from the code: ``python docs/generate.py``."""
 
+import ast
+import importlib
 import inspect
+import itertools
 import types
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import click
 from docstring_parser import parse
 
 from daf_core import DAFConfig, ElasticConfig, errors
+from daf_integrations.cli import main
+from daf_integrations.totals import METRICS
 
-PAGE = Path(__file__).parent / "configuration.md"
+FOLDER = Path(__file__).parent
 
-HEAD = """# Configuration
+CONFIGURATION_HEAD = """# Configuration
 
 All options of DAF, as the code documents them (`python docs/generate.py` writes this page). They are the fields of
 `daf_core.DAFConfig`, and are given in any of these ways:
@@ -35,9 +42,150 @@ allowed, is a `ConfigError` before training.
 """
 
 
-def page() -> str:
-    """Returns the text of the page."""
-    return "\n".join([HEAD, *_options("## Options", DAFConfig), *_options("## `elastic`", ElasticConfig), *_errors()])
+REFERENCE_HEAD = """# Reference
+
+Commands, figures, variables and names, as the code documents them (`python docs/generate.py` writes this page). Options
+of training and errors are in [configuration.md](configuration.md). In Python, `help(daf_integrations.prepare)` and the
+like say more.
+"""
+
+FIGURES_HEAD = "Of the steps since the line before: sizes of the largest step, and times as a mean."
+
+ENVIRONMENT = {
+    "ACCELERATE_USE_DAF": "1 switches DAF on in Accelerate, and has `DAFCallback`, `DAFStrategy` and `prepare` read "
+    "the options below; 0 switches the section `daf_config` of Accelerate's file off.",
+    "ACCELERATE_DAF_CONFIG": 'Options as a JSON object, such as `{"precision": 4}`.',
+    "DAF_AUTOLOAD": "0 leaves out the hooks that `import torch` installs for Accelerate's file and Lightning's "
+    '`strategy="daf"`. Torch\'s own `TORCH_DEVICE_BACKEND_AUTOLOAD` does so too.',
+    "XDG_CACHE_HOME": "Where `daf/kernel_choices.json` is, with the kernels that were the fastest on a GPU; default "
+    "`~/.cache`.",
+    "LOCAL_WORLD_SIZE": "Set by `torchrun` and its like: processes that share the cores, of which DAF takes an idle "
+    "one to pack.",
+    "MALLOC_MMAP_THRESHOLD_": "Of glibc: blocks of so many bytes go back to the system when they are freed "
+    "([troubleshooting](troubleshooting.md#memory-allocators)); `daf doctor` looks whether it is set.",
+    "CONDA_PREFIX": "Set by conda: `daf doctor` then says what to type there.",
+}
+"""What code of DAF reads from the environment."""
+
+MEMBERS = (types.FunctionType, classmethod, staticmethod, property)
+
+MODULES = (
+    "daf_integrations",
+    "daf_integrations.lightning",
+    "daf_integrations.pytorch_lightning",
+    "daf_integrations.accelerate",
+    "daf_core",
+    "daf_kernels",
+)
+"""What users import, or run with ``-m``."""
+
+
+def configuration() -> str:
+    """Returns the text of the page on options."""
+    options = [*_options("## Options", DAFConfig), *_options("## `elastic`", ElasticConfig)]
+    return "\n".join([CONFIGURATION_HEAD, *options, *_errors()])
+
+
+def reference() -> str:
+    """Returns the text of the page on everything else that has a name."""
+    figures = [f"| `{name}` | {metric.meaning} |" for name, metric in METRICS.items()]
+    variables = [f"| `{name}` | {said} |" for name, said in ENVIRONMENT.items()]
+    return "\n".join(
+        [
+            REFERENCE_HEAD,
+            *("## Commands", ""),
+            *(line for name, command in sorted(main.commands.items()) for line in _command(name, command)),
+            *("## Figures in the log", "", FIGURES_HEAD, "", *_table(("figure", "meaning"), figures)),
+            *("## Environment", "", *_table(("variable", "meaning"), variables)),
+            *("## Python", "", *(line for name in MODULES for line in _module(name))),
+        ]
+    )
+
+
+def meaning(module: types.ModuleType, name: str) -> str:
+    """Returns the first paragraph of what the code says of a name of a module; "" if it says nothing."""
+    value = getattr(module, name)
+    if inspect.isclass(value) or inspect.isroutine(inspect.unwrap(value)):
+        return _first_paragraph(value.__doc__)
+    return _first_paragraph(_said_below(Path(inspect.getfile(module)).parent, name))
+
+
+def _said_below(folder: Path, name: str) -> str:
+    """Returns the text under the assignment of a constant, in any file of a folder."""
+    for file in sorted(folder.glob("*.py")):
+        body = ast.parse(file.read_text()).body
+        for line, below in itertools.pairwise(body):
+            assigned = isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name
+            if assigned and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                return str(below.value.value)
+    return ""
+
+
+def _command(name: str, command: click.Command) -> list[str]:
+    arguments = [each.human_readable_name for each in command.params if isinstance(each, click.Argument)]
+    rows = [_option(each) for each in command.params if isinstance(each, click.Option)]
+    paragraphs = [_line(paragraph) for paragraph in inspect.cleandoc(command.help or "").split("\n\n")]
+    return [
+        *(f"### `{' '.join(['daf', name, *arguments])}`", ""),
+        *(line for paragraph in paragraphs for line in (paragraph, "")),
+        *_table(("option", "values", "default", "meaning"), rows),
+    ]
+
+
+def _option(option: click.Option) -> str:
+    names = ", ".join(f"`{each}`" for each in option.opts)
+    said, _, default = (option.help or "").partition("  [default: ")
+    default = str(option.default) if option.show_default else default.rstrip("]")
+    return f"| {names} | {_values(option)} | {default and f'`{default}`'} | {_line(said)} |"
+
+
+def _values(option: click.Option) -> str:
+    if isinstance(option.type, click.Choice):
+        return ", ".join(f"`{choice}`" for choice in option.type.choices)
+    if isinstance(option.type, click.IntRange):
+        return f"integer, {option.type.min} or more"
+    return "" if option.is_flag else f"`{option.metavar or option.type.name.upper()}`"
+
+
+def _module(name: str) -> list[str]:
+    module = importlib.import_module(name)
+    public = [each for each in getattr(module, "__all__", ()) if not _is_error(getattr(module, each))]
+    rows = [row for each in public for row in _rows(each, getattr(module, each), meaning(module, each))]
+    heading = [f"### `{name}`", "", _line(_first_paragraph(module.__doc__)), ""]
+    return [*heading, *(_table(("name", "meaning"), rows) if rows else [])]
+
+
+def _rows(name: str, value: object, said: str) -> list[str]:
+    """Returns the row of a name, and those of the members of a class that have something to say."""
+    row = f"| `{name}{_arguments(value)}` | {_line(said)} |"
+    members = vars(value).items() if inspect.isclass(value) else ()
+    return [row] + [
+        f"| `{name}.{member}{_arguments(getattr(value, member))}` | {_line(_first_paragraph(each.__doc__))} |"
+        for member, each in members
+        if not member.startswith("_") and isinstance(each, MEMBERS) and _says_something(each)
+    ]
+
+
+def _is_error(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, errors.DAFError)
+
+
+def _says_something(member: object) -> bool:
+    return bool(member.__doc__) and not member.__doc__.startswith("See ")
+
+
+def _arguments(value: object) -> str:
+    if inspect.isclass(value) or not callable(value) or isinstance(value, types.GenericAlias):
+        return ""
+    return f"({', '.join(name for name in inspect.signature(value).parameters if name != 'self')})"
+
+
+def _first_paragraph(text: str | None) -> str:
+    return inspect.cleandoc(text or "").split("\n\n")[0]
+
+
+def _table(titles: Sequence[str], rows: list[str]) -> list[str]:
+    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows, ""]
 
 
 def _options(title: str, config: type[Any]) -> list[str]:
@@ -47,13 +195,13 @@ def _options(title: str, config: type[Any]) -> list[str]:
         f"| `{field.name}` | {_allowed(hints[field.name])} | `{field.default!r}` | {_line(said[field.name])} |"
         for field in fields(config)
     ]
-    return [title, "", "| option | values | default | meaning |", "|---|---|---|---|", *rows, ""]
+    return [title, "", *_table(("option", "values", "default", "meaning"), rows)]
 
 
 def _errors() -> list[str]:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.DAFError)]
-    rows = [f"| `{kind.__name__}` | {_line((kind.__doc__ or '').split(chr(10) * 2)[0])} |" for kind in kinds]
-    return ["## Errors", "", "All are `daf_core.DAFError`.", "", "| error | says |", "|---|---|", *rows, ""]
+    rows = [f"| `{kind.__name__}` | {_line(_first_paragraph(kind.__doc__))} |" for kind in kinds]
+    return ["## Errors", "", "All are `daf_core.DAFError`.", "", *_table(("error", "says"), rows)]
 
 
 def _allowed(hint: Any) -> str:
@@ -69,5 +217,8 @@ def _line(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|").replace("``", "`")
 
 
+PAGES = {FOLDER / "configuration.md": configuration, FOLDER / "reference.md": reference}
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for file, text in PAGES.items():
+        file.write_text(text())

@@ -1,4 +1,4 @@
-"""The shape of the house: who may import whom, what an installed DAF consists of, and what importing it costs."""
+"""The shape of the house: who may import whom, and what importing it costs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import ast
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,32 +129,3 @@ def test_files_are_small() -> None:
     }
     assert lengths
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
-
-
-@pytest.fixture(scope="module")
-def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The files in a wheel, built from a copy of the repository: setuptools leaves working files beside the sources."""
-    copy, output = tmp_path_factory.mktemp("source") / "daf", tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "shared", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, copy, ignore=ignored)
-    options = ["--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", output]
-    command = [sys.executable, "-m", "pip", "wheel", *options, copy]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    (wheel,) = output.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
-
-
-def test_wheel_has_the_three_packages_and_nothing_else(wheel_files: set[str]) -> None:
-    top = {name.partition("/")[0] for name in wheel_files}
-    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
-
-
-def test_wheel_has_every_source_and_type_marker(wheel_files: set[str]) -> None:
-    wanted = {
-        f"{package}/{path.relative_to(PACKAGES[package]).as_posix()}"
-        for package in PACKAGES
-        for path in [*sources(package), PACKAGES[package] / "py.typed"]
-    }
-    assert wanted <= wheel_files

@@ -130,6 +130,7 @@ def test_more_threads_than_cores_is_advised_against() -> None:
     [
         ("/usr/lib/libtcmalloc_minimal.so.4.5.10", "tcmalloc"),
         ("/opt/libjemalloc.so.2", "jemalloc"),
+        ("/opt/libmimalloc.so.3.0", "mimalloc"),
         ("/home/me/tcmalloc-notes.txt", "glibc"),
     ],
 )
@@ -139,28 +140,100 @@ def test_allocator_is_read_from_the_memory_map(tmp_path: Path, library: str, nam
     assert doctor.loaded_allocator(maps) == name
 
 
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("/usr/lib/aarch64-linux-gnu/libc-2.31.so", "glibc"),
+        ("/lib/ld-musl-x86_64.so.1", "musl"),
+        ("/usr/lib/libcap.so.2", "unknown"),
+    ],
+)
+def test_c_library_is_read_from_the_memory_map(tmp_path: Path, library: str, name: str) -> None:
+    (tmp_path / "maps").write_text(f"7f00-7f01 r-xp 0 08:01 1 {library}\n")
+    assert doctor.loaded_allocator(tmp_path / "maps") == name
+
+
 def test_allocator_is_unknown_without_a_memory_map(tmp_path: Path) -> None:
     assert doctor.loaded_allocator(tmp_path / "absent") == "unknown"
 
 
+INSTALLED = "libtcmalloc_minimal.so.4"
+
+
 @pytest.mark.parametrize(
-    ("conda", "library", "command"),
+    ("programs", "library", "command"),
     [
-        (False, None, "apt-get install libtcmalloc-minimal4"),
-        (False, "libtcmalloc_minimal.so.4", "LD_PRELOAD=libtcmalloc_minimal.so.4 python train.py"),
-        (True, None, "python -m torch.backends.xeon.run_cpu --enable-tcmalloc train.py"),
+        (["apt-get", "sudo"], None, f"sudo apt-get install libtcmalloc-minimal4, then LD_PRELOAD={INSTALLED} python"),
+        (["apt-get"], None, f": apt-get install libtcmalloc-minimal4, then LD_PRELOAD={INSTALLED} python"),
+        (["dnf"], None, f"dnf install gperftools-libs, then LD_PRELOAD={INSTALLED} python"),
+        ([], None, f"install gperftools, then LD_PRELOAD={INSTALLED} python"),
+        (["apt-get"], INSTALLED, f": LD_PRELOAD={INSTALLED} python train.py"),
     ],
 )
 def test_glibc_advice_fits_the_machine(
-    monkeypatch: pytest.MonkeyPatch, conda: bool, library: str | None, command: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, programs: list[str], library: str | None, command: str
 ) -> None:
+    a_machine(monkeypatch, tmp_path, programs, library)
+    assert command in glibc_advice()
+
+
+def test_glibc_advice_in_conda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a_machine(monkeypatch, tmp_path, ["apt-get"])
+    monkeypatch.setenv("CONDA_PREFIX", str(tmp_path))
+    path = f"LD_PRELOAD=$CONDA_PREFIX/lib/{INSTALLED} python train.py"
+    assert f"conda install -c conda-forge gperftools, then {path}" in glibc_advice()
+    written(tmp_path / "lib" / INSTALLED)
+    assert f": LD_PRELOAD={tmp_path}/lib/{INSTALLED} python train.py" in glibc_advice()
+
+
+def test_tcmalloc_is_found_where_nothing_lists_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a_machine(monkeypatch, tmp_path, [])
+    library = written(tmp_path / "aarch64-linux-gnu" / INSTALLED)
+    assert f"LD_PRELOAD={library} python train.py" in glibc_advice()
+
+
+def test_where_nothing_can_be_installed_glibc_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a_machine(monkeypatch, tmp_path, ["apt-get"])
+    assert "MALLOC_MMAP_THRESHOLD_=65536 python train.py" in glibc_advice()
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "described", "advised"),
+    [
+        ("glibc", "65536", "glibc, MALLOC_MMAP_THRESHOLD_=65536", False),
+        ("glibc", "33554432", "glibc", True),
+        ("glibc", "", "glibc", True),
+        ("tcmalloc", "65536", "tcmalloc", False),
+    ],
+)
+def test_glibc_that_gives_blocks_back_gets_no_advice(
+    monkeypatch: pytest.MonkeyPatch, name: str, threshold: str, described: str, advised: bool
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", threshold)
+    monkeypatch.setattr(doctor, "loaded_allocator", lambda: name)
+    report = json.loads(run("--json").output)
+    assert report["allocator"] == described
+    assert any("glibc" in line for line in report["advice"]) == advised
+
+
+def a_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, programs: list[str], library: str | None = None) -> None:
+    """A machine outside of conda with these programs, and libraries in a folder alone."""
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
-    if conda:
-        monkeypatch.setenv("CONDA_PREFIX", "/opt/conda")
+    monkeypatch.setattr(sys, "prefix", str(folder / "environment"))
+    monkeypatch.setattr(doctor, "_LIBRARIES", (folder,))
     monkeypatch.setattr(doctor, "find_library", lambda _name: library)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name in programs else None)
+
+
+def glibc_advice() -> str:
     (line,) = replace(READY, allocator="glibc").advice
-    assert command in line
-    assert ("install" in line) == (library is None)
+    return line
+
+
+def written(file: Path) -> Path:
+    file.parent.mkdir()
+    file.touch()
+    return file
 
 
 def test_oldest_versions_are_those_of_the_package_metadata() -> None:

@@ -1,42 +1,176 @@
-"""The pages that follow from the code."""
+"""The pages that follow from the code: they are up to date, complete, and quote what is said."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import re
+import types
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import yaml
+import click
+import pytest
 
-from daf_core import DAFConfig
+from daf_core import DAFConfig, ElasticConfig, errors
+from daf_integrations.cli import main
+from tests.pages.blocks import PAGES, inline_code
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"daf_core": "daf_core", "daf_integrations": "daf_integrations", "daf_kernels": "kernels/daf_kernels"}
+FOLDERS = (*PACKAGES.values(), "benchmarks", "docs", "examples", "tests")
+COMMANDS = [pytest.param(command, id=name) for name, command in main.commands.items()]
 
 
-def test_the_configuration_page_is_what_the_code_says() -> None:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+@cache
+def generate() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    assert generate.PAGE.read_text() == generate.page(), "run: python docs/generate.py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_its_yaml_is_a_configuration() -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "configuration.md").read_text(), re.DOTALL)
-    assert [DAFConfig.from_dict(yaml.safe_load(block)["daf_config"]).precision for block in blocks] == [4]
+@cache
+def in_pages() -> frozenset[str]:
+    """Every word that is set as code in a sentence or a table of a page, with the dots and slashes in it."""
+    return frozenset(word for _, code in inline_code() for word in re.findall(r"[\w./-]+", code))
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    for file, text in generate().PAGES.items():
+        assert file.read_text() == text(), "run: python docs/generate.py"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_documented(package: str) -> None:
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if not generate().meaning(module, name)] == []
+    assert [name for name in module.__all__ if name not in in_pages()] == []
+
+
+def test_every_error_is_public() -> None:
+    kinds = [name for name, _ in inspect.getmembers(errors, inspect.isclass)]
+    assert len(kinds) > 10
+    assert set(kinds) <= set(importlib.import_module("daf_core").__all__)
+
+
+def test_every_module_that_pages_name_is_documented() -> None:
+    named = {word for word in in_pages() if re.match(r"daf_(core|integrations|kernels)(\.\w+)*$", word)}
+    modules = {name for name in named if _is_module(name)}
+    assert {"daf_integrations.lightning", "daf_core"} <= modules
+    assert [name for name in modules if not importlib.import_module(name).__doc__] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_option_is_documented(command: click.Command) -> None:
+    assert command.help
+    assert f"daf {command.name}" in {" ".join(code.split()[:2]) for _, code in inline_code()}
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    assert [option.name for option in options if not option.help] == []
+    reference = (
+        (ROOT / "docs" / "reference.md").read_text().partition(f"### `daf {command.name}")[2].partition("###")[0]
+    )
+    assert [name for option in options for name in option.opts if f"`{name}`" not in reference] == []
+
+
+@pytest.mark.parametrize("config", [DAFConfig, ElasticConfig])
+def test_every_option_of_training_is_documented(config: type[Any]) -> None:
+    assert [field.name for field in fields(config) if field.name not in in_pages()] == []
+
+
+def test_every_figure_is_documented() -> None:
+    figures = {figure for tree in _trees() for text in _constants(tree) for figure in re.findall(r"^daf/\w+$", text)}
+    assert len(figures) > 10
+    assert sorted(figures - in_pages()) == []
+
+
+def test_every_variable_of_the_environment_is_documented() -> None:
+    trees = _trees()
+    named = {name: value for tree in trees for name, value in _named_constants(tree)}
+    variables = {named.get(each, each.strip("'")) for tree in trees for each in _looked_up(tree)}
+    assert {"DAF_AUTOLOAD", "ACCELERATE_USE_DAF", "CONDA_PREFIX"} <= variables
+    assert sorted(variables - in_pages()) == []
+    assert variables == set(generate().ENVIRONMENT)
 
 
 def test_troubleshooting_quotes_what_the_code_says() -> None:
-    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (DOCS / "troubleshooting.md").read_text())
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs" / "troubleshooting.md").read_text())
     assert len(quoted) > 10
-    said = "\n".join(_texts(folder) for folder in ("daf_core", "daf_integrations", "kernels/daf_kernels"))
+    said = "\n".join(text for tree in _trees() for text in _constants(tree))
     assert [quote for quote in quoted if quote not in said] == []
 
 
-def _texts(folder: str) -> str:
-    """All text in the code of a folder: that of parts of f-strings, too."""
-    trees = [ast.parse(path.read_text()) for path in sorted((DOCS.parent / folder).rglob("*.py"))]
-    constants = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return "\n".join(value for value in constants if isinstance(value, str))
+def test_links_between_pages_lead_somewhere() -> None:
+    links = [
+        (page, link)
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if not link.startswith("http")
+    ]
+    assert len(links) > 20
+    assert [f"{page.name}: {link}" for page, link in links if not _leads_somewhere(page, link)] == []
+
+
+def test_files_that_pages_name_exist() -> None:
+    """Pages may leave out the beginning of a path."""
+    named = {(place, code) for place, code in inline_code() if re.fullmatch(r"[\w./-]+\.(py|sh)", code)}
+    assert len(named) > 50
+    files = ["/" + path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    missing = {f"{place}: {code}" for place, code in named if not any(file.endswith(f"/{code}") for file in files)}
+    assert sorted(missing) == []
+
+
+def _leads_somewhere(page: Path, link: str) -> bool:
+    file, _, heading = link.partition("#")
+    target = page.parent / file if file else page
+    return target.exists() and (not heading or heading in _anchors(target.read_text()))
+
+
+def _anchors(text: str) -> set[str]:
+    """The names that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@cache
+def _trees() -> tuple[ast.Module, ...]:
+    folders = [ROOT / folder for folder in PACKAGES.values()]
+    return tuple(ast.parse(path.read_text()) for folder in folders for path in sorted(folder.rglob("*.py")))
+
+
+def _constants(tree: ast.Module) -> Iterator[str]:
+    """All text in a file: that of parts of f-strings, too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def _named_constants(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield ast.unparse(node.targets[0]), node.value.value
+
+
+def _looked_up(tree: ast.Module) -> Iterator[str]:
+    """What a file looks up in the environment: names of constants, and texts in quotes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "os.environ.pop"):
+            yield ast.unparse(node.args[0])
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            yield ast.unparse(node.slice)
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
+            yield ast.unparse(node.left)

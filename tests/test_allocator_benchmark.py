@@ -1,0 +1,65 @@
+"""Tests of the benchmark of allocators; the process that it measures is tested with `daf bench`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import allocators
+from daf_integrations.bench.worker import Measurement
+
+MEASURED = dict.fromkeys((field.name for field in fields(Measurement)), 0) | {
+    "raw_bytes": 2_000_000,
+    "peak_rss_bytes": 3_000_000,
+}
+
+
+class Processes:
+    """Stands in for `subprocess`: notes what is started, and writes what it would measure."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, dict[str, str]]] = []
+
+    def run(self, command: list[str], env: dict[str, str], check: bool) -> None:
+        assert check
+        *_, module, task, file = command
+        assert module == "daf_integrations.bench.worker"
+        self.started.append((json.loads(task)["method"], env))
+        Path(file).write_text(json.dumps(MEASURED))
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    stand_in = Processes()
+    monkeypatch.setattr(allocators, "subprocess", SimpleNamespace(run=stand_in.run))
+    return stand_in
+
+
+def test_every_method_runs_under_every_setting_and_no_other(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.setattr(allocators, "tcmalloc_library", lambda: "libtcmalloc.so")
+    file = tmp_path / "allocators.json"
+    allocators.main(["--model", "tiny", "--seq", "16", "--methods", "plain,daf-4bit", "--json", str(file)])
+    read = [(method, variables_of(env)) for method, env in processes.started]
+    assert read == [(method, each) for method in ("plain", "daf-4bit") for each in allocators.settings().values()]
+    assert {"LD_PRELOAD": "libtcmalloc.so"} in allocators.settings().values()
+    results: list[dict[str, Any]] = json.loads(file.read_text())["results"]
+    assert [(each["method"], each["peak_rss_bytes"]) for each in results[:1]] == [("plain", 3_000_000)]
+    assert "3.0" in capsys.readouterr().out
+
+
+def test_tcmalloc_is_left_out_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocators, "tcmalloc_library", lambda: None)
+    assert all(name.startswith("glibc") for name in allocators.settings())
+
+
+def variables_of(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(("MALLOC_", "LD_PRELOAD"))}
