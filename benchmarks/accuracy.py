@@ -234,9 +234,14 @@ def _json_report(options: argparse.Namespace, runs: Sequence[Run], summaries: Se
 
 def _training_settings(options: argparse.Namespace) -> dict[str, str | int | None]:
     """What runs in one file have in common; files from before there were tasks lack those that are None without one."""
-    paths = {name: getattr(options, name) for name in ("data", "model", "tokenizer")}
+    paths = {name: getattr(options, name) for name in ("data", "evaluation", "model", "tokenizer")}
     others = {name: getattr(options, name) for name in ("task", "train_rows", "evaluation_rows", "epochs")}
-    return {name: path and Path(path).name for name, path in paths.items()} | others
+    return {name: _source_name(path) for name, path in paths.items()} | others
+
+
+def _source_name(source: str | Path | None) -> str | None:
+    """Returns the name of a file or folder without where it is, and that of the Hub as it is."""
+    return Path(source).name if source is not None and Path(source).exists() else source and str(source)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from rich.table import Table
 
 from benchmarks.options import method_names, whole_number
 from benchmarks.zoo import models
-from daf_integrations.bench.machine import core_count, describe_machine, tcmalloc_library
+from daf_integrations.bench.machine import core_count, describe_machine
 from daf_integrations.bench.worker import Measurement, Task
+from daf_integrations.doctor import installed_tcmalloc
 from daf_integrations.sizing import Workload
 
 MEGABYTE = 1e6
@@ -48,7 +49,7 @@ class Result:
 def settings() -> dict[str, dict[str, str]]:
     """Returns the variables of each setting, by its name; tcmalloc's where it is installed."""
     named = {" ".join(["glibc", *(f"{name}={value}" for name, value in each.items())]): each for each in GLIBC}
-    tcmalloc = tcmalloc_library()
+    tcmalloc = installed_tcmalloc()
     return named if tcmalloc is None else named | {"tcmalloc": {"LD_PRELOAD": tcmalloc}}
 
 

@@ -97,7 +97,7 @@ def train_images(
 
 
 def image_steps(rows: int, recipe: ImageRecipe) -> int:
-    """Returns the number of training steps on so many images."""
+    """Returns the number of training steps on so many images, whatever the method."""
     return recipe.epochs * (rows // recipe.batch)
 
 

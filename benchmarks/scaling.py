@@ -26,9 +26,9 @@ from benchmarks.timing import time_in_turn
 from benchmarks.zoo.models import SEED
 from daf_integrations.bench.machine import core_count, describe_machine
 from daf_integrations.bench.methods import Method, open_method, traits
-from daf_integrations.bench.summary import paired_ratio
+from daf_integrations.bench.summary import LARGEST_ROUNDING, Gradients, paired_ratio, problem_of
 from daf_integrations.bench.tables import Grid, markdown_table, terminal_table
-from daf_integrations.bench.worker import TrainingStep
+from daf_integrations.bench.worker import TrainingStep, computed, fill_adapters
 from daf_integrations.doctor import loaded_allocator
 from daf_integrations.sizing import Sized
 
@@ -82,6 +82,7 @@ def build(size: Size, width: int) -> Sized:
     torch.manual_seed(SEED)
     lora = LoraConfig(task_type="SEQ_CLS", r=8, lora_dropout=0.1, target_modules=["query", "value"])
     model: nn.Module = get_peft_model(RobertaForSequenceClassification(config), lora)
+    fill_adapters(model)
     tokens = torch.randint(4, VOCABULARY, (size.rows, size.length))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.zeros_like(tokens[:, 0])}
     return Sized(model.train(), batch, None)
@@ -99,14 +100,28 @@ class Steps:
             self._step.run(SEED + number)
         self.take = partial(self._step.timed_run, SEED)
 
+    def computed(self) -> Gradients:
+        """Returns what a step computes."""
+        found = computed(self.sized.model, self._step.run(SEED))
+        return Gradients(found["loss"], found["gradients"])
+
     def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns the loss of a batch."""
         return self._step.loss_of(batch)
 
 
 def measure(axis: str, size: Size, width: int, rounds: int, methods: Sequence[str] = METHODS) -> list[Point]:
-    """Measures all methods at one size."""
+    """Measures all methods at one size.
+
+    Raises:
+        ArithmeticError: What a method computes is wrong.
+    """
     steps = {name: Steps(name, size, width) for name in methods}
+    plain = steps["plain"].computed()
+    for name, each in steps.items():
+        problem = problem_of(name, each.computed(), plain, LARGEST_ROUNDING)
+        if problem is not None:
+            raise ArithmeticError(f"{name} is wrong at {size}, so that no time of it is shown: {problem}")
     seconds = time_in_turn({name: each.take for name, each in steps.items()}, rounds)
     points: list[Point] = []
     for name, each in steps.items():

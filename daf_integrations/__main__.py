@@ -2,4 +2,5 @@
 
 from daf_integrations.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

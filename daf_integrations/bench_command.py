@@ -21,7 +21,7 @@ DEFAULT_METHODS = "plain,checkpoint,bf16,classic-4bit,daf-exact,daf-8bit,daf-4bi
 def _methods(context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
     from daf_integrations.bench.methods import METHODS, is_method  # takes long to load
 
-    names = tuple(name.strip() for name in (value or DEFAULT_METHODS).split(","))
+    names = tuple(name.strip() for name in (DEFAULT_METHODS if value is None else value).split(","))
     unknown = [name for name in names if not is_method(name)]
     if unknown:
         known = ", ".join(METHODS)
@@ -45,7 +45,10 @@ def _list_methods(context: click.Context, _parameter: click.Parameter, value: bo
 @click.command()
 @model_options
 @click.option(
-    "--methods", metavar="LIST", callback=_methods, help=f"Separated by commas.  [default: {DEFAULT_METHODS}]"
+    "--methods",
+    metavar="LIST",
+    callback=_methods,
+    help=f"Separated by commas; see --list-methods.  [default: {DEFAULT_METHODS}]",
 )
 @click.option(
     "--list-methods", is_flag=True, is_eager=True, expose_value=False, callback=_list_methods, help="Show all and exit."
@@ -58,7 +61,7 @@ def _list_methods(context: click.Context, _parameter: click.Parameter, value: bo
     type=click.Choice(["fp32", "bf16"]),
     default="fp32",
     show_default=True,
-    help="bf16 is autocast over the model's own weights.",
+    help="bf16: mixed precision, by autocast.",
 )
 @click.option(
     "--json",
@@ -86,8 +89,9 @@ def bench(
     the rows of a batch and their length and returns (model, batch). Weights are random and rows are full.
 
     Each measurement is a process of its own; methods run in turn, round by round, and ratios are taken within rounds.
-    What a method computes is checked first: where its loss is not plain's, or its gradient cannot be right, no time of
-    it is shown, and the command exits with 1.
+    So 9 methods in 3 rounds are 27 processes: some minutes, or more with a large model. Plain training has to fit.
+    What a method computes in the first round is checked: where its loss is not plain's, or its gradient cannot be
+    right, no time of it is shown, and the command exits with 1.
     """
     workload = workload_of(**model)
     from daf_integrations.bench.machine import core_count, describe_machine
@@ -108,7 +112,12 @@ def bench(
         raise click.ClickException(str(error)) from error
     device = "cpu" if results.device == "cpu" else "cuda"
     machine = describe_machine(threads=asked.threads, allocator=results.allocator, dtype=dtype, device=device)
-    table, lines = grid(asked, results), [machine_line(machine), *notes(results)]
+    table, lines = grid(asked, results), [machine_line(machine), *notes(asked, results)]
+    if json_file != STANDARD_OUTPUT:
+        console = Console()
+        console.print(terminal_table(table))
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     try:
         if json_file is not None:
             write_json(json_file, as_dict(asked, results, machine))
@@ -118,11 +127,6 @@ def bench(
             png.write_bytes(picture(asked, results))
     except OSError as error:
         raise click.ClickException(f"{error.filename} was not written: {error.strerror}") from error
-    if json_file != STANDARD_OUTPUT:
-        console = Console()
-        console.print(terminal_table(table))
-        for line in lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
     if results.failed or any(result.problem for result in results.methods):
         raise SystemExit(1)
 

@@ -30,8 +30,8 @@ _ALLOCATORS = {
     "musl": "/(ld-|libc[.])musl-",
     "glibc": "/libc([.]so[.]6|-2[.][0-9]+[.]so)",  # the latter before glibc 2.34
 }
-_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
-_SMALL_BLOCK, _LARGE_BLOCK = 1 << 16, 1 << 20  # within these, peaks are those of tcmalloc (benchmarks.allocators)
+MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+SMALL_BLOCK, _LARGE_BLOCK = 1 << 16, 1 << 20  # within these, peaks are those of tcmalloc (benchmarks.allocators)
 _TCMALLOC = "libtcmalloc_minimal.so.4"
 _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
 _INSTALLERS = {"apt-get": "libtcmalloc-minimal4", "dnf": "gperftools-libs"}
@@ -188,7 +188,7 @@ def allocator_advice() -> str:
         install, library = "conda install -c conda-forge gperftools", f"$CONDA_PREFIX/lib/{_TCMALLOC}"
     else:
         install, library = _install_command(), _TCMALLOC
-    setting = f"{_THRESHOLD}={_SMALL_BLOCK} python train.py"
+    setting = f"{MMAP_THRESHOLD}={SMALL_BLOCK} python train.py"
     return f"{why}: {install}, then LD_PRELOAD={library} python train.py; where nothing can be installed, {setting}"
 
 
@@ -203,9 +203,9 @@ def installed_tcmalloc() -> str | None:
 
 
 def _described_allocator() -> str:
-    name, threshold = loaded_allocator(), os.environ.get(_THRESHOLD, "")
+    name, threshold = loaded_allocator(), os.environ.get(MMAP_THRESHOLD, "")
     gives_back = name == "glibc" and threshold.isdigit() and int(threshold) <= _LARGE_BLOCK
-    return f"{name}, {_THRESHOLD}={threshold}" if gives_back else name
+    return f"{name}, {MMAP_THRESHOLD}={threshold}" if gives_back else name
 
 
 def _install_command() -> str:

@@ -1,4 +1,4 @@
-"""A model and a batch that a function in a file of the user's makes, for `daf plan` and `daf profile`."""
+"""A model and a batch that a function in a file of the user's makes, for `daf bench`, `daf plan` and `daf profile`."""
 
 from __future__ import annotations
 

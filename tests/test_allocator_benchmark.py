@@ -45,7 +45,7 @@ def test_every_method_runs_under_every_setting_and_no_other(
 ) -> None:
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
     monkeypatch.setenv("LD_PRELOAD", "")
-    monkeypatch.setattr(allocators, "tcmalloc_library", lambda: "libtcmalloc.so")
+    monkeypatch.setattr(allocators, "installed_tcmalloc", lambda: "libtcmalloc.so")
     file = tmp_path / "allocators.json"
     allocators.main(["--model", "tiny", "--seq", "16", "--methods", "plain,daf-4bit", "--json", str(file)])
     read = [(method, variables_of(env)) for method, env in processes.started]
@@ -57,7 +57,7 @@ def test_every_method_runs_under_every_setting_and_no_other(
 
 
 def test_tcmalloc_is_left_out_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocators, "tcmalloc_library", lambda: None)
+    monkeypatch.setattr(allocators, "installed_tcmalloc", lambda: None)
     assert all(name.startswith("glibc") for name in allocators.settings())
 
 

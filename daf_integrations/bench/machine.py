@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from ctypes.util import find_library
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
 
 _CPU_INFO = Path("/proc/cpuinfo")
-_TCMALLOC = ("tcmalloc_minimal", "tcmalloc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +57,6 @@ def core_count() -> int:
     return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
 
 
-def tcmalloc_library() -> str | None:
-    """Returns the name of tcmalloc's shared library for ``LD_PRELOAD``, or None where there is none.
-
-    With glibc's allocator the resident size of a training process is up to twice what is live, with every
-    method, so that it says little about activations.
-    """
-    return next(filter(None, map(find_library, _TCMALLOC)), None)
-
-
 def _with_gpu(machine: Machine) -> GpuMachine:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return GpuMachine(
@@ -76,7 +65,7 @@ def _with_gpu(machine: Machine) -> GpuMachine:
         gpu_bytes=properties.total_memory,
         capability=f"{properties.major}.{properties.minor}",
         cuda=torch.version.cuda or "",
-        triton=version("triton"),
+        triton=_version("triton"),
     )
 
 
@@ -84,3 +73,10 @@ def _cpu_name() -> str:
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # builds for other GPUs bring it under other names
+        return ""

@@ -19,7 +19,6 @@ from daf_core.plan.blocks import blocks_of
 from daf_integrations import plain
 from daf_integrations.bench.process_memory import SavedTensorCounter
 from daf_integrations.bench.rivals import Offload, Stores, in_bfloat16, in_bits
-from daf_integrations.totals import RunTotals
 from daf_integrations.training import training_of
 
 DAF_PRECISIONS: dict[str, Precision] = {
@@ -35,7 +34,7 @@ CLASSIC_BITS = {"classic-8bit": 8, "classic-4bit": 4, "classic-2bit": 2}
 METHODS: dict[str, str] = {
     "plain": "what torch does; the others are compared with it",
     "checkpoint": "activation checkpointing of each block",
-    "offload": "saved tensors in main memory (torch.autograd.graph.save_on_cpu); GPUs only",
+    "offload": "saved tensors in main memory, which do not count as held (torch.autograd.graph.save_on_cpu); GPUs only",
     "bf16": "saved tensors cast to bfloat16",
     **{name: f"{bits} bits between minimum and maximum, in torch operators" for name, bits in CLASSIC_BITS.items()},
     **{name: f'DAF with precision="{precision}"' for name, precision in DAF_PRECISIONS.items()},
@@ -47,9 +46,9 @@ METHODS: dict[str, str] = {
 }
 """Names of methods and what they are; sizes, bounds and shares are examples."""
 
-_BUDGETED = re.compile(r"(?P<name>daf-\w+)@(?P<budget>[\d.]+[kMG]?i?B)(?P<spill>\+spill)?", re.IGNORECASE)
-_BOUNDED = re.compile(r"daf-auto<(?P<bound>0?\.\d+)(/(?P<every>[1-9]\d*))?")
-_ELASTIC = re.compile(r"elastic@(?P<share>0?\.\d+)")
+_BUDGETED = re.compile(r"(?P<name>daf-\w+)@(?P<budget>\d+(\.\d+)?[kMG]?i?B)(?P<spill>\+spill)?", re.IGNORECASE)
+_BOUNDED = re.compile(r"daf-auto<(?P<bound>0?\.\d*[1-9]\d*)(/(?P<every>[1-9]\d*))?")
+_ELASTIC = re.compile(r"elastic@(?P<share>0?\.\d*[1-9]\d*)")
 
 Loss = Callable[[Any], Tensor]
 
@@ -59,8 +58,8 @@ class StoredBytes:
     """What a step stored.
 
     Attributes:
-        raw_bytes: Bytes that autograd keeps of it without any method.
-        held_bytes: Bytes that were held; where steps differ by design, in the mean of all so far.
+        raw_bytes: Bytes that autograd keeps of it without any method; 0 where the method does not know.
+        held_bytes: Bytes that were held.
         pack_seconds: Time that threads which train spent on storing.
         unpack_seconds: Time spent on restoring.
         dropped_bytes: Bytes given up to keep a budget.
@@ -105,13 +104,17 @@ class Traits:
 
     Attributes:
         exact: Whether its gradients are those of plain training.
-        settling: Steps that it needs before any that counts.
-        alternates: Whether its steps differ by design, so that their mean counts, and not their median.
+        settling: Steps that it needs before any that counts. The first three of DAF's have audits.
+        alternates: Whether its steps differ by design, so that means over many count, and not medians of a few.
+        partial: Whether a step may train a part of the parameters.
+        splits: Whether it splits a batch, whose parts then have other dropout masks than the whole.
     """
 
     exact: bool
     settling: int = 2
     alternates: bool = False
+    partial: bool = False
+    splits: bool = False
 
 
 def is_method(name: str) -> bool:
@@ -127,10 +130,13 @@ def is_method(name: str) -> bool:
 def traits(name: str) -> Traits:
     """Returns how the named method is to be measured."""
     if _ELASTIC.fullmatch(name):
-        return Traits(exact=True, settling=12, alternates=True)
+        return Traits(exact=True, settling=12, alternates=True, partial=True)
     if name.startswith("daf-step@"):
-        return Traits(exact=False, settling=4)
-    return Traits(exact=name.partition("@")[0] in ("plain", "checkpoint", "offload", "daf-exact"))
+        return Traits(exact=False, settling=4, splits=True)
+    audits = _BOUNDED.fullmatch(name)
+    exact = name.partition("@")[0] in ("plain", "checkpoint", "offload", "daf-exact")
+    alternates = audits is not None and audits["every"] is not None
+    return Traits(exact=exact, settling=3 if name.startswith("daf") else 2, alternates=alternates)
 
 
 def open_method(name: str, model: nn.Module) -> Method:
@@ -155,7 +161,8 @@ def open_method(name: str, model: nn.Module) -> Method:
     if name == "bf16":
         return _Stored(model, Stores(model, in_bfloat16))
     if name in CLASSIC_BITS:
-        return _Stored(model, Stores(model, in_bits(CLASSIC_BITS[name])))
+        device = next(model.parameters()).device
+        return _Stored(model, Stores(model, in_bits(CLASSIC_BITS[name], device)))
     return _DAF(model, **_options(name))
 
 
@@ -256,8 +263,7 @@ class _Stored(_Plain):
         return loss.detach()
 
     def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
-        held = self._store.held_bytes
-        return StoredBytes(raw_bytes=super().stored(batch, loss_of).raw_bytes, held_bytes=held)
+        return StoredBytes(raw_bytes=0, held_bytes=self._store.held_bytes)
 
 
 class _DAF:
@@ -265,7 +271,6 @@ class _DAF:
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self._model = plain.prepare(model, **options)
-        self._elastic = "elastic" in options
 
     def run(self, batch: Any, loss_of: Loss) -> Tensor:
         return plain.step(self._model, batch, loss_of)
@@ -277,7 +282,7 @@ class _DAF:
         assert step is not None
         return StoredBytes(
             raw_bytes=step.raw_bytes,
-            held_bytes=self._mean_bytes(training.session.totals) if self._elastic else step.held_bytes,
+            held_bytes=step.held_bytes,
             pack_seconds=step.pack_seconds,
             unpack_seconds=step.unpack_seconds,
             dropped_bytes=step.dropped_bytes,
@@ -285,10 +290,6 @@ class _DAF:
             pager_seconds=step.pager_seconds,
             audited_error=training.session.totals.gradient_error,
         )
-
-    @staticmethod
-    def _mean_bytes(totals: RunTotals) -> int:
-        return round(totals.metrics()["daf/held_mb"] * 1e6)
 
     def figures(self) -> dict[str, float]:
         training = training_of(self._model)

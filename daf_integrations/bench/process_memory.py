@@ -1,6 +1,6 @@
 """Memory of this process, resident and on a GPU, and the bytes that autograd saves."""
 
-import resource
+import os
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +23,13 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+def can_reset_peak() -> bool:
+    """Says whether the system can start a new peak, as Linux does."""
+    return os.access(_CLEAR_REFS, os.W_OK)
+
+
 def reset_peak() -> None:
-    """Starts a new peak where the system can (Linux); elsewhere the peak stays that of the whole process."""
+    """Starts a new peak where the system can; elsewhere the peak stays that of the whole process."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except OSError:
@@ -36,6 +41,8 @@ def peak_bytes() -> int:
     if _STATUS.exists():
         lines = _STATUS.read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    import resource  # not on Windows
+
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest << 10
 

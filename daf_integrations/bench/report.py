@@ -5,35 +5,38 @@ from __future__ import annotations
 from dataclasses import asdict
 from importlib import import_module
 from io import BytesIO
+from math import isfinite
 from typing import Any
 
 from daf_integrations.bench.machine import GpuMachine, Machine
+from daf_integrations.bench.methods import traits
+from daf_integrations.bench.process_memory import can_reset_peak
 from daf_integrations.bench.rounds import Comparison, Results
 from daf_integrations.bench.summary import MethodResult
 from daf_integrations.bench.tables import Grid
+from daf_integrations.made import names_function
 
 MEGABYTE = 1e6
 
-HEADINGS = ("method", "held MB", "peak MB", "of plain", "step s", "of plain", "gradient error")
+HEADINGS = ("method", "held MB", "code MB", "peak MB", "of plain", "step s", "of plain", "gradient error")
 
 NOTE = (
-    "Weights are random: neither time nor memory depends on their values. Held: activations saved for backward. Peak: "
-    "the most that a step takes beside the model. Ratios are medians over rounds, each of them within a round."
+    "Held: activations saved for backward. Code: what the method loads, once, whatever the model. Peak: the most that "
+    "a step takes above that, the model and the optimizer, with gradients. Ratios are medians over rounds, each within "
+    "a round. The error is relative to plain's gradient, over adapters alone where there are any."
 )
-
-GLIBC_NOTE = (
-    "Peaks are of resident memory under glibc's allocator, which is up to twice what is live: see `daf doctor`."
-)
+RANDOM_NOTE = "Weights are random: time and memory do not depend on them, errors of gradients and bits of auto do."
+PARTIAL_NOTE = "Elastic training: means over at least 20 steps; it has no error, and trains a part."
+PEAK_NOTE = "This system starts no new peaks: those shown are of the processes from their start."
 
 
 def title(asked: Comparison, results: Results) -> str:
     """Returns what was run."""
     workload = asked.workload
     trained = "all weights" if workload.lora_rank is None else f"LoRA r={workload.lora_rank}"
-    if ".py:" in workload.model:
-        trained = "as made"
+    model = workload.model if names_function(workload.model) else f"{workload.model}, {trained}"
     where = f"{asked.threads} threads" if results.device == "cpu" else results.device
-    return f"{workload.model}, {trained}, {workload.batch} x {workload.length}, {asked.dtype}, {where}"
+    return f"{model}, {workload.batch} x {workload.length}, {asked.dtype}, {where}"
 
 
 def grid(asked: Comparison, results: Results) -> Grid:
@@ -41,12 +44,16 @@ def grid(asked: Comparison, results: Results) -> Grid:
     return Grid(title(asked, results), HEADINGS, [_row(result) for result in results.methods])
 
 
-def notes(results: Results) -> list[str]:
+def notes(asked: Comparison, results: Results) -> list[str]:
     """Returns what is to be known of the figures."""
     wrong = [f"{result.method} is wrong: {result.problem}" for result in results.methods if result.problem]
     failed = [f"{method} did not run: {_last_line(text)}" for method, text in results.failed.items()]
-    glibc = [GLIBC_NOTE] if results.device == "cpu" and results.allocator == "glibc" else []
-    return [*wrong, *failed, NOTE, *glibc]
+    others = [
+        (RANDOM_NOTE, not names_function(asked.workload.model)),
+        (PARTIAL_NOTE, any(traits(result.method).partial for result in results.methods)),
+        (PEAK_NOTE, results.device == "cpu" and not can_reset_peak()),
+    ]
+    return [*wrong, *failed, NOTE, *(note for note, holds in others if holds)]
 
 
 def machine_line(machine: Machine) -> str:
@@ -69,19 +76,19 @@ def as_dict(asked: Comparison, results: Results, machine: Machine) -> dict[str, 
 
 
 def picture(asked: Comparison, results: Results) -> bytes:
-    """Returns a PNG file with peak and time of each method, relative to plain training."""
-    shown = [result for result in results.methods if result.problem is None]
-    figure = import_module("matplotlib.figure").Figure(figsize=(9, 0.8 + 0.38 * len(shown)), layout="constrained")
+    """Returns a PNG file with peak and time of each method that is right, relative to plain training."""
+    shown = [result for result in results.methods if result.problem is None and result.peak_ratio is not None]
+    figure = import_module("matplotlib.figure").Figure(figsize=(9, 1.2 + 0.38 * len(shown)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)
     names = [result.method for result in shown]
     for axes, values, label in (
-        (memory, [result.peak_ratio for result in shown], "peak memory of plain"),
+        (memory, [result.peak_ratio or 0.0 for result in shown], "peak memory of plain"),
         (time, [result.step_ratio for result in shown], "step time of plain"),
     ):
         bars = axes.barh(names, values, color=["tab:blue" if _is_daf(name) else "tab:gray" for name in names])
         axes.bar_label(bars, fmt="%.2f", padding=3)
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_xlim(0, 1.15 * max(values))
+        axes.set_xlim(0, 1.15 * max([1.0, *values]))
         axes.set_xlabel(label)
     memory.invert_yaxis()
     figure.suptitle(title(asked, results), fontsize="small")
@@ -95,22 +102,26 @@ def _is_daf(name: str) -> bool:
 
 
 def _figures(result: MethodResult) -> dict[str, Any]:
-    figures = asdict(result)
-    if result.problem is None:
-        return figures
-    return figures | {"step_seconds": None, "step_ratio": None, "rounds": []}
+    """Returns the figures without what JSON has no word for, and without times of what is wrong."""
+    figures = {name: value if _is_finite(value) else None for name, value in asdict(result).items()}
+    times: dict[str, Any] = {name: None for name in figures if name.endswith("_seconds")}
+    return figures if result.problem is None else figures | times | {"step_ratio": None, "rounds": []}
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or isfinite(value)
 
 
 def _row(result: MethodResult) -> list[str]:
     wrong = result.problem is not None
+    sizes = (result.held_bytes, result.setup_rss_bytes, result.peak_bytes)
     return [
         result.method,
-        f"{result.held_bytes / MEGABYTE:.1f}",
-        f"{result.peak_bytes / MEGABYTE:.1f}",
-        f"{result.peak_ratio:.2f}",
+        *(f"{size / MEGABYTE:.1f}" for size in sizes),
+        "" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
         "wrong" if wrong else f"{result.step_seconds:.3f}",
         "" if wrong else f"{result.step_ratio:.2f}",
-        _error(result),
+        "" if traits(result.method).partial else _error(result),
     ]
 
 

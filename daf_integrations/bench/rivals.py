@@ -10,14 +10,13 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import Generator as Numbers
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from daf_core.eligibility import Eligibility, Form
 from daf_core.errors import ConfigError
-
-LEAST_ELEMENTS = 1024
-"""Tensors with fewer stay as they are: nothing is gained with them."""
 
 GROUP = 256
 """Elements that share a minimum and a maximum, as in GACT (ICML 2022)."""
@@ -36,32 +35,34 @@ class Stored:
     size: int
 
 
-Form = Callable[[Tensor], Stored]
+Coding = Callable[[Tensor], Stored]
 
 
 class Stores:
-    """Has autograd keep floating-point activations in another form, each of them once however often it is saved.
+    """Has autograd keep activations in another form.
+
+    The same tensors take it as with DAF: large ones of floating point that are no weights, no casts of them, and no
+    statistics. A tensor that is saved several times is stored once; views of it that differ in shape are not.
 
     Args:
-        model: The model; its weights, and casts of them that autocast makes, stay as they are.
-        form: Brings a tensor into the other form.
+        model: The model.
+        code: Brings a tensor into the other form.
     """
 
-    def __init__(self, model: nn.Module, form: Form) -> None:
-        self._form = form
-        weights = [*model.parameters(), *model.buffers()]
-        self._weights = {_identity(weight) for weight in weights}
-        self._shapes = {weight.shape for weight in weights if weight.dim() > 1}
+    def __init__(self, model: nn.Module, code: Coding) -> None:
+        self._code = code
+        self._eligibility = Eligibility(model)
         self._known: dict[tuple[Any, ...], Any] = {}
         self._untouched: dict[StorageWeakRef, int] = {}
-        self._held = 0
+        self._held = self._largest = 0
 
     @contextmanager
     def storing(self) -> Generator[None]:
         """What is saved inside is stored; what was stored before is no longer looked at."""
+        self._eligibility.refresh()
         self._known.clear()
         self._untouched.clear()
-        self._held = 0
+        self._held = self._largest = 0
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
@@ -71,30 +72,22 @@ class Stores:
         return self._held + sum(self._untouched.values())
 
     def _pack(self, tensor: Tensor) -> Stored | Tensor:
-        if not tensor.is_floating_point() or tensor.numel() < LEAST_ELEMENTS or self._is_weight(tensor):
-            if _identity(tensor) not in self._weights:
-                self._untouched[_identity(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-        key = _identity(tensor), place
+        form = self._eligibility.form(tensor, self._largest)
+        # A storage that is weakly referred to gives its address to no other, even if it is gone.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if form is not Form.LOSSY:
+            if form is not Form.PARAMETER:
+                self._untouched[storage] = tensor.untyped_storage().nbytes()
+            return tensor.detach()
+        self._largest = max(self._largest, tensor.numel())
+        key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
         known = self._known.get(key)
         stored = None if known is None else known()
         if stored is None:
-            stored = self._form(tensor.detach())
+            stored = self._code(tensor.detach())
             self._held += stored.size
             self._known[key] = ref(stored)
         return stored
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        if _identity(tensor) in self._weights:
-            return True
-        cast = torch.is_autocast_enabled(tensor.device.type) and not tensor.requires_grad
-        return cast and (tensor.shape in self._shapes or tensor.mT.shape in self._shapes if tensor.dim() > 1 else False)
-
-
-def _identity(tensor: Tensor) -> StorageWeakRef:
-    """Returns what tells storages apart: one that is weakly referred to gives its address to no other, even if gone."""
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _unpack(stored: Stored | Tensor) -> Tensor:
@@ -102,40 +95,44 @@ def _unpack(stored: Stored | Tensor) -> Tensor:
 
 
 def in_bfloat16(tensor: Tensor) -> Stored:
-    """Stores a tensor in 16 bits."""
-    small = tensor.to(torch.bfloat16)
+    """Stores a tensor in 16 bits; one that has no more stays as it is."""
+    small = tensor if tensor.element_size() <= torch.bfloat16.itemsize else tensor.to(torch.bfloat16)
     return Stored(partial(small.to, tensor.dtype), small.numel() * small.element_size())
 
 
-def in_bits(bits: int) -> Form:
+def in_bits(bits: int, device: torch.device) -> Coding:
     """Returns what stores a tensor in few bits as GACT does, in torch operators.
 
-    Minimum and maximum of each group of 256 elements are stored in its own type, and elements in steps between them,
-    rounded up or down at random so that the mean is right.
+    Minimum and step of each group of 256 elements are stored in float32, and elements in steps above the minimum,
+    rounded up or down at random so that the mean is right. Random numbers are not those of the model's dropout.
 
     Args:
         bits: 8, 4 or 2.
+        device: Where the tensors are.
     """
-    return partial(_in_bits, bits=bits)
+    return partial(_in_bits, bits=bits, numbers=Numbers(device).manual_seed(0))
 
 
-def _in_bits(tensor: Tensor, bits: int) -> Stored:
+def _in_bits(tensor: Tensor, bits: int, numbers: Numbers) -> Stored:
     flat = tensor.flatten()
-    groups = torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
+    if flat.numel() % GROUP:
+        flat = nn.functional.pad(flat, (0, -flat.numel() % GROUP))
+    groups = flat.view(-1, GROUP).float()
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)  # on a CPU aminmax takes ten times as long
     step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(groups.dtype).tiny)
-    codes = (groups - low).div_(step).add_(torch.rand_like(groups)).clamp_(0, 2**bits - 1).to(torch.uint8)
-    packed = _pack(codes, bits)
+    noise = torch.rand(groups.shape, generator=numbers, device=groups.device)
+    codes = (groups - low).div_(step).add_(noise).clamp_(0, 2**bits - 1).to(torch.uint8)
+    packed = _packed(codes, bits)
     size = packed.numel() + 2 * low.numel() * low.element_size()
-    return Stored(partial(_from_bits, packed, low, step, bits, tensor.shape), size)
+    return Stored(partial(_from_bits, packed, low, step, bits, tensor.shape, tensor.dtype), size)
 
 
-def _from_bits(packed: Tensor, low: Tensor, step: Tensor, bits: int, shape: torch.Size) -> Tensor:
+def _from_bits(packed: Tensor, low: Tensor, step: Tensor, bits: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     values = _unpacked(packed, bits).to(step.dtype).view(-1, GROUP).mul_(step).add_(low)
-    return values.flatten()[: shape.numel()].view(shape)
+    return values.flatten()[: shape.numel()].view(shape).to(dtype)
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
+def _packed(codes: Tensor, bits: int) -> Tensor:
     lanes = codes.view(-1, 8 // bits)
     packed = lanes[:, 0].clone()
     for lane in range(1, 8 // bits):
@@ -149,10 +146,13 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 
 
 class Offload:
-    """Has autograd keep what it saves in main memory, as `torch.autograd.graph.save_on_cpu` does.
+    """Has autograd keep what it saves, weights too, in main memory, as `torch.autograd.graph.save_on_cpu` does.
 
     Args:
         model: The model.
+
+    Attributes:
+        held_bytes: Zero: nothing is held on the GPU.
 
     Raises:
         ConfigError: It is in main memory already.

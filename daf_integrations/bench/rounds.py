@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from daf_core.errors import ProfileError
-from daf_integrations.bench.machine import tcmalloc_library
 from daf_integrations.bench.summary import MethodResult, load_gradients, summarize
-from daf_integrations.bench.worker import Measurement, Task
+from daf_integrations.bench.worker import ERROR, Measurement, Task
+from daf_integrations.doctor import MMAP_THRESHOLD, SMALL_BLOCK, installed_tcmalloc
 from daf_integrations.sizing import Workload
 
 PRINTED = 2000
@@ -78,12 +79,13 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        files = {method: folder / f"{number}.pt" for number, method in enumerate(asked.methods)}
         for turn in range(asked.rounds):
             for method in rotated(asked.methods, turn):
                 begin(f"round {turn + 1}: {method}")
                 if method in failed:
                     continue
-                file = _gradient_file(folder, method) if turn == 0 else None
+                file = files[method] if turn == 0 else None
                 try:
                     measured[method].append(_measure(asked, method, file, folder))
                 except WorkerError as error:
@@ -91,7 +93,7 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
                         raise
                     failed[method] = str(error)
         ran = [method for method in asked.methods if method not in failed]
-        gradients = {method: load_gradients(_gradient_file(folder, method)) for method in ran}
+        gradients = {method: load_gradients(files[method]) for method in ran}
     plain = measured["plain"]
     results = [summarize(name, measured[name], plain, gradients[name], gradients["plain"]) for name in ran]
     return Results(methods=results, failed=failed, device=plain[0].device, allocator=plain[0].allocator)
@@ -104,7 +106,7 @@ def rotated(methods: Sequence[str], turn: int) -> list[str]:
 
 
 def run_process(module: str, task: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
-    """Has a module measure a task in a process of its own, under tcmalloc where there is one.
+    """Has a module measure a task in a process of its own, under an allocator that gives freed blocks back.
 
     Args:
         module: Takes the JSON of the task, and the file that it writes the JSON of its figures to.
@@ -116,19 +118,27 @@ def run_process(module: str, task: Mapping[str, Any], name: str, folder: Path) -
         WorkerError: The process fails; the message ends with what it printed.
     """
     result = folder / "measurement.json"
+    result.unlink(missing_ok=True)
     process = subprocess.run(
         [sys.executable, "-m", module, json.dumps(task), str(result)],
         env=_environment(task["threads"]),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         check=False,
     )
-    if process.returncode:
-        raise WorkerError(
-            f"the process for {name!r} ended with code {process.returncode}; "
-            f"correct what it says and run again:\n{process.stderr[-PRINTED:]}"
-        )
-    return json.loads(result.read_text())
+    if process.returncode or not result.exists():
+        raise WorkerError(f"the process for {name!r} {_ending(process.returncode)}:\n{process.stderr[-PRINTED:]}")
+    found = json.loads(result.read_text())
+    if ERROR in found:
+        raise WorkerError(found[ERROR])
+    return found
+
+
+def _ending(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed; memory may have run out. It printed"
+    return f"ended with code {code}; correct what it says and run again"
 
 
 def _measure(asked: Comparison, method: str, gradients: Path | None, folder: Path) -> Measurement:
@@ -143,16 +153,14 @@ def _measure(asked: Comparison, method: str, gradients: Path | None, folder: Pat
     return Measurement(**run_process("daf_integrations.bench.worker", asdict(task), method, folder))
 
 
-def _gradient_file(folder: Path, method: str) -> Path:
-    return folder / f"{method.replace('/', '_')}.pt"
-
-
 def _environment(threads: int) -> dict[str, str]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the process imports what this one would
         "OMP_NUM_THREADS": str(threads),
     }
-    tcmalloc = tcmalloc_library()
+    preloaded, tcmalloc = os.environ.get("LD_PRELOAD", ""), installed_tcmalloc()
+    if "malloc" in preloaded:
+        return environment
     if tcmalloc:
-        environment["LD_PRELOAD"] = " ".join(filter(None, [tcmalloc, os.environ.get("LD_PRELOAD")]))
-    return environment
+        return environment | {"LD_PRELOAD": f"{tcmalloc} {preloaded}".strip()}
+    return {MMAP_THRESHOLD: str(SMALL_BLOCK)} | environment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,11 @@ ROUND_FIELDS = ("step_seconds", "peak_bytes", "peak_rss_bytes")
 LARGEST_ROUNDING = 1e-4
 """Relative difference up to which two float32 computations of the same are equal: sums are taken in other orders."""
 
-LARGEST_BF16_ROUNDING = 0.02
-"""The same under autocast to bfloat16, where a step has 8 bits."""
+LARGEST_BF16_ROUNDING = 2e-3
+"""The same under autocast to bfloat16; activations in 8 bits would already make a difference of 8e-3."""
+
+LEAST_PEAK = 5_000_000
+"""Bytes that plain training takes at least where ratios of peaks say something."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class MethodResult:
         setup_rss_bytes: What code it loaded.
         peak_bytes: Peak above the loaded model and that, on the device that the model is on.
         peak_rss_bytes: The same of the process' resident memory.
-        peak_ratio: Median over rounds of the peak over that of plain in the same round.
+        peak_ratio: Median over rounds of the peak over that of plain in the same round; None where plain takes next to
+            nothing.
         step_seconds: Time of a step.
         step_ratio: Median over rounds of the step time over that of plain in the same round.
         gradient_error: Length of the difference from plain's gradient over that of plain's, over all parameters that
@@ -81,7 +85,7 @@ class MethodResult:
     setup_rss_bytes: int
     peak_bytes: int
     peak_rss_bytes: int
-    peak_ratio: float
+    peak_ratio: float | None
     step_seconds: float
     step_ratio: float
     gradient_error: float | None
@@ -148,10 +152,10 @@ def compare_lora_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]
     return compare_gradients({name: found[name] for name in adapters}, {name: expected[name] for name in adapters})
 
 
-def load_gradients(path: Path) -> Gradients:
-    """Returns what a worker saved."""
+def load_gradients(path: Path) -> dict[str, Gradients]:
+    """Returns what a worker saved: what was computed with dropout, without, or both."""
     saved = torch.load(path, weights_only=True, map_location="cpu")
-    return Gradients(float(saved["loss"]), saved["gradients"])
+    return {kind: Gradients(each["loss"], each["gradients"]) for kind, each in saved.items()}
 
 
 def problem_of(method: str, found: Gradients, plain: Gradients, rounding: float) -> str | None:
@@ -168,9 +172,13 @@ def problem_of(method: str, found: Gradients, plain: Gradients, rounding: float)
     """
     if not abs(found.loss - plain.loss) <= rounding * max(abs(plain.loss), 1.0):  # not >: NaN is a problem, too
         return f"its loss is {found.loss:.6g}, and plain's is {plain.loss:.6g}"
-    if not found.of or not found.of.keys() <= plain.of.keys():
+    known = bool(found.of) and found.of.keys() <= plain.of.keys()
+    if not known or (found.of.keys() != plain.of.keys() and not traits(method).partial):
         return "it has gradients of other parameters than plain training"
-    compared = compare_gradients(found.of, {name: plain.of[name] for name in found.of})
+    expected = {name: plain.of[name] for name in found.of}
+    if not any(gradient.any() for gradient in expected.values()):
+        return "plain's gradient is zero everywhere, so that nothing can be compared"
+    compared = compare_gradients(found.of, expected)
     if not compared.error < float("inf"):
         return "its gradient is not finite"
     if traits(method).exact and compared.error > rounding:
@@ -181,7 +189,11 @@ def problem_of(method: str, found: Gradients, plain: Gradients, rounding: float)
 
 
 def summarize(
-    method: str, rounds: Sequence[Measurement], plain_rounds: Sequence[Measurement], found: Gradients, plain: Gradients
+    method: str,
+    rounds: Sequence[Measurement],
+    plain_rounds: Sequence[Measurement],
+    found_of: Mapping[str, Gradients],
+    plain_of: Mapping[str, Gradients],
 ) -> MethodResult:
     """Returns the figures of a method: medians over its rounds.
 
@@ -189,15 +201,18 @@ def summarize(
         method: Its name.
         rounds: What its processes measured.
         plain_rounds: What plain's processes measured in the same rounds.
-        found: What it computed.
-        plain: What plain training computed.
+        found_of: What it computed, by whether there was dropout.
+        plain_of: What plain training computed.
     """
     rounding = LARGEST_ROUNDING if rounds[0].dtype == "fp32" else LARGEST_BF16_ROUNDING
+    kind, found = next(iter(found_of.items()))
+    plain = plain_of[kind]
     problem = problem_of(method, found, plain, rounding)
     expected = {name: plain.of[name] for name in found.of if name in plain.of}
     comparable = {name: found.of[name] for name in expected}
-    gradients = compare_gradients(comparable, expected) if expected else None
-    lora_gradients = compare_lora_gradients(comparable, expected)
+    alive = any(gradient.any() for gradient in expected.values())
+    gradients = compare_gradients(comparable, expected) if alive else None
+    lora_gradients = compare_lora_gradients(comparable, expected) if alive else None
     seconds = [measured.step_seconds for measured in rounds]
     # Checkpointing hides most of what autograd would save, and rivals of DAF count what they hold.
     raw = rounds if method.startswith(("plain", "daf")) else plain_rounds
@@ -209,7 +224,7 @@ def summarize(
         setup_rss_bytes=int(_median(rounds, "setup_rss_bytes")),
         peak_bytes=int(_median(rounds, "peak_bytes")),
         peak_rss_bytes=int(_median(rounds, "peak_rss_bytes")),
-        peak_ratio=paired_ratio(*([max(each.peak_bytes, 1) for each in part] for part in (rounds, plain_rounds))),
+        peak_ratio=_peak_ratio([each.peak_bytes for each in rounds], [each.peak_bytes for each in plain_rounds]),
         step_seconds=statistics.median(seconds),
         step_ratio=paired_ratio(seconds, [measured.step_seconds for measured in plain_rounds]),
         gradient_error=gradients.error if gradients else None,
@@ -224,6 +239,10 @@ def summarize(
         audited_error=rounds[-1].audited_error,
         rounds=[{field: getattr(measured, field) for field in ROUND_FIELDS} for measured in rounds],
     )
+
+
+def _peak_ratio(peaks: Sequence[int], plain: Sequence[int]) -> float | None:
+    return paired_ratio(peaks, plain) if min(plain) >= LEAST_PEAK else None
 
 
 def _median(rounds: Sequence[Measurement], field: str) -> float:

@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,27 @@ import torch._dynamo  # pyright: ignore[reportUnusedImport]  # the first checkpo
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from daf_core.errors import DAFError
 from daf_core.memory.release import release_free_memory
-from daf_integrations.bench.methods import Method, open_method, traits
+from daf_integrations.bench.methods import Method, Traits, open_method, traits
 from daf_integrations.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
 from daf_integrations.doctor import loaded_allocator
 from daf_integrations.sizing import SEED, Sized, Workload, build
 
+ERROR = "error"
+"""Key of the message in the file of a process that could not measure."""
+
+DROPOUT, NO_DROPOUT = "dropout", "no dropout"
+"""Keys of what was computed with dropout, and without."""
+
 ADAPTER_DEVIATION = 0.02
-"""Of weights that are trained and begin with zeros: as long as LoRA's B is zero, A has no gradient to compare."""
+"""Of LoRA's B: as long as it is zero, as it is made, A has no gradient to compare."""
+
+ALTERNATING_STEPS = 20
+"""Steps at least of a method whose steps differ by design: elastic training has a full one in three to ten."""
+
+ELASTIC_RATE = 1e-4
+"""Learning rate where it is measured what steps gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +50,7 @@ class Task:
         method: One of `daf_integrations.bench.methods.METHODS`.
         workload: The fields of a `Workload`.
         dtype: "bf16" is autocast over the model's own weights.
-        steps: Steps that are timed.
+        steps: Steps that are timed; at least `ALTERNATING_STEPS` of a method whose steps differ by design.
         threads: Threads of torch.
         gradients: File that loss and gradients are saved to; empty: they are not.
     """
@@ -55,8 +68,8 @@ class Measurement:
     """What one process measured.
 
     Attributes:
-        raw_bytes: Bytes that autograd keeps in a step without any method, as far as the method knows.
-        held_bytes: Bytes that were held of it.
+        raw_bytes: Bytes that autograd keeps in a step without any method; 0 where the method does not know.
+        held_bytes: Bytes that were held of it; a mean where steps differ by design.
         pack_seconds: Time spent on storing in a step.
         unpack_seconds: Time spent on restoring.
         dropped_bytes: Bytes given up to keep a budget.
@@ -92,9 +105,7 @@ class Measurement:
 
 
 class TrainingStep:
-    """A training step on one batch that leaves the weights as they are: its learning rate is zero.
-
-    So all methods have the same gradient, whatever they ran before. Random numbers depend on the seed alone.
+    """A training step on one batch; its random numbers depend on the seed alone.
 
     Args:
         sized: Model and batch.
@@ -136,21 +147,25 @@ def measure(task: Task) -> Measurement:
     """Runs a task in this process.
 
     Memory is measured from the level at which training could begin: model, optimizer and the code of the method are
-    loaded. What that code takes is given on its own. Loss and gradients are those of a step without dropout at the end,
-    as methods that split a batch draw other random numbers.
+    loaded. What that code takes is given on its own. Loss and gradients are those of one more step at the end, with the
+    weights of the beginning: the learning rate is zero, but for methods that measure what steps gain.
 
     Raises:
         DAFError: The model cannot be made, or the method does not work with it.
     """
     torch.set_num_threads(task.threads)
     sized = build(Workload(**task.workload))
-    _fill_adapters(sized.model)
-    optimizer = _optimizer_of(sized.model)
+    fill_adapters(sized.model)
+    trained = [parameter for parameter in sized.model.parameters() if parameter.requires_grad]
+    weights = [parameter.detach().clone() for parameter in trained]
+    how = traits(task.method)
+    optimizer = _optimizer_of(trained, ELASTIC_RATE if how.partial else 0.0)
     device = next(sized.model.parameters()).device
     release_free_memory()
     loaded = resident_bytes()
     gpu = GpuMemory() if device.type == "cuda" else None
-    method, how = open_method(task.method, sized.model), traits(task.method)
+    method = open_method(task.method, sized.model)
+    release_free_memory()
     level = resident_bytes()
     step = TrainingStep(sized, optimizer, method, task.dtype)
     for number in range(how.settling):
@@ -158,12 +173,22 @@ def measure(task: Task) -> Measurement:
     reset_peak()
     if gpu:
         gpu.reset_peak()
-    seconds = [step.timed_run(SEED + number) for number in range(task.steps)]
+    seconds: list[float] = []
+    held: list[int] = []
+    for number in range(max(task.steps, ALTERNATING_STEPS) if how.alternates else task.steps):
+        seconds.append(step.timed_run(SEED + number))
+        if how.alternates:
+            held.append(method.stored(sized.batch, step.loss_of).held_bytes)
     peak_rss = peak_bytes() - level
     peak = gpu.peak_bytes() if gpu else peak_rss
     stored = method.stored(sized.batch, step.loss_of)
+    if how.alternates:
+        stored = replace(stored, held_bytes=round(statistics.fmean(held)))
     if task.gradients:
-        _save_gradients(sized, step, Path(task.gradients))
+        with torch.no_grad():
+            for parameter, weight in zip(trained, weights, strict=True):
+                parameter.copy_(weight)
+        _save_gradients(sized, step, task, how)
     method.close()
     return Measurement(
         **asdict(stored),
@@ -177,32 +202,43 @@ def measure(task: Task) -> Measurement:
     )
 
 
-def _fill_adapters(model: nn.Module) -> None:
+def fill_adapters(model: nn.Module) -> None:
+    """Gives LoRA's B small random values, the same in every process."""
     torch.manual_seed(SEED)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
             nn.init.normal_(parameter, std=ADAPTER_DEVIATION)
 
 
-def _optimizer_of(model: nn.Module) -> Optimizer:
+def computed(model: nn.Module, loss: Tensor) -> dict[str, Any]:
+    """Returns the loss of a step and the gradients that it has left, on the CPU."""
+    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {"loss": float(loss), "gradients": {name: each.cpu() for name, each in gradients if each is not None}}
+
+
+def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
     """Returns an optimizer whose state exists already."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = AdamW(trained, lr=0.0)
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
     return optimizer
 
 
-def _save_gradients(sized: Sized, step: TrainingStep, file: Path) -> None:
-    for module in sized.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    loss = step.run(SEED)
-    gradients = ((name, parameter.grad) for name, parameter in sized.model.named_parameters())
-    found = {name: gradient.cpu() for name, gradient in gradients if gradient is not None}
-    torch.save({"loss": loss.cpu(), "gradients": found}, file)
+def _save_gradients(sized: Sized, step: TrainingStep, task: Task, how: Traits) -> None:
+    """Saves what a step computes; without dropout too, or alone, for methods that split a batch."""
+    found: dict[str, Any] = {}
+    if not how.splits:
+        found[DROPOUT] = computed(sized.model, step.run(SEED))
+    if how.splits or task.method == "plain":
+        for module in sized.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
+    torch.save(found, task.gradients)
 
 
 def _finish(device: str) -> None:
@@ -212,10 +248,13 @@ def _finish(device: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the task given as JSON and writes what was measured to the file named after it."""
+    """Runs the task given as JSON, and writes what was measured, or why nothing was, to the file named after it."""
     task, result = arguments
-    measurement = measure(Task(**json.loads(task)))
-    Path(result).write_text(json.dumps(asdict(measurement)))
+    try:
+        found = asdict(measure(Task(**json.loads(task))))
+    except DAFError as error:
+        found = {ERROR: str(error)}
+    Path(result).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

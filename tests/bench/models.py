@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,6 +54,18 @@ def single(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = Net()
     model.layers = nn.Sequential(model.layers[0])
     return model, _batch(rows, length)
+
+
+def alone(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Is made in other processes than that of the tests."""
+    assert "pytest" not in sys.modules
+    return net(rows, length)
+
+
+def ending(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Ends the process."""
+    print("no more of this", file=sys.stderr, flush=True)
+    os._exit(7)
 
 
 def _batch(rows: int, length: int) -> dict[str, Tensor]:

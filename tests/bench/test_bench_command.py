@@ -26,13 +26,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_process(module: str, task: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
         assert module == worker.__name__
         result = folder / "measurement.json"
-        try:
-            worker.main([json.dumps(task), str(result)])
-        except Exception as error:
-            raise WorkerError(f"the process for {name!r} ended\n{type(error).__name__}: {error}") from error
-        finally:
-            torch.set_num_threads(threads)
-        return json.loads(result.read_text())
+        worker.main([json.dumps(task), str(result)])
+        torch.set_num_threads(threads)
+        found = json.loads(result.read_text())
+        if worker.ERROR in found:
+            raise WorkerError(found[worker.ERROR])
+        return found
 
     monkeypatch.setattr(rounds, "run_process", run_process)
 
@@ -95,10 +94,15 @@ def test_a_model_that_is_not_there_is_told() -> None:
 
 
 def test_each_task_has_a_process_of_its_own() -> None:
-    result = bench("--methods", "plain", "--json", "-")
-    assert result.exit_code == 0, result.output
-    [plain] = json.loads(result.output)["methods"]
-    assert plain["raw_bytes"] > 0
+    """What does not run says why in a sentence, and the others run."""
+    result = bench("--methods", "daf-step@1kB", "--json", "-", model="alone")
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.output)
+    assert [each["method"] for each in report["methods"]] == ["plain"]
+    assert report["failed"]["daf-step@1kB"].startswith("a training step takes")
+    ended = bench("--methods", "plain", model="ending")
+    assert ended.exit_code == 1
+    assert "ended with code 7; correct what it says and run again:\nno more of this" in ended.output
 
 
 @pytest.mark.parametrize(
@@ -106,6 +110,7 @@ def test_each_task_has_a_process_of_its_own() -> None:
     [
         (["--methods", "plain,daf-3bit"], "got 'daf-3bit'; allowed are plain, checkpoint, offload, bf16"),
         (["--methods", "bf16,bf16"], "repeats a method; name each one once"),
+        (["--methods", ""], "got ''; allowed are plain"),
         (["--rounds", "0"], "0 is not in the range x>=1"),
         (["--dtype", "fp8"], "'fp8' is not one of 'fp32', 'bf16'"),
         (["--json", "out.txt"], "give a file that ends in .json"),

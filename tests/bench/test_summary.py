@@ -16,7 +16,7 @@ from daf_integrations.bench.summary import (
     problem_of,
     summarize,
 )
-from daf_integrations.bench.worker import Measurement
+from daf_integrations.bench.worker import DROPOUT, NO_DROPOUT, Measurement
 
 MEASURED = Measurement(
     raw_bytes=100,
@@ -92,6 +92,7 @@ def moved(by: float) -> Gradients:
         ("bf16", Gradients(2.0, {}), "gradients of other parameters"),
         ("bf16", Gradients(2.0, {**PLAIN.of, "c": torch.ones(1)}), "gradients of other parameters"),
         ("elastic@0.5", Gradients(2.0, {"a": torch.tensor([3.0])}), None),
+        ("daf-4bit", Gradients(2.0, {"a": torch.tensor([3.0])}), "gradients of other parameters"),
         ("elastic@0.5", Gradients(2.0, {"a": torch.tensor([3.1])}), "it is to be exact"),
     ],
 )
@@ -101,22 +102,41 @@ def test_what_cannot_be_right_is_told(method: str, found: Gradients, problem: st
 
 
 def test_figures_are_medians_and_ratios_are_within_rounds() -> None:
-    plain = [replace(MEASURED, step_seconds=seconds, peak_bytes=1000) for seconds in (1.0, 2.0, 10.0)]
+    plain = [replace(MEASURED, step_seconds=seconds, peak_bytes=10_000_000) for seconds in (1.0, 2.0, 10.0)]
     rounds = [
         replace(MEASURED, step_seconds=seconds, held_bytes=7, raw_bytes=7, peak_bytes=peak)
-        for seconds, peak in ((2.0, 100), (3.0, 200), (40.0, 900))
+        for seconds, peak in ((2.0, 1_000_000), (3.0, 2_000_000), (40.0, 9_000_000))
     ]
-    result = summarize("checkpoint", rounds, plain, moved(0.0), PLAIN)
+    result = summarize("checkpoint", rounds, plain, {DROPOUT: moved(0.0)}, {DROPOUT: PLAIN})
     assert (result.raw_bytes, result.held_bytes) == (100, 7), "what plain saves is what checkpointing hides"
     assert (result.step_seconds, result.step_ratio) == (3.0, 2.0)
-    assert (result.peak_bytes, result.peak_ratio) == (200, 0.2)
+    assert (result.peak_bytes, result.peak_ratio) == (2_000_000, 0.2)
     assert result.gradients_identical
     assert result.problem is None
-    assert [each["peak_bytes"] for each in result.rounds] == [100, 200, 900]
+    assert [each["peak_bytes"] for each in result.rounds] == [1_000_000, 2_000_000, 9_000_000]
 
 
 def test_rounding_of_bfloat16_is_larger() -> None:
     for dtype, wrong in (("fp32", True), ("bf16", False)):
         rounds = [replace(MEASURED, dtype=dtype)]
-        result = summarize("daf-exact", rounds, rounds, moved(1e-2), PLAIN)
+        result = summarize("daf-exact", rounds, rounds, {DROPOUT: moved(5e-3)}, {DROPOUT: PLAIN})
         assert (result.problem is not None) == wrong
+
+
+def test_without_dropout_is_compared_with_that() -> None:
+    undropped = Gradients(1.0, PLAIN.of)
+    plain = {DROPOUT: PLAIN, NO_DROPOUT: undropped}
+    result = summarize("daf-step@1MB", [MEASURED], [MEASURED], {NO_DROPOUT: undropped}, plain)
+    assert result.problem is None
+    assert summarize("daf-step@1MB", [MEASURED], [MEASURED], {NO_DROPOUT: PLAIN}, plain).problem is not None
+
+
+def test_where_plain_takes_next_to_nothing_there_is_no_ratio_of_peaks() -> None:
+    assert summarize("plain", [MEASURED], [MEASURED], {DROPOUT: PLAIN}, {DROPOUT: PLAIN}).peak_ratio is None
+
+
+def test_a_gradient_of_zeros_is_told() -> None:
+    zeros = Gradients(2.0, {name: torch.zeros_like(each) for name, each in PLAIN.of.items()})
+    result = summarize("plain", [MEASURED], [MEASURED], {DROPOUT: zeros}, {DROPOUT: zeros})
+    assert result.problem == "plain's gradient is zero everywhere, so that nothing can be compared"
+    assert result.gradient_error is None
