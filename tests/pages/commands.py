@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import runpy
@@ -10,8 +11,10 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
@@ -63,7 +66,8 @@ def _check_daf(arguments: Sequence[str]) -> None:
     command = main.commands.get(arguments[0])
     if command is None:
         raise NoCommandError(f"daf has the commands {', '.join(main.commands)}, and not {arguments[0]}")
-    command.make_context(arguments[0], list(arguments[1:])).close()
+    with suppress(click.exceptions.Exit), redirect_stdout(io.StringIO()):  # of options that show something and exit
+        command.make_context(arguments[0], list(arguments[1:])).close()
 
 
 def _check_make(arguments: Sequence[str]) -> None:
