@@ -170,6 +170,7 @@ def measure(task: Task) -> Measurement:
     step = TrainingStep(sized, optimizer, method, task.dtype)
     for number in range(how.settling):
         step.run(SEED + number)
+    release_free_memory()  # what compiling kernels took in the first step is free, and the steps would fill it
     reset_peak()
     if gpu:
         gpu.reset_peak()
