@@ -58,7 +58,7 @@ def no_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of the data sets: $DAF_DATA_DIR, or shared/data beside the repository."""
-    folder = Path(os.environ.get("DAF_DATA_DIR", ROOT.parent / "shared" / "data"))
+    folder = Path(os.environ.get("DAF_DATA_DIR") or ROOT.parent / "shared" / "data")
     if not folder.is_dir():
         pytest.skip(f"no data sets in {folder}: point DAF_DATA_DIR at them")
     return folder
