@@ -27,6 +27,7 @@ from daf_core.plan.runner import StepRunner
 from daf_integrations.bench.methods import open_method
 from daf_integrations.bench.process_memory import peak_bytes, reset_peak, resident_bytes
 from daf_integrations.bench.summary import compare_gradients, compare_lora_gradients, paired_ratio
+from daf_integrations.bench.worker import gradients_of, switch_dropout_off
 from daf_integrations.doctor import loaded_allocator
 
 DROPOUT = 0.1
@@ -214,13 +215,10 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 def _gradients(model: nn.Module, run: Callable[[], None]) -> dict[str, Tensor]:
     """Returns the gradient without dropout."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    switch_dropout_off(model)
     model.zero_grad()
     run()
-    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    return {name: gradient for name, gradient in gradients if gradient is not None}
+    return gradients_of(model)
 
 
 def main(arguments: list[str]) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 
 from daf_core.errors import DAFError
 from daf_integrations.model_options import model_options, workload_of
-from daf_integrations.outputs import STANDARD_OUTPUT, output_file, write_json
+from daf_integrations.outputs import STANDARD_OUTPUT, json_option, output_file, progress, write_json
 
 DEFAULT_METHODS = "plain,checkpoint,bf16,classic-4bit,daf-exact,daf-8bit,daf-4bit,daf-2bit,daf-auto"
 
@@ -63,13 +61,7 @@ def _list_methods(context: click.Context, _parameter: click.Parameter, value: bo
     show_default=True,
     help="bf16: mixed precision, by autocast.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    callback=output_file((".json",), dash=True),
-    help="Figures; - prints them.",
-)
+@json_option
 @click.option("--markdown", metavar="FILE", callback=output_file((".md",)), help="The table in Markdown.")
 @click.option("--png", metavar="FILE", callback=output_file((".png",)), help="Picture of memory and time.")
 def bench(
@@ -106,7 +98,7 @@ def bench(
     try:
         if png is not None:
             check_matplotlib("--png")
-        with _progress(rounds * len(methods)) as begin:
+        with progress(rounds * len(methods), TimeRemainingColumn()) as begin:
             results = compare(asked, begin)
     except DAFError as error:
         raise click.ClickException(str(error)) from error
@@ -129,19 +121,3 @@ def bench(
         raise click.ClickException(f"{error.filename} was not written: {error.strerror}") from error
     if results.failed or any(result.problem for result in results.methods):
         raise SystemExit(1)
-
-
-@contextmanager
-def _progress(total: int) -> Generator[Callable[[str], None]]:
-    """Shows on a terminal how far the command is; yields what is to be called when a process begins."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        task, begun = shown.add_task("", total=total), 0
-
-        def begin(name: str) -> None:
-            nonlocal begun
-            shown.update(task, description=name, completed=begun)
-            begun += 1
-
-        yield begin

@@ -1,14 +1,17 @@
-"""Files that commands write."""
+"""Files that commands write, and how far they are."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 STANDARD_OUTPUT = "-"
 
@@ -39,6 +42,12 @@ def output_file(suffixes: tuple[str, ...], dash: bool = False) -> Callable[..., 
     return check
 
 
+json_option = click.option(
+    "--json", "json_file", metavar="FILE", callback=output_file((".json",), dash=True), help="Figures; - prints them."
+)
+"""Gives a command the file that `write_json` writes."""
+
+
 def write_json(file: Path | str, content: dict[str, Any]) -> None:
     """Writes JSON to a file, or prints it.
 
@@ -50,3 +59,24 @@ def write_json(file: Path | str, content: dict[str, Any]) -> None:
         file.write_text(text + "\n")
     else:
         click.echo(text)
+
+
+@contextmanager
+def progress(total: int, *columns: ProgressColumn) -> Generator[Callable[[str], None]]:
+    """Shows on a terminal how far a command is; yields what is to be called with its name when a stage begins.
+
+    Args:
+        total: How many stages there are.
+        columns: What is shown beside name, bar and time.
+    """
+    console = Console(stderr=True)
+    shown_columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), *columns
+    with Progress(*shown_columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task, begun = shown.add_task("", total=total), 0
+
+        def begin(name: str) -> None:
+            nonlocal begun
+            shown.update(task, description=name, completed=begun)
+            begun += 1
+
+        yield begin

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from daf_core.errors import DAFError
 from daf_integrations.model_options import model_options, precision_of, precision_option, workload_of
-from daf_integrations.outputs import STANDARD_OUTPUT, output_file, write_json
-from daf_integrations.profiling import STAGES, Begin, profile_step
+from daf_integrations.outputs import STANDARD_OUTPUT, json_option, output_file, progress, write_json
+from daf_integrations.profiling import STAGES, profile_step
 from daf_integrations.sizing import build
 
 
@@ -22,13 +19,7 @@ from daf_integrations.sizing import build
 @model_options
 @precision_option
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Rows of a table.")
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    callback=output_file((".json",), dash=True),
-    help="Figures; - prints them.",
-)
+@json_option
 @click.option("--png", metavar="FILE", callback=output_file((".png",)), help="Picture of the memory over a step.")
 @click.option("--html", metavar="FILE", callback=output_file((".html", ".htm")), help="Page with tables and picture.")
 def profile(
@@ -50,7 +41,7 @@ def profile(
         for option, file in (("--png", png), ("--html", html)):
             if file is not None:
                 check_matplotlib(option)
-        with _progress() as begin:
+        with progress(len(STAGES)) as begin:
             begin(STAGES[0])
             sized = build(workload)
             found = profile_step(sized, bits, begin)
@@ -69,13 +60,3 @@ def profile(
         raise click.ClickException(f"{error.filename} was not written: {error.strerror}") from error
     if json_file != STANDARD_OUTPUT:
         print_tables(tables, [heading, *lines], Console())
-
-
-@contextmanager
-def _progress() -> Generator[Begin]:
-    """Shows on a terminal how far the command is; yields what is to be called when a stage begins."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task("", total=len(STAGES))
-        yield lambda stage: shown.update(task, description=stage, completed=STAGES.index(stage))

@@ -213,8 +213,20 @@ def fill_adapters(model: nn.Module) -> None:
 
 def computed(model: nn.Module, loss: Tensor) -> dict[str, Any]:
     """Returns the loss of a step and the gradients that it has left, on the CPU."""
+    return {"loss": float(loss), "gradients": {name: each.cpu() for name, each in gradients_of(model).items()}}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the gradients that a model has, by parameter name."""
     gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    return {"loss": float(loss), "gradients": {name: each.cpu() for name, each in gradients if each is not None}}
+    return {name: gradient for name, gradient in gradients if gradient is not None}
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Has the model drop nothing from now on."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
 
 def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
@@ -235,9 +247,7 @@ def _save_gradients(sized: Sized, step: TrainingStep, task: Task, how: Traits) -
     if not how.splits:
         found[DROPOUT] = computed(sized.model, step.run(SEED))
     if how.splits or task.method == "plain":
-        for module in sized.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        switch_dropout_off(sized.model)
         found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
     torch.save(found, task.gradients)
 
