@@ -24,17 +24,6 @@ def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], i
     return parse
 
 
-def probability(text: str) -> float:
-    """Parses a number from 0 up to, but not including, 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is a number from 0 to below 1, such as 0.1")
-    return value
-
-
 def usable_device(text: str) -> str:
     """Parses the kind of device to measure on, which has to be there."""
     if text not in ("cpu", "cuda"):

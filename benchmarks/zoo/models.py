@@ -32,7 +32,6 @@ class ModelSpec:
 
     config: Callable[[], PreTrainedConfig]
     task: TaskKind
-    longest_seq: int
     lora_targets: tuple[str, ...] = ()
 
 
@@ -77,12 +76,12 @@ def _tiny() -> PreTrainedConfig:
 
 
 MODELS: dict[str, ModelSpec] = {
-    "roberta-base": ModelSpec(config=_roberta_base, task="SEQ_CLS", longest_seq=512, lora_targets=("query", "value")),
-    "gpt2": ModelSpec(config=_gpt2, task="CAUSAL_LM", longest_seq=1024, lora_targets=("c_attn",)),
-    "gpt2-medium": ModelSpec(config=_gpt2_medium, task="CAUSAL_LM", longest_seq=1024, lora_targets=("c_attn",)),
-    "llama": ModelSpec(config=_llama, task="CAUSAL_LM", longest_seq=2048, lora_targets=("q_proj", "v_proj")),
-    "resnet18": ModelSpec(config=_resnet18, task="image", longest_seq=0),
-    "tiny": ModelSpec(config=_tiny, task="SEQ_CLS", longest_seq=64, lora_targets=("query", "value")),
+    "roberta-base": ModelSpec(config=_roberta_base, task="SEQ_CLS", lora_targets=("query", "value")),
+    "gpt2": ModelSpec(config=_gpt2, task="CAUSAL_LM", lora_targets=("c_attn",)),
+    "gpt2-medium": ModelSpec(config=_gpt2_medium, task="CAUSAL_LM", lora_targets=("c_attn",)),
+    "llama": ModelSpec(config=_llama, task="CAUSAL_LM", lora_targets=("q_proj", "v_proj")),
+    "resnet18": ModelSpec(config=_resnet18, task="image"),
+    "tiny": ModelSpec(config=_tiny, task="SEQ_CLS", lora_targets=("query", "value")),
 }
 """The models by name; ``tiny`` is a two-layer encoder for smoke tests, its figures mean nothing."""
 
