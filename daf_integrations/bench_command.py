@@ -78,12 +78,14 @@ def bench(
     """Train MODEL for some steps with DAF and with what one would use instead, and compare memory, time and gradients.
 
     MODEL is a name on the Hugging Face Hub, a folder with a config.json, or FILE.py:FUNCTION, where the function gets
-    the rows of a batch and their length and returns (model, batch). Weights are random and rows are full.
+    the rows of a batch and their length and returns (model, batch). Weights of the others are random, and their rows
+    full.
 
     Each measurement is a process of its own; methods run in turn, round by round, and ratios are taken within rounds.
-    So 9 methods in 3 rounds are 27 processes: some minutes, or more with a large model. Plain training has to fit.
+    So 9 methods in 3 rounds are 27 processes: some minutes, or more with a large model. What runs out of memory is
+    told; where that is plain training, the first method that is exact takes its place in ratios and checks.
     What a method computes in the first round is checked: where its loss is not plain's, or its gradient cannot be
-    right, no time of it is shown, and the command exits with 1.
+    right, no time of it is shown. The command exits with 1 if any method is wrong or did not run.
     """
     workload = workload_of(**model)
     from daf_integrations.bench.machine import core_count, describe_machine

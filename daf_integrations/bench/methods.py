@@ -116,6 +116,11 @@ class Traits:
     partial: bool = False
     splits: bool = False
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether others can be compared with it: it computes what plain training does, of all parameters at once."""
+        return self.exact and not self.partial and not self.splits
+
 
 def is_method(name: str) -> bool:
     """Says whether `open_method` knows the name."""

@@ -18,12 +18,11 @@ from daf_integrations.made import names_function
 
 MEGABYTE = 1e6
 
-HEADINGS = ("method", "held MB", "code MB", "peak MB", "of plain", "step s", "of plain", "gradient error")
 
 NOTE = (
     "Held: activations saved for backward. Code: what the method loads, once, whatever the model. Peak: the most that "
     "a step takes above that, the model and the optimizer, with gradients. Ratios are medians over rounds, each within "
-    "a round. The error is relative to plain's gradient, over adapters alone where there are any."
+    "a round. The error is relative to {reference}'s gradient, over adapters alone where there are any."
 )
 RANDOM_NOTE = "Weights are random: time and memory do not depend on them, errors of gradients and bits of auto do."
 PARTIAL_NOTE = "Elastic training: means over at least 20 steps; it has no error, and trains a part."
@@ -41,7 +40,9 @@ def title(asked: Comparison, results: Results) -> str:
 
 def grid(asked: Comparison, results: Results) -> Grid:
     """Returns the figures as cells; sizes in MB of 10^6 bytes. A method that computes something wrong has no time."""
-    return Grid(title(asked, results), HEADINGS, [_row(result) for result in results.methods])
+    ratio = f"of {results.reference}"
+    headings = ("method", "held MB", "code MB", "peak MB", ratio, "step s", ratio, "gradient error")
+    return Grid(title(asked, results), headings, [_row(result) for result in results.methods])
 
 
 def notes(asked: Comparison, results: Results) -> list[str]:
@@ -53,7 +54,7 @@ def notes(asked: Comparison, results: Results) -> list[str]:
         (PARTIAL_NOTE, any(traits(result.method).partial for result in results.methods)),
         (PEAK_NOTE, results.device == "cpu" and not can_reset_peak()),
     ]
-    return [*wrong, *failed, NOTE, *(note for note, holds in others if holds)]
+    return [*wrong, *failed, NOTE.format(reference=results.reference), *(note for note, holds in others if holds)]
 
 
 def machine_line(machine: Machine) -> str:
@@ -69,6 +70,7 @@ def as_dict(asked: Comparison, results: Results, machine: Machine) -> dict[str, 
     """Returns everything as JSON-able values."""
     return {
         "methods": [_figures(result) for result in results.methods],
+        "reference": results.reference,
         "failed": results.failed,
         "machine": asdict(machine),
         "settings": asdict(asked),
@@ -76,14 +78,14 @@ def as_dict(asked: Comparison, results: Results, machine: Machine) -> dict[str, 
 
 
 def picture(asked: Comparison, results: Results) -> bytes:
-    """Returns a PNG file with peak and time of each method that is right, relative to plain training."""
+    """Returns a PNG file with peak and time of each method that is right, relative to the reference."""
     shown = [result for result in results.methods if result.problem is None and result.peak_ratio is not None]
     figure = import_module("matplotlib.figure").Figure(figsize=(9, 1.2 + 0.38 * len(shown)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)
     names = [result.method for result in shown]
     for axes, values, label in (
-        (memory, [result.peak_ratio or 0.0 for result in shown], "peak memory of plain"),
-        (time, [result.step_ratio for result in shown], "step time of plain"),
+        (memory, [result.peak_ratio or 0.0 for result in shown], f"peak memory of {results.reference}"),
+        (time, [result.step_ratio for result in shown], f"step time of {results.reference}"),
     ):
         bars = axes.barh(names, values, color=["tab:blue" if _is_daf(name) else "tab:gray" for name in names])
         axes.bar_label(bars, fmt="%.2f", padding=3)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from daf_core.errors import ProfileError
-from daf_integrations.bench.summary import MethodResult, load_gradients, summarize
-from daf_integrations.bench.worker import ERROR, Measurement, Task
+from daf_integrations.bench.methods import traits
+from daf_integrations.bench.summary import MethodResult, Reference, load_gradients, summarize
+from daf_integrations.bench.worker import ERROR, OUT_OF_MEMORY, Measurement, Task
 from daf_integrations.doctor import MMAP_THRESHOLD, SMALL_BLOCK, installed_tcmalloc
 from daf_integrations.sizing import Workload
 
@@ -50,12 +51,14 @@ class Results:
 
     Attributes:
         methods: Figures of those that ran, in the order in which they were asked for.
+        reference: The method that they are compared with: "plain", or where that does not fit the first exact one.
         failed: What others ended with, by name.
         device: What the model ran on.
         allocator: The allocator of main memory.
     """
 
     methods: list[MethodResult]
+    reference: str
     failed: dict[str, str]
     device: str
     allocator: str
@@ -63,6 +66,10 @@ class Results:
 
 class WorkerError(ProfileError):
     """A measuring process ended with an error."""
+
+
+class WorkerMemoryError(WorkerError):
+    """A measuring process ran out of memory."""
 
 
 def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) -> Results:
@@ -73,12 +80,12 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
         begin: Is told what runs next.
 
     Raises:
-        WorkerError: Plain training fails.
+        WorkerError: Plain training fails for another reason than memory, or nothing exact fits in it.
     """
     measured: dict[str, list[Measurement]] = {method: [] for method in asked.methods}
     failed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         files = {method: folder / f"{number}.pt" for number, method in enumerate(asked.methods)}
         for turn in range(asked.rounds):
             for method in rotated(asked.methods, turn):
@@ -89,14 +96,29 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
                 try:
                     measured[method].append(_measure(asked, method, file, folder))
                 except WorkerError as error:
-                    if method == "plain":
+                    if method == "plain" and not isinstance(error, WorkerMemoryError):
                         raise
                     failed[method] = str(error)
         ran = [method for method in asked.methods if method not in failed]
         gradients = {method: load_gradients(files[method]) for method in ran}
-    plain = measured["plain"]
-    results = [summarize(name, measured[name], plain, gradients[name], gradients["plain"]) for name in ran]
-    return Results(methods=results, failed=failed, device=plain[0].device, allocator=plain[0].allocator)
+    name = _reference(ran, failed)
+    reference = Reference(name, measured[name], gradients[name])
+    results = [summarize(method, measured[method], gradients[method], reference) for method in ran]
+    first = reference.rounds[0]
+    return Results(methods=results, reference=name, failed=failed, device=first.device, allocator=first.allocator)
+
+
+def _reference(ran: Sequence[str], failed: Mapping[str, str]) -> str:
+    """Returns the method that others are compared with, of those that ran."""
+    if "plain" in ran:
+        return "plain"
+    found = next((method for method in ran if traits(method).is_reference), None)
+    if found is None:
+        raise WorkerError(
+            "plain training does not fit, and nothing exact ran that others could be compared with; add checkpoint or "
+            f"daf-exact to --methods, or pass a smaller --batch or --length. Plain training: {failed['plain']}"
+        )
+    return found
 
 
 def rotated(methods: Sequence[str], turn: int) -> list[str]:
@@ -115,7 +137,8 @@ def run_process(module: str, task: Mapping[str, Any], name: str, folder: Path) -
         folder: Where the process may leave its result.
 
     Raises:
-        WorkerError: The process fails; the message ends with what it printed.
+        WorkerMemoryError: Memory does not suffice.
+        WorkerError: The process fails for another reason; the message ends with what it printed.
     """
     result = folder / "measurement.json"
     result.unlink(missing_ok=True)
@@ -127,18 +150,31 @@ def run_process(module: str, task: Mapping[str, Any], name: str, folder: Path) -
         errors="replace",
         check=False,
     )
+    printed = process.stderr[-PRINTED:]
+    if process.returncode == -signal.SIGKILL:  # by Linux, where main memory has run out
+        raise WorkerMemoryError(
+            f"the process for {name!r} was killed, as where memory runs out. It printed:\n{printed}"
+        )
     if process.returncode or not result.exists():
-        raise WorkerError(f"the process for {name!r} {_ending(process.returncode)}:\n{process.stderr[-PRINTED:]}")
-    found = json.loads(result.read_text())
+        raise WorkerError(
+            f"the process for {name!r} ended with code {process.returncode}; correct what it says and run again:"
+            f"\n{printed}"
+        )
+    return checked(json.loads(result.read_text()))
+
+
+def checked(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a process measured.
+
+    Raises:
+        WorkerMemoryError: It ran out of memory.
+        WorkerError: It could not measure for another reason.
+    """
+    if OUT_OF_MEMORY in found:
+        raise WorkerMemoryError(f"memory ran out: {found[OUT_OF_MEMORY]}")
     if ERROR in found:
         raise WorkerError(found[ERROR])
     return found
-
-
-def _ending(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed; memory may have run out. It printed"
-    return f"ended with code {code}; correct what it says and run again"
 
 
 def _measure(asked: Comparison, method: str, gradients: Path | None, folder: Path) -> Measurement:

@@ -22,7 +22,7 @@ LARGEST_BF16_ROUNDING = 2e-3
 """The same under autocast to bfloat16; activations in 8 bits would already make a difference of 8e-3."""
 
 LEAST_PEAK = 5_000_000
-"""Bytes that plain training takes at least where ratios of peaks say something."""
+"""Bytes that the reference takes at least where ratios of peaks say something."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,21 @@ class Gradients:
 
     loss: float
     of: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The method that others are compared with.
+
+    Attributes:
+        method: Its name: "plain", where that fits.
+        rounds: What its processes measured.
+        computed: What it computed, with dropout and without.
+    """
+
+    method: str
+    rounds: Sequence[Measurement]
+    computed: Mapping[str, Gradients]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +69,17 @@ class MethodResult:
     Attributes:
         method: Its name.
         problem: Why what it computes is wrong; None where it is right. Times of a method with a problem mean nothing.
-        raw_bytes: What autograd saves without DAF.
+        raw_bytes: What autograd saves without any method; 0 where nothing that ran knows.
         held_bytes: What the method holds of it.
         setup_rss_bytes: What code it loaded.
         peak_bytes: Peak above the loaded model and that, on the device that the model is on.
         peak_rss_bytes: The same of the process' resident memory.
-        peak_ratio: Median over rounds of the peak over that of plain in the same round; None where plain takes next to
-            nothing.
+        peak_ratio: Median over rounds of the peak over the reference's in the same round, which is plain training
+            where that fits; None where it takes next to nothing.
         step_seconds: Time of a step.
-        step_ratio: Median over rounds of the step time over that of plain in the same round.
-        gradient_error: Length of the difference from plain's gradient over that of plain's, over all parameters that
-            the method trained in that step.
+        step_ratio: Median over rounds of the step time over the reference's in the same round.
+        gradient_error: Length of the difference from the reference's gradient over that of its own, over all parameters
+            that the method trained in that step.
         gradient_cosine: Of the angle between the two.
         lora_gradient_error: The same over adapters alone: the classifier of an encoder with random weights outweighs
             them. None without adapters.
@@ -158,7 +173,9 @@ def load_gradients(path: Path) -> dict[str, Gradients]:
     return {kind: Gradients(each["loss"], each["gradients"]) for kind, each in saved.items()}
 
 
-def problem_of(method: str, found: Gradients, plain: Gradients, rounding: float) -> str | None:
+def problem_of(
+    method: str, found: Gradients, expected: Gradients, rounding: float, reference: str = "plain"
+) -> str | None:
     """Returns why what a method computed cannot be right; None where it can.
 
     What is stored for backward changes no loss. Methods that lose nothing have plain's gradient; others have one that
@@ -167,66 +184,67 @@ def problem_of(method: str, found: Gradients, plain: Gradients, rounding: float)
     Args:
         method: Its name.
         found: What it computed, perhaps of a part of the parameters.
-        plain: What plain training computed.
+        expected: What the reference computed.
         rounding: Relative difference up to which two computations are equal.
+        reference: Name of the method that it is compared with.
     """
-    if not abs(found.loss - plain.loss) <= rounding * max(abs(plain.loss), 1.0):  # not >: NaN is a problem, too
-        return f"its loss is {found.loss:.6g}, and plain's is {plain.loss:.6g}"
-    known = bool(found.of) and found.of.keys() <= plain.of.keys()
-    if not known or (found.of.keys() != plain.of.keys() and not traits(method).partial):
-        return "it has gradients of other parameters than plain training"
-    expected = {name: plain.of[name] for name in found.of}
-    if not any(gradient.any() for gradient in expected.values()):
-        return "plain's gradient is zero everywhere, so that nothing can be compared"
-    compared = compare_gradients(found.of, expected)
+    theirs, loss = f"{reference}'s", expected.loss
+    if not abs(found.loss - loss) <= rounding * max(abs(loss), 1.0):  # not >: NaN is a problem, too
+        return f"its loss is {found.loss:.6g}, and {theirs} is {loss:.6g}"
+    known = bool(found.of) and found.of.keys() <= expected.of.keys()
+    if not known or (found.of.keys() != expected.of.keys() and not traits(method).partial):
+        return f"it has gradients of other parameters than {reference}"
+    own = {name: expected.of[name] for name in found.of}
+    if not any(gradient.any() for gradient in own.values()):
+        return f"{theirs} gradient is zero everywhere, so that nothing can be compared"
+    compared = compare_gradients(found.of, own)
     if not compared.error < float("inf"):
         return "its gradient is not finite"
     if traits(method).exact and compared.error > rounding:
-        return f"it is to be exact, and its gradient differs from plain's by {compared.error:.2g} of its length"
+        return f"it is to be exact, and its gradient differs from {theirs} by {compared.error:.2g} of its length"
     if compared.cosine <= 0:
-        return f"its gradient does not lead down: the cosine of its angle to plain's is {compared.cosine:.2g}"
+        return f"its gradient does not lead down: the cosine of its angle to {theirs} is {compared.cosine:.2g}"
     return None
 
 
 def summarize(
     method: str,
     rounds: Sequence[Measurement],
-    plain_rounds: Sequence[Measurement],
-    found_of: Mapping[str, Gradients],
-    plain_of: Mapping[str, Gradients],
+    computed: Mapping[str, Gradients],
+    reference: Reference,
 ) -> MethodResult:
     """Returns the figures of a method: medians over its rounds.
 
     Args:
         method: Its name.
         rounds: What its processes measured.
-        plain_rounds: What plain's processes measured in the same rounds.
-        found_of: What it computed, by whether there was dropout.
-        plain_of: What plain training computed.
+        computed: What it computed, by whether there was dropout.
+        reference: What it is compared with, in the same rounds.
     """
     rounding = LARGEST_ROUNDING if rounds[0].dtype == "fp32" else LARGEST_BF16_ROUNDING
-    kind, found = next(iter(found_of.items()))
-    plain = plain_of[kind]
-    problem = problem_of(method, found, plain, rounding)
-    expected = {name: plain.of[name] for name in found.of if name in plain.of}
+    kind, found = next(iter(computed.items()))
+    problem = problem_of(method, found, reference.computed[kind], rounding, reference.method)
+    known = reference.computed[kind].of
+    expected = {name: known[name] for name in found.of if name in known}
     comparable = {name: found.of[name] for name in expected}
     alive = any(gradient.any() for gradient in expected.values())
     gradients = compare_gradients(comparable, expected) if alive else None
     lora_gradients = compare_lora_gradients(comparable, expected) if alive else None
     seconds = [measured.step_seconds for measured in rounds]
     # Checkpointing hides most of what autograd would save, and rivals of DAF count what they hold.
-    raw = rounds if method.startswith(("plain", "daf")) else plain_rounds
+    counted = ((method, rounds), (reference.method, reference.rounds))
+    raw = next((_median(each, "raw_bytes") for name, each in counted if name.startswith(("plain", "daf"))), 0)
     return MethodResult(
         method=method,
         problem=problem,
-        raw_bytes=int(_median(raw, "raw_bytes")),
+        raw_bytes=int(raw),
         held_bytes=int(_median(rounds, "held_bytes")),
         setup_rss_bytes=int(_median(rounds, "setup_rss_bytes")),
         peak_bytes=int(_median(rounds, "peak_bytes")),
         peak_rss_bytes=int(_median(rounds, "peak_rss_bytes")),
-        peak_ratio=_peak_ratio([each.peak_bytes for each in rounds], [each.peak_bytes for each in plain_rounds]),
+        peak_ratio=_peak_ratio([each.peak_bytes for each in rounds], [each.peak_bytes for each in reference.rounds]),
         step_seconds=statistics.median(seconds),
-        step_ratio=paired_ratio(seconds, [measured.step_seconds for measured in plain_rounds]),
+        step_ratio=paired_ratio(seconds, [measured.step_seconds for measured in reference.rounds]),
         gradient_error=gradients.error if gradients else None,
         gradient_cosine=gradients.cosine if gradients else None,
         lora_gradient_error=lora_gradients.error if lora_gradients else None,
@@ -241,8 +259,8 @@ def summarize(
     )
 
 
-def _peak_ratio(peaks: Sequence[int], plain: Sequence[int]) -> float | None:
-    return paired_ratio(peaks, plain) if min(plain) >= LEAST_PEAK else None
+def _peak_ratio(peaks: Sequence[int], base: Sequence[int]) -> float | None:
+    return paired_ratio(peaks, base) if min(base) >= LEAST_PEAK else None
 
 
 def _median(rounds: Sequence[Measurement], field: str) -> float:

@@ -21,6 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from daf_core.errors import DAFError
 from daf_core.memory.release import release_free_memory
+from daf_core.plan.retry import is_out_of_memory
 from daf_integrations.bench.methods import Method, Traits, open_method, traits
 from daf_integrations.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
 from daf_integrations.doctor import loaded_allocator
@@ -28,6 +29,9 @@ from daf_integrations.sizing import SEED, Sized, Workload, build
 
 ERROR = "error"
 """Key of the message in the file of a process that could not measure."""
+
+OUT_OF_MEMORY = "out of memory"
+"""Key of the message where memory was what it lacked."""
 
 DROPOUT, NO_DROPOUT = "dropout", "no dropout"
 """Keys of what was computed with dropout, and without."""
@@ -242,11 +246,11 @@ def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
 
 
 def _save_gradients(sized: Sized, step: TrainingStep, task: Task, how: Traits) -> None:
-    """Saves what a step computes; without dropout too, or alone, for methods that split a batch."""
+    """Saves what a step computes: with dropout, without it where a batch is split, both of possible references."""
     found: dict[str, Any] = {}
     if not how.splits:
         found[DROPOUT] = computed(sized.model, step.run(SEED))
-    if how.splits or task.method == "plain":
+    if how.splits or how.is_reference:
         switch_dropout_off(sized.model)
         found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
     torch.save(found, task.gradients)
@@ -265,6 +269,10 @@ def main(arguments: list[str]) -> None:
         found = asdict(measure(Task(**json.loads(task))))
     except DAFError as error:
         found = {ERROR: str(error)}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        found = {OUT_OF_MEMORY: str(error)}
     Path(result).write_text(json.dumps(found))
 
 

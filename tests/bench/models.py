@@ -41,12 +41,25 @@ class Restless(Net):
         return super().forward(x, labels) + torch.rand(())
 
 
+class Heavy(Net):
+    """Fits nowhere."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("tried to allocate 90 GiB")
+        return super().forward(x, labels)
+
+
 def net(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
     return Net(), _batch(rows, length)
 
 
 def restless(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
     return Restless(), _batch(rows, length)
+
+
+def heavy(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Heavy(), _batch(rows, length)
 
 
 def single(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:

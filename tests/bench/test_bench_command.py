@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from daf_integrations.bench import rounds, worker
-from daf_integrations.bench.rounds import WorkerError, rotated
+from daf_integrations.bench.rounds import checked, rotated
 from daf_integrations.cli import main
 
 MODELS = Path(__file__).with_name("models.py")
@@ -28,10 +28,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         result = folder / "measurement.json"
         worker.main([json.dumps(task), str(result)])
         torch.set_num_threads(threads)
-        found = json.loads(result.read_text())
-        if worker.ERROR in found:
-            raise WorkerError(found[worker.ERROR])
-        return found
+        return checked(json.loads(result.read_text()))
 
     monkeypatch.setattr(rounds, "run_process", run_process)
 
@@ -84,6 +81,45 @@ def test_a_method_that_fails_stops_no_other() -> None:
     assert [each["method"] for each in report["methods"]] == ["plain"]
     assert set(report["failed"]) == {"checkpoint", "offload"}
     assert "finds no blocks" in report["failed"]["checkpoint"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_where_plain_does_not_fit_others_are_compared_with_what_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = worker.measure
+
+    def limited(task: worker.Task) -> worker.Measurement:
+        if task.method == "plain":
+            raise torch.OutOfMemoryError("tried to allocate 90 GiB")
+        return measure(task)
+
+    monkeypatch.setattr(worker, "measure", limited)
+    files = [tmp_path / "bench.json", tmp_path / "bench.png"]
+    methods = "classic-4bit,checkpoint,daf-exact,daf-step@2MB"
+    result = bench("--methods", methods, "--json", str(files[0]), "--png", str(files[1]))
+    assert result.exit_code == 1
+    assert "plain did not run: memory ran out: tried to allocate 90 GiB" in result.output
+    assert "relative to checkpoint's gradient" in result.output
+    report = json.loads(files[0].read_text())
+    assert report["reference"] == "checkpoint"
+    found = {each["method"]: each for each in report["methods"]}
+    assert list(found) == methods.split(",")
+    assert (found["checkpoint"]["step_ratio"], found["checkpoint"]["gradient_error"]) == (1.0, 0.0)
+    assert 0 < found["classic-4bit"]["gradient_error"] < 1
+    assert not any(each["problem"] for each in report["methods"]), "the last splits its batch"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_where_nothing_exact_fits_nothing_is_compared() -> None:
+    result = bench("--methods", "bf16,checkpoint", model="heavy")
+    assert result.exit_code == 1
+    output = " ".join(result.output.split())
+    assert (
+        "plain training does not fit, and nothing exact ran that others could be compared with; add checkpoint"
+        in output
+    )
+    assert "Plain training: memory ran out: tried to allocate 90 GiB" in output
 
 
 @pytest.mark.usefixtures("in_process")

@@ -10,6 +10,7 @@ import torch
 from daf_integrations.bench.summary import (
     GradientComparison,
     Gradients,
+    Reference,
     compare_gradients,
     compare_lora_gradients,
     paired_ratio,
@@ -107,7 +108,7 @@ def test_figures_are_medians_and_ratios_are_within_rounds() -> None:
         replace(MEASURED, step_seconds=seconds, held_bytes=7, raw_bytes=7, peak_bytes=peak)
         for seconds, peak in ((2.0, 1_000_000), (3.0, 2_000_000), (40.0, 9_000_000))
     ]
-    result = summarize("checkpoint", rounds, plain, {DROPOUT: moved(0.0)}, {DROPOUT: PLAIN})
+    result = summarize("checkpoint", rounds, {DROPOUT: moved(0.0)}, Reference("plain", plain, {DROPOUT: PLAIN}))
     assert (result.raw_bytes, result.held_bytes) == (100, 7), "what plain saves is what checkpointing hides"
     assert (result.step_seconds, result.step_ratio) == (3.0, 2.0)
     assert (result.peak_bytes, result.peak_ratio) == (2_000_000, 0.2)
@@ -116,27 +117,37 @@ def test_figures_are_medians_and_ratios_are_within_rounds() -> None:
     assert [each["peak_bytes"] for each in result.rounds] == [1_000_000, 2_000_000, 9_000_000]
 
 
+def test_where_plain_does_not_fit_something_exact_takes_its_place() -> None:
+    counted = replace(MEASURED, raw_bytes=200)
+    for name, raw in (("checkpoint", 0), ("daf-exact", 200)):
+        reference = Reference(name, [counted], {DROPOUT: PLAIN})
+        result = summarize("classic-4bit", [MEASURED], {DROPOUT: moved(-20.0)}, reference)
+        assert result.raw_bytes == raw, "checkpointing does not know what plain training saves"
+        assert result.problem is not None
+        assert f"to {name}'s is" in result.problem
+
+
 def test_rounding_of_bfloat16_is_larger() -> None:
     for dtype, wrong in (("fp32", True), ("bf16", False)):
         rounds = [replace(MEASURED, dtype=dtype)]
-        result = summarize("daf-exact", rounds, rounds, {DROPOUT: moved(5e-3)}, {DROPOUT: PLAIN})
+        result = summarize("daf-exact", rounds, {DROPOUT: moved(5e-3)}, Reference("plain", rounds, {DROPOUT: PLAIN}))
         assert (result.problem is not None) == wrong
 
 
 def test_without_dropout_is_compared_with_that() -> None:
     undropped = Gradients(1.0, PLAIN.of)
-    plain = {DROPOUT: PLAIN, NO_DROPOUT: undropped}
-    result = summarize("daf-step@1MB", [MEASURED], [MEASURED], {NO_DROPOUT: undropped}, plain)
-    assert result.problem is None
-    assert summarize("daf-step@1MB", [MEASURED], [MEASURED], {NO_DROPOUT: PLAIN}, plain).problem is not None
+    plain = Reference("plain", [MEASURED], {DROPOUT: PLAIN, NO_DROPOUT: undropped})
+    assert summarize("daf-step@1MB", [MEASURED], {NO_DROPOUT: undropped}, plain).problem is None
+    assert summarize("daf-step@1MB", [MEASURED], {NO_DROPOUT: PLAIN}, plain).problem is not None
 
 
 def test_where_plain_takes_next_to_nothing_there_is_no_ratio_of_peaks() -> None:
-    assert summarize("plain", [MEASURED], [MEASURED], {DROPOUT: PLAIN}, {DROPOUT: PLAIN}).peak_ratio is None
+    computed = {DROPOUT: PLAIN}
+    assert summarize("plain", [MEASURED], computed, Reference("plain", [MEASURED], computed)).peak_ratio is None
 
 
 def test_a_gradient_of_zeros_is_told() -> None:
-    zeros = Gradients(2.0, {name: torch.zeros_like(each) for name, each in PLAIN.of.items()})
-    result = summarize("plain", [MEASURED], [MEASURED], {DROPOUT: zeros}, {DROPOUT: zeros})
+    zeros = {DROPOUT: Gradients(2.0, {name: torch.zeros_like(each) for name, each in PLAIN.of.items()})}
+    result = summarize("plain", [MEASURED], zeros, Reference("plain", [MEASURED], zeros))
     assert result.problem == "plain's gradient is zero everywhere, so that nothing can be compared"
     assert result.gradient_error is None
