@@ -1,4 +1,4 @@
-"""Measures what memory allocators make of the same training: peak resident size, and processor time.
+"""Measures what memory allocators make of the same training: peak resident size, and time of a step.
 
 Run ``python -m benchmarks.allocators --json allocators.json``. Every setting is a process of its own.
 """
@@ -6,11 +6,10 @@ Run ``python -m benchmarks.allocators --json allocators.json``. Every setting is
 import argparse
 import json
 import os
-import resource
-import subprocess
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from rich.table import Table
 from benchmarks.options import method_names, whole_number
 from benchmarks.zoo import models
 from daf_integrations.bench.machine import core_count, describe_machine
+from daf_integrations.bench.rounds import rotated, run_process
+from daf_integrations.bench.summary import paired_ratio
 from daf_integrations.bench.worker import Measurement, Task
 from daf_integrations.doctor import installed_tcmalloc
 from daf_integrations.sizing import Workload
@@ -37,13 +38,18 @@ GLIBC = (
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a method took under an allocator: the peak above the loaded model, and processor time from start to end."""
+    """What a method took under an allocator: medians of rounds.
+
+    ``peak_rss_bytes`` is above the loaded model. ``step_ratio`` is to the same method under the first setting, glibc's
+    defaults, within a round.
+    """
 
     setting: str
     method: str
     raw_bytes: int
     peak_rss_bytes: int
-    cpu_seconds: float
+    step_seconds: float
+    step_ratio: float
 
 
 def settings() -> dict[str, dict[str, str]]:
@@ -53,38 +59,39 @@ def settings() -> dict[str, dict[str, str]]:
     return named if tcmalloc is None else named | {"tcmalloc": {"LD_PRELOAD": tcmalloc}}
 
 
-def measure(setting: str, variables: dict[str, str], task: Task) -> Result:
-    """Runs a task in a process with these variables, and no others that allocators read."""
+def variables_of(setting: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of this process with those of a setting, and no others that allocators read."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "LD_PRELOAD"))}
-    environment = others | variables | {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the worker imports what this process would
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "measurement.json"
-        command = [sys.executable, "-m", "daf_integrations.bench.worker", json.dumps(asdict(task)), str(file)]
-        before = _children_seconds()
-        subprocess.run(command, env=environment, check=True)
-        seconds = _children_seconds() - before
-        measured = Measurement(**json.loads(file.read_text()))
-    return Result(
-        setting=setting,
-        method=task.method,
-        raw_bytes=measured.raw_bytes,
-        peak_rss_bytes=measured.peak_rss_bytes,
-        cpu_seconds=seconds,
-    )
+    return {**others, **setting, "HF_HUB_OFFLINE": "1"}
 
 
-def _children_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def summarize(method: str, measured: Mapping[str, Sequence[Measurement]]) -> list[Result]:
+    """Returns the figures of a method.
+
+    Args:
+        method: Its name.
+        measured: What each round measured under each setting, by the setting's name.
+    """
+    first = [each.step_seconds for each in next(iter(measured.values()))]
+    return [
+        Result(
+            setting=setting,
+            method=method,
+            raw_bytes=round(statistics.median(each.raw_bytes for each in rounds)),
+            peak_rss_bytes=round(statistics.median(each.peak_rss_bytes for each in rounds)),
+            step_seconds=statistics.median(each.step_seconds for each in rounds),
+            step_ratio=paired_ratio([each.step_seconds for each in rounds], first),
+        )
+        for setting, rounds in measured.items()
+    ]
 
 
 def result_table(results: Sequence[Result]) -> Table:
     """Returns the figures; sizes in MB of 10^6 bytes."""
-    table = Table("allocator", "method", "saved MB", "peak RSS MB", "CPU s")
+    table = Table("allocator", "method", "saved MB", "peak RSS MB", "step s", "of glibc's")
     for each in results:
         sizes = (f"{size / MEGABYTE:.1f}" for size in (each.raw_bytes, each.peak_rss_bytes))
-        table.add_row(each.setting, each.method, *sizes, f"{each.cpu_seconds:.1f}")
+        table.add_row(each.setting, each.method, *sizes, f"{each.step_seconds:.3f}", f"{each.step_ratio:.2f}")
     return table
 
 
@@ -96,6 +103,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=whole_number(1), default=8, help="rows of a batch")
     parser.add_argument("--seq", type=whole_number(2), default=64, help="tokens of a row")
     parser.add_argument("--methods", type=method_names(), default="plain,daf-4bit", help="separated by commas")
+    parser.add_argument("--rounds", type=whole_number(1), default=3, help="processes of each method and setting")
     parser.add_argument("--steps", type=whole_number(1), default=5, help="steps of each process, after two to warm up")
     parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -105,11 +113,17 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs every method under every setting, prints a table and writes the file asked for."""
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    runs = [(name, variables, method) for method in options.methods for name, variables in settings().items()]
-    results = [
-        measure(name, variables, _task(options, method))
-        for name, variables, method in track(runs, "allocators", console=Console(stderr=True))
+    named = settings()
+    measured = {method: {name: list[Measurement]() for name in named} for method in options.methods}
+    runs = [
+        (name, each) for turn in range(options.rounds) for each in options.methods for name in rotated([*named], turn)
     ]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, method in track(runs, "allocators", console=Console(stderr=True)):
+            task, variables = asdict(_task(options, method)), variables_of(named[name])
+            found = run_process("daf_integrations.bench.worker", task, f"{method}, {name}", Path(folder), variables)
+            measured[method][name].append(Measurement(**found))
+    results = [result for method in options.methods for result in summarize(method, measured[method])]
     Console().print(result_table(results))
     if options.json:
         machine = describe_machine(threads=options.threads, allocator="each of them", dtype="fp32")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,23 +19,21 @@ MEASURED = dict.fromkeys((field.name for field in fields(Measurement)), 0) | {
 
 
 class Processes:
-    """Stands in for `subprocess`: notes what is started, and writes what it would measure."""
+    """Stands in for `run_process`: notes what is started, and returns what it would measure."""
 
     def __init__(self) -> None:
         self.started: list[tuple[str, dict[str, str]]] = []
 
-    def run(self, command: list[str], env: dict[str, str], check: bool) -> None:
-        assert check
-        *_, module, task, file = command
+    def run(self, module: str, task: dict[str, Any], _name: str, _folder: Path, env: dict[str, str]) -> dict[str, Any]:
         assert module == "daf_integrations.bench.worker"
-        self.started.append((json.loads(task)["method"], env))
-        Path(file).write_text(json.dumps(MEASURED))
+        self.started.append((task["method"], env))
+        return MEASURED | {"step_seconds": 2.0 if "LD_PRELOAD" in env else 4.0}
 
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     stand_in = Processes()
-    monkeypatch.setattr(allocators, "subprocess", SimpleNamespace(run=stand_in.run))
+    monkeypatch.setattr(allocators, "run_process", stand_in.run)
     return stand_in
 
 
@@ -47,12 +44,20 @@ def test_every_method_runs_under_every_setting_and_no_other(
     monkeypatch.setenv("LD_PRELOAD", "")
     monkeypatch.setattr(allocators, "installed_tcmalloc", lambda: "libtcmalloc.so")
     file = tmp_path / "allocators.json"
-    allocators.main(["--model", "tiny", "--seq", "16", "--methods", "plain,daf-4bit", "--json", str(file)])
+    allocators.main(
+        ["--model", "tiny", "--seq", "16", "--methods", "plain,daf-4bit", "--rounds", "2", "--json", str(file)]
+    )
     read = [(method, variables_of(env)) for method, env in processes.started]
-    assert read == [(method, each) for method in ("plain", "daf-4bit") for each in allocators.settings().values()]
-    assert {"LD_PRELOAD": "libtcmalloc.so"} in allocators.settings().values()
+    named = list(allocators.settings().values())
+    first = [(method, each) for method in ("plain", "daf-4bit") for each in named]
+    assert read[: len(first)] == first
+    assert sorted(map(str, read[len(first) :])) == sorted(map(str, first))
+    assert read[len(first)] == ("plain", named[1]), "another setting begins each round"
+    assert {"LD_PRELOAD": "libtcmalloc.so"} in named
     results: list[dict[str, Any]] = json.loads(file.read_text())["results"]
     assert [(each["method"], each["peak_rss_bytes"]) for each in results[:1]] == [("plain", 3_000_000)]
+    ratios = {each["setting"]: each["step_ratio"] for each in results if each["method"] == "daf-4bit"}
+    assert (ratios["glibc"], ratios["tcmalloc"]) == (1.0, 0.5)
     assert "3.0" in capsys.readouterr().out
 
 

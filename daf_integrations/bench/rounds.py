@@ -127,14 +127,18 @@ def rotated(methods: Sequence[str], turn: int) -> list[str]:
     return [*methods[start:], *methods[:start]]
 
 
-def run_process(module: str, task: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
-    """Has a module measure a task in a process of its own, under an allocator that gives freed blocks back.
+def run_process(
+    module: str, task: Mapping[str, Any], name: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Has a module measure a task in a process of its own.
 
     Args:
         module: Takes the JSON of the task, and the file that it writes the JSON of its figures to.
         task: What to run; "threads" are those of torch.
         name: Of the task, for messages.
         folder: Where the process may leave its result.
+        environment: Variables of the process; None for those of this one, with an allocator that gives freed blocks
+            back.
 
     Raises:
         WorkerMemoryError: Memory does not suffice.
@@ -144,7 +148,7 @@ def run_process(module: str, task: Mapping[str, Any], name: str, folder: Path) -
     result.unlink(missing_ok=True)
     process = subprocess.run(
         [sys.executable, "-m", module, json.dumps(task), str(result)],
-        env=_environment(task["threads"]),
+        env=_process_variables(environment or _with_allocator(os.environ), task["threads"]),
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -189,14 +193,15 @@ def _measure(asked: Comparison, method: str, gradients: Path | None, folder: Pat
     return Measurement(**run_process("daf_integrations.bench.worker", asdict(task), method, folder))
 
 
-def _environment(threads: int) -> dict[str, str]:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the process imports what this one would
-        "OMP_NUM_THREADS": str(threads),
-    }
-    preloaded, tcmalloc = os.environ.get("LD_PRELOAD", ""), installed_tcmalloc()
+def _process_variables(environment: Mapping[str, str], threads: int) -> dict[str, str]:
+    imported = os.pathsep.join(filter(None, sys.path))  # the process imports what this one would
+    return {**environment, "PYTHONPATH": imported, "OMP_NUM_THREADS": str(threads)}
+
+
+def _with_allocator(environment: Mapping[str, str]) -> dict[str, str]:
+    preloaded, tcmalloc = environment.get("LD_PRELOAD", ""), installed_tcmalloc()
     if "malloc" in preloaded:
-        return environment
+        return dict(environment)
     if tcmalloc:
-        return environment | {"LD_PRELOAD": f"{tcmalloc} {preloaded}".strip()}
-    return {MMAP_THRESHOLD: str(SMALL_BLOCK)} | environment
+        return {**environment, "LD_PRELOAD": f"{tcmalloc} {preloaded}".strip()}
+    return {MMAP_THRESHOLD: str(SMALL_BLOCK), **environment}
