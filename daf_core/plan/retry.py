@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _TEXTS = re.compile(
     r"\bout of memory\b"  # CUDA, HIP, XPU, MPS; CUDA error: out of memory
-    r"|can't allocate memory|not enough memory|cannot allocate memory"  # the CPU's, on Windows, of mmap
+    r"|can't allocate memory|not enough memory"  # the CPU's, on Windows
+    r"|cannot allocate memory(?! in static TLS)"  # of mmap; libraries that load too late lack room of another kind
     r"|std::bad_alloc|_ALLOC_FAILED\b",  # of C++; of cuBLAS, cuDNN and their like
     re.IGNORECASE,
 )

@@ -32,7 +32,7 @@ DAF_PRECISIONS: dict[str, Precision] = {
 CLASSIC_BITS = {"classic-8bit": 8, "classic-4bit": 4, "classic-2bit": 2}
 
 METHODS: dict[str, str] = {
-    "plain": "what torch does; the others are compared with it",
+    "plain": "what torch does; the others are compared with it where it fits in memory",
     "checkpoint": "activation checkpointing of each block",
     "offload": "saved tensors in main memory, which do not count as held (torch.autograd.graph.save_on_cpu); GPUs only",
     "bf16": "saved tensors cast to bfloat16",
@@ -117,9 +117,9 @@ class Traits:
     splits: bool = False
 
     @property
-    def is_reference(self) -> bool:
-        """Whether others can be compared with it: it computes what plain training does, of all parameters at once."""
-        return self.exact and not self.partial and not self.splits
+    def can_be_reference(self) -> bool:
+        """Whether others can be compared with it: it computes plain training's gradients of all parameters."""
+        return self.exact and not self.partial
 
 
 def is_method(name: str) -> bool:

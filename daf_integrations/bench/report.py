@@ -11,18 +11,21 @@ from typing import Any
 from daf_integrations.bench.machine import GpuMachine, Machine
 from daf_integrations.bench.methods import traits
 from daf_integrations.bench.process_memory import can_reset_peak
-from daf_integrations.bench.rounds import Comparison, Results
+from daf_integrations.bench.rounds import Comparison, Results, first_line
 from daf_integrations.bench.summary import MethodResult
 from daf_integrations.bench.tables import Grid
 from daf_integrations.made import names_function
 
 MEGABYTE = 1e6
 
-
 NOTE = (
     "Held: activations saved for backward. Code: what the method loads, once, whatever the model. Peak: the most that "
     "a step takes above that, the model and the optimizer, with gradients. Ratios are medians over rounds, each within "
     "a round. The error is relative to {reference}'s gradient, over adapters alone where there are any."
+)
+UNCHECKED_NOTE = (
+    "Plain training did not fit: ratios, errors and checks are relative to {reference}, "
+    "and nothing checks what that computes."
 )
 RANDOM_NOTE = "Weights are random: time and memory do not depend on them, errors of gradients and bits of auto do."
 PARTIAL_NOTE = "Elastic training: means over at least 20 steps; it has no error, and trains a part."
@@ -48,7 +51,9 @@ def grid(asked: Comparison, results: Results) -> Grid:
 def notes(asked: Comparison, results: Results) -> list[str]:
     """Returns what is to be known of the figures."""
     wrong = [f"{result.method} is wrong: {result.problem}" for result in results.methods if result.problem]
-    failed = [f"{method} did not run: {_last_line(text)}" for method, text in results.failed.items()]
+    failed = [f"{method} failed: {first_line(text)}" for method, text in results.failed.items()]
+    if results.reference != "plain":
+        failed.append(UNCHECKED_NOTE.format(reference=results.reference))
     others = [
         (RANDOM_NOTE, not names_function(asked.workload.model)),
         (PARTIAL_NOTE, any(traits(result.method).partial for result in results.methods)),
@@ -131,7 +136,3 @@ def _error(result: MethodResult) -> str:
     """Returns the error over adapters alone where there are any."""
     error = result.gradient_error if result.lora_gradient_error is None else result.lora_gradient_error
     return "" if error is None else "0" if result.gradients_identical else f"{error:.2g}"
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]

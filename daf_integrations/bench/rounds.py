@@ -20,6 +20,9 @@ from daf_integrations.bench.worker import ERROR, OUT_OF_MEMORY, Measurement, Tas
 from daf_integrations.doctor import MMAP_THRESHOLD, SMALL_BLOCK, installed_tcmalloc
 from daf_integrations.sizing import Workload
 
+EXACT = ("checkpoint", "daf-exact")
+"""What can take plain training's place anywhere."""
+
 PRINTED = 2000
 """Characters of what a process printed last that its error shows."""
 
@@ -80,10 +83,11 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
         begin: Is told what runs next.
 
     Raises:
-        WorkerError: Plain training fails for another reason than memory, or nothing exact fits in it.
+        WorkerError: Plain training fails for another reason than memory, or nothing exact runs either.
     """
     measured: dict[str, list[Measurement]] = {method: [] for method in asked.methods}
     failed: dict[str, str] = {}
+    ran, standard = list(asked.methods), "plain"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         files = {method: folder / f"{number}.pt" for number, method in enumerate(asked.methods)}
@@ -99,26 +103,36 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
                     if method == "plain" and not isinstance(error, WorkerMemoryError):
                         raise
                     failed[method] = str(error)
-        ran = [method for method in asked.methods if method not in failed]
-        gradients = {method: load_gradients(files[method]) for method in ran}
-    name = _reference(ran, failed)
-    reference = Reference(name, measured[name], gradients[name])
-    results = [summarize(method, measured[method], gradients[method], reference) for method in ran]
+            ran = [method for method in asked.methods if method not in failed]
+            standard = _standard(ran, failed)
+        reference = Reference(standard, measured[standard], load_gradients(files[standard]))
+        # One at a time: with all parameters trained, gradients are as large as the model.
+        results = [summarize(each, measured[each], load_gradients(files[each]), reference) for each in ran]
     first = reference.rounds[0]
-    return Results(methods=results, reference=name, failed=failed, device=first.device, allocator=first.allocator)
+    return Results(methods=results, reference=standard, failed=failed, device=first.device, allocator=first.allocator)
 
 
-def _reference(ran: Sequence[str], failed: Mapping[str, str]) -> str:
-    """Returns the method that others are compared with, of those that ran."""
-    if "plain" in ran:
-        return "plain"
-    found = next((method for method in ran if traits(method).is_reference), None)
-    if found is None:
+def _standard(ran: Sequence[str], failed: Mapping[str, str]) -> str:
+    """Returns the method that others are compared with: plain, or of the exact ones that ran one that is not DAF's.
+
+    Raises:
+        WorkerError: None of them ran.
+    """
+    exact = [method for method in ran if traits(method).can_be_reference]
+    if not exact:
+        reasons = [f"{method}: {first_line(text)}" for method, text in failed.items()]
+        missing = [method for method in EXACT if method not in failed]
+        add = f"add {' or '.join(missing)} to --methods, or " if missing else ""
         raise WorkerError(
-            "plain training does not fit, and nothing exact ran that others could be compared with; add checkpoint or "
-            f"daf-exact to --methods, or pass a smaller --batch or --length. Plain training: {failed['plain']}"
+            "plain training does not fit, and nothing exact ran that others could be compared with; "
+            + "\n".join([f"{add}pass a smaller --batch or --length", *reasons])
         )
-    return found
+    return min(exact, key=lambda method: (method != "plain", method.startswith("daf")))
+
+
+def first_line(text: str) -> str:
+    """Returns what of a failure's text says why."""
+    return (text.strip().splitlines() or [""])[0]
 
 
 def rotated(methods: Sequence[str], turn: int) -> list[str]:
@@ -154,15 +168,14 @@ def run_process(
         errors="replace",
         check=False,
     )
-    printed = process.stderr[-PRINTED:]
+    printed = process.stderr[-PRINTED:].strip()
     if process.returncode == -signal.SIGKILL:  # by Linux, where main memory has run out
-        raise WorkerMemoryError(
-            f"the process for {name!r} was killed, as where memory runs out. It printed:\n{printed}"
-        )
+        raise WorkerMemoryError(f"the process for {name!r} was killed, as where memory runs out\n{printed}")
     if process.returncode or not result.exists():
+        last = (printed.splitlines() or ["nothing was printed"])[-1]
         raise WorkerError(
-            f"the process for {name!r} ended with code {process.returncode}; correct what it says and run again:"
-            f"\n{printed}"
+            f"the process for {name!r} ended with code {process.returncode}: {last}\n"
+            f"Correct what it says and run again. It printed:\n{printed}"
         )
     return checked(json.loads(result.read_text()))
 
@@ -175,7 +188,7 @@ def checked(found: dict[str, Any]) -> dict[str, Any]:
         WorkerError: It could not measure for another reason.
     """
     if OUT_OF_MEMORY in found:
-        raise WorkerMemoryError(f"memory ran out: {found[OUT_OF_MEMORY]}")
+        raise WorkerMemoryError(found[OUT_OF_MEMORY])
     if ERROR in found:
         raise WorkerError(found[ERROR])
     return found
@@ -189,6 +202,7 @@ def _measure(asked: Comparison, method: str, gradients: Path | None, folder: Pat
         steps=asked.steps,
         threads=asked.threads,
         gradients=str(gradients) if gradients else "",
+        undropped=any(traits(each).splits for each in asked.methods),
     )
     return Measurement(**run_process("daf_integrations.bench.worker", asdict(task), method, folder))
 

@@ -69,7 +69,7 @@ class MethodResult:
     Attributes:
         method: Its name.
         problem: Why what it computes is wrong; None where it is right. Times of a method with a problem mean nothing.
-        raw_bytes: What autograd saves without any method; 0 where nothing that ran knows.
+        raw_bytes: What autograd saves without any method; 0 where neither the method nor the reference knows.
         held_bytes: What the method holds of it.
         setup_rss_bytes: What code it loaded.
         peak_bytes: Peak above the loaded model and that, on the device that the model is on.
@@ -178,8 +178,8 @@ def problem_of(
 ) -> str | None:
     """Returns why what a method computed cannot be right; None where it can.
 
-    What is stored for backward changes no loss. Methods that lose nothing have plain's gradient; others have one that
-    is finite and leads down.
+    What is stored for backward changes no loss. Methods that lose nothing have the reference's gradient; others have
+    one that is finite and leads down.
 
     Args:
         method: Its name.

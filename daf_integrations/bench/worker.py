@@ -57,6 +57,7 @@ class Task:
         steps: Steps that are timed; at least `ALTERNATING_STEPS` of a method whose steps differ by design.
         threads: Threads of torch.
         gradients: File that loss and gradients are saved to; empty: they are not.
+        undropped: Whether those without dropout are saved too, of what others may be compared with.
     """
 
     method: str
@@ -65,6 +66,7 @@ class Task:
     steps: int
     threads: int
     gradients: str = ""
+    undropped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +248,11 @@ def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
 
 
 def _save_gradients(sized: Sized, step: TrainingStep, task: Task, how: Traits) -> None:
-    """Saves what a step computes: with dropout, without it where a batch is split, both of possible references."""
+    """Saves what a step computes with dropout, or without it where a batch is split, or both."""
     found: dict[str, Any] = {}
     if not how.splits:
         found[DROPOUT] = computed(sized.model, step.run(SEED))
-    if how.splits or how.is_reference:
+    if how.splits or (task.undropped and how.can_be_reference):
         switch_dropout_off(sized.model)
         found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
     torch.save(found, task.gradients)
@@ -272,7 +274,7 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        found = {OUT_OF_MEMORY: str(error)}
+        found = {OUT_OF_MEMORY: f"memory ran out: {type(error).__name__}: {error}"}
     Path(result).write_text(json.dumps(found))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import torch
@@ -41,12 +42,12 @@ class Restless(Net):
         return super().forward(x, labels) + torch.rand(())
 
 
-class Heavy(Net):
-    """Fits nowhere."""
+class Broken(Net):
+    """Does not train."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("tried to allocate 90 GiB")
+            raise RuntimeError("boom")
         return super().forward(x, labels)
 
 
@@ -58,8 +59,8 @@ def restless(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
     return Restless(), _batch(rows, length)
 
 
-def heavy(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    return Heavy(), _batch(rows, length)
+def broken(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Broken(), _batch(rows, length)
 
 
 def single(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -79,6 +80,12 @@ def ending(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """Ends the process."""
     print("no more of this", file=sys.stderr, flush=True)
     os._exit(7)
+
+
+def killed(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Is ended by the system, as where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return net(rows, length)
 
 
 def _batch(rows: int, length: int) -> dict[str, Tensor]:

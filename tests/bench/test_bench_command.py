@@ -83,26 +83,42 @@ def test_a_method_that_fails_stops_no_other() -> None:
     assert "finds no blocks" in report["failed"]["checkpoint"]
 
 
+class Limited:
+    """Has methods run out of memory.
+
+    Args:
+        monkeypatch: Puts it in the place of `worker.measure`.
+        fitting: How often a method fits; those that are not named always do.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **fitting: int) -> None:
+        self._measure, self._left = worker.measure, fitting
+        self.measured: list[str] = []
+        monkeypatch.setattr(worker, "measure", self.measure)
+
+    def measure(self, task: worker.Task) -> worker.Measurement:
+        name = task.method.replace("-", "_")
+        left = self._left.get(name, 1)
+        self._left[name] = left - (name in self._left)
+        if left == 0:
+            raise torch.OutOfMemoryError("tried to allocate 90 GiB")
+        self.measured.append(task.method)
+        return self._measure(task)
+
+
 @pytest.mark.usefixtures("in_process")
 def test_where_plain_does_not_fit_others_are_compared_with_what_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = worker.measure
-
-    def limited(task: worker.Task) -> worker.Measurement:
-        if task.method == "plain":
-            raise torch.OutOfMemoryError("tried to allocate 90 GiB")
-        return measure(task)
-
-    monkeypatch.setattr(worker, "measure", limited)
+    Limited(monkeypatch, plain=0)
     files = [tmp_path / "bench.json", tmp_path / "bench.png"]
-    methods = "classic-4bit,checkpoint,daf-exact,daf-step@2MB"
+    methods = "elastic@0.8,classic-4bit,daf-exact,checkpoint,daf-step@2MB"
     result = bench("--methods", methods, "--json", str(files[0]), "--png", str(files[1]))
     assert result.exit_code == 1
-    assert "plain did not run: memory ran out: tried to allocate 90 GiB" in result.output
-    assert "relative to checkpoint's gradient" in result.output
+    assert "plain failed: memory ran out: OutOfMemoryError: tried to allocate 90 GiB" in result.output
+    assert "Plain training did not fit: ratios, errors and checks are relative to checkpoint" in result.output
     report = json.loads(files[0].read_text())
-    assert report["reference"] == "checkpoint"
+    assert report["reference"] == "checkpoint", "a method that is not DAF's, of all parameters"
     found = {each["method"]: each for each in report["methods"]}
     assert list(found) == methods.split(",")
     assert (found["checkpoint"]["step_ratio"], found["checkpoint"]["gradient_error"]) == (1.0, 0.0)
@@ -111,15 +127,31 @@ def test_where_plain_does_not_fit_others_are_compared_with_what_is_exact(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_where_nothing_exact_fits_nothing_is_compared() -> None:
-    result = bench("--methods", "bf16,checkpoint", model="heavy")
+def test_what_fails_later_is_left_out_and_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    Limited(monkeypatch, plain=1, checkpoint=1)
+    result = bench("--methods", "checkpoint,daf-exact,bf16", "--rounds", "2", "--json", "-")
+    report = json.loads(result.output)
+    assert report["reference"] == "daf-exact"
+    assert set(report["failed"]) == {"plain", "checkpoint"}
+    assert [(each["method"], len(each["rounds"])) for each in report["methods"]] == [("daf-exact", 2), ("bf16", 2)]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_where_nothing_exact_fits_the_first_round_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = Limited(monkeypatch, plain=0, checkpoint=0)
+    result = bench("--methods", "bf16,checkpoint", "--rounds", "3")
     assert result.exit_code == 1
     output = " ".join(result.output.split())
-    assert (
-        "plain training does not fit, and nothing exact ran that others could be compared with; add checkpoint"
-        in output
-    )
-    assert "Plain training: memory ran out: tried to allocate 90 GiB" in output
+    assert "could be compared with; add daf-exact to --methods, or pass a smaller --batch or --length" in output
+    assert "checkpoint: memory ran out: OutOfMemoryError: tried to allocate 90 GiB" in output
+    assert limited.measured == ["bf16"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_other_errors_of_plain_training_are_no_lack_of_memory() -> None:
+    result = bench("--methods", "checkpoint", model="broken")
+    assert isinstance(result.exception, RuntimeError)
+    assert str(result.exception) == "boom"
 
 
 @pytest.mark.usefixtures("in_process")
@@ -138,7 +170,10 @@ def test_each_task_has_a_process_of_its_own() -> None:
     assert report["failed"]["daf-step@1kB"].startswith("a training step takes")
     ended = bench("--methods", "plain", model="ending")
     assert ended.exit_code == 1
-    assert "ended with code 7; correct what it says and run again:\nno more of this" in ended.output
+    assert "ended with code 7: no more of this\nCorrect what it says" in ended.output
+    killed = bench("--methods", "plain", model="killed")
+    assert killed.exit_code == 1
+    assert "plain: the process for 'plain' was killed, as where memory runs out" in killed.output
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def run(
         steps=1,
         threads=torch.get_num_threads(),
         gradients=str(file),
+        undropped=True,
     )
     return measure(task), load_gradients(file)[kind]
 

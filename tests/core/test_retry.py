@@ -47,6 +47,7 @@ OTHER = [
     SystemExit(1),
     RuntimeError("unsupported memory format option ChannelsLast"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("libgomp.so.1: cannot allocate memory in static TLS block"),
     RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned"),
     ValueError("the word list says: out of memory"),
     OSError(errno.ENOSPC, "No space left on device"),
