@@ -24,7 +24,7 @@ _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]?b?|[kmgtp]ib|bytes?)\s*", re.IGNO
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """How much of each step is left when a model is trained elastically: that what reduces the loss most for its cost.
+    """How much of each step is left when a model is trained elastically: what reduces the loss most for its cost.
 
     Blocks below the lowest one that a step trains build no graph: they take no time in backward and hold nothing for
     it. Of a model with adapters, all adapters of a block are trained or none; of one that is trained as a whole, single

@@ -48,7 +48,7 @@ class Mixture:
         return self.part_share if on == self.part and on != self.most else self.most_share
 
     def worth(self, gains: Sequence[float]) -> float:
-        """Returns what a step gains in the mean.
+        """Returns what a step gains on average.
 
         Args:
             gains: What each unit gains where it is trained in every step.

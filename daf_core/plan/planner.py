@@ -16,7 +16,7 @@ from daf_core.plan.timeline import Forecast, play
 from daf_core.treatments import Treatments
 
 MARGIN = 0.08
-"""Part of a budget that a plan leaves free, as forecasts are off by up to 5%."""
+"""Part of a budget that a plan leaves free, as most forecasts are off by up to 6%."""
 
 LAX = 1.06
 LAX_STEPS = 16
