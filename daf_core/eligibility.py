@@ -68,8 +68,9 @@ class Eligibility:
             return Form.PARAMETER
         if self._is_cast(tensor):
             return Form.PARAMETER
-        # The memory of what torch negates lazily holds the negative of its values.
-        if tensor.numel() < self._least_elements or tensor.is_neg():
+        # The memory of what torch negates lazily holds the negative of its values, and zero tensors, such as tangents
+        # of what has none, have no memory.
+        if tensor.numel() < self._least_elements or tensor.is_neg() or tensor._is_zerotensor():
             return Form.RAW
         if tensor.dtype in _INTEGERS:
             return Form.INTEGER
@@ -95,7 +96,8 @@ class Eligibility:
 
 def is_plain(tensor: Tensor) -> bool:
     """Says whether a tensor has a storage of its own to look at: no subclass with a layout of its own, not sparse."""
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    known = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return known and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_parameter(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from daf_core.background import CPU
 from daf_core.config import DAFConfig, parse_size
 from daf_core.eligibility import Eligibility
 from daf_core.errors import NothingToTrainError, StateError, UnsupportedDeviceError
+from daf_core.exact_readers import ExactReaders
 from daf_core.itemized import Items
 from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.memory.devices import DevicePagers
@@ -69,6 +70,7 @@ class ActivationEngine:
         self._pagers = DevicePagers(self.config, links=links)
         self._eligibility = Eligibility(model)
         self._scopes = ModuleScopes()
+        self._readers = ExactReaders(model, wanted=self.config.precision != "exact")
         self._treatments = Treatments()
         self._hooks = follow_modules(model, self._scopes)
         self._recorder = StepRecorder()
@@ -102,7 +104,7 @@ class ActivationEngine:
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
             self._begin_pass(threads)
-            with hook_stack.installed(self._packer.pack, self._packer.unpack):
+            with hook_stack.installed(self._packer.pack, self._packer.unpack), self._readers.watching():
                 yield
             self._packer.finish()
             self._choice.add(threads, time.perf_counter() - started, self._recorder.scope_raw_bytes)
@@ -149,7 +151,7 @@ class ActivationEngine:
             eligibility.refresh()
             self._scopes.start()
             try:
-                with hook_stack.installed(packer.pack, packer.unpack):
+                with hook_stack.installed(packer.pack, packer.unpack), self._readers.watching():
                     loss = loss_function()
             finally:
                 self._scopes.stop()
@@ -334,7 +336,7 @@ class ActivationEngine:
         self, eligibility: Eligibility, pagers: DevicePagers, store: LossyStore, recorder: StepRecorder
     ) -> Packer:
         activations = ActivationStore(self.config, self._backends, pagers, store, recorder)
-        return Packer(eligibility, self._scopes, activations, recorder)
+        return Packer(eligibility, self._scopes, activations, recorder, self._readers)
 
     def _begin_pass(self, threads: int) -> None:
         self._inside.scope = True

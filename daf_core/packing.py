@@ -17,6 +17,7 @@ from daf_core.codecs.slopes import GELU
 from daf_core.derivation import Derivation
 from daf_core.eligibility import Eligibility, Form
 from daf_core.errors import ReaderError
+from daf_core.exact_readers import ExactReaders
 from daf_core.handle import Handle
 from daf_core.in_flight import InFlight
 from daf_core.itemized import ItemizingStore, Items
@@ -45,11 +46,18 @@ class Packer:
         scopes: Knows which module is running.
         store: Stores activations.
         recorder: Counts what is done.
+        readers: Knows where activations are saved that have to stay as they are.
     """
 
     def __init__(
-        self, eligibility: Eligibility, scopes: ModuleScopes, store: ActivationStore, recorder: StepRecorder
+        self,
+        eligibility: Eligibility,
+        scopes: ModuleScopes,
+        store: ActivationStore,
+        recorder: StepRecorder,
+        readers: ExactReaders,
     ) -> None:
+        self._readers = readers
         self._eligibility = eligibility
         self._scopes = scopes
         self._store: ActivationStore | ItemizingStore = store
@@ -118,9 +126,10 @@ class Packer:
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
         if form is Form.PARAMETER or in_backward():
             return RawActivation(tensor, None)
-        if call.kept:
+        site, background = call.next_site(tensor), self._own.background
+        if self._readers.stays_exact(tensor, site) or call.kept:
             form = Form.RAW
-        saved, background = note(tensor, form, call.next_site(tensor), self._scopes), self._own.background
+        saved = note(tensor, form, site, self._scopes)
         if background is not None and background.admits(saved):
             packed = background.send(saved)
         else:

@@ -43,6 +43,7 @@ class SavedTensor:
         node: The autograd node that made it; None for a leaf.
         form: The form that it may take.
         site: Where it is saved.
+        normalizes: Whether a normalization is saving it.
         normalized: Where it may be derived, the latest results of normalizations, the newest first.
         ordered: Inside what it returns, the device does what this thread gives it after it has made the tensor.
         fetch: Copies values of the tensor to where they are encoded, until the next call; None where that is in place.
@@ -54,6 +55,7 @@ class SavedTensor:
     node: Node
     form: Form
     site: Site
+    normalizes: bool
     normalized: list[NormalizedResult]
     ordered: Callable[[], AbstractContextManager[None]] = nullcontext
     fetch: Callable[[Tensor], Tensor] | None = None
@@ -65,4 +67,5 @@ def note(tensor: Tensor, form: Form, site: Site, scopes: ModuleScopes) -> SavedT
     if form is Form.LOSSY:  # nothing else is derived
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
     reference = weakref.ref(tensor)
-    return SavedTensor(tensor.detach(), reference, tensor._version, tensor.grad_fn, form, site, normalized)
+    normalizes = scopes.current.normalizes
+    return SavedTensor(tensor.detach(), reference, tensor._version, tensor.grad_fn, form, site, normalizes, normalized)

@@ -60,15 +60,17 @@ class ModuleCall:
     Attributes:
         name: Qualified name of the module.
         kept: Whether they stay as they are.
+        normalizes: Whether it is a normalization, by the name of its class.
         saves: Activations saved so far.
         largest: Elements of the largest of them.
     """
 
-    __slots__ = ("kept", "largest", "name", "saves")
+    __slots__ = ("kept", "largest", "name", "normalizes", "saves")
 
-    def __init__(self, name: str, kept: bool = False) -> None:
+    def __init__(self, name: str, kept: bool = False, normalizes: bool = False) -> None:
         self.name = name
         self.kept = kept
+        self.normalizes = normalizes
         self.saves = 0
         self.largest = 0
 
@@ -111,10 +113,11 @@ class ModuleScopes(threading.local):
         """The innermost running module."""
         return self._calls[-1] if self._calls else ModuleCall("")
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, module: nn.Module) -> None:
         """A module's forward begins."""
         if self._calls is not None:
-            self._calls.append(ModuleCall(name, self._kept.get(name, self._calls[-1].kept)))
+            kept = self._kept.get(name, self._calls[-1].kept)
+            self._calls.append(ModuleCall(name, kept, "norm" in type(module).__name__.lower()))
 
     @property
     def normalized(self) -> list[Tensor]:
@@ -161,9 +164,9 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _enter(scopes: ModuleScopes, name: str, _module: nn.Module, _inputs: object) -> None:
+def _enter(scopes: ModuleScopes, name: str, module: nn.Module, _inputs: object) -> None:
     if not torch.compiler.is_compiling():
-        scopes.enter(name)
+        scopes.enter(name, module)
 
 
 def _leave(scopes: ModuleScopes, module: nn.Module, _inputs: object, result: object) -> None:

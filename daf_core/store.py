@@ -33,6 +33,12 @@ from daf_core.sites import Site
 from daf_core.telemetry import StepRecorder
 from daf_core.torch_internals import is_being_saved, is_changed_view
 from daf_kernels import Backend
+from daf_kernels.layout import shares_groups
+
+LARGEST_SPREAD_RATIO = 16
+"""Between rows that share a scaling group and are normalized: at 4 bits an error is 1/30 of the group's spread, and
+where a row spreads 1/16 of that, half of what its normalization returns. A token of zeros, such as a new class token,
+returns noise alone."""
 
 
 class LossyStore(Protocol):
@@ -153,7 +159,12 @@ class ActivationStore:
         derivation: Derivation,
         finite: bool,
     ) -> StoredActivation | None:
-        """Encodes what may lose precision; of what is a ReLU's result, or may be one, the signs are kept."""
+        """Encodes what may lose precision; of what is a ReLU's result, or may be one, the signs are kept.
+
+        None keeps what a normalization would enlarge: a row beside others that spread far more.
+        """
+        if saved.normalizes and shares_groups(grouping.row) and _spreads_differ(values, grouping.row):
+            return None
         signs = derivation.signs_of(saved)
         if signs is None and saved.site.op == RELU and is_being_saved(saved.node, "result"):
             signs = SignsActivation.encode(values, pager, backend, saved.version)
@@ -163,6 +174,15 @@ class ActivationStore:
             signs = SignsActivation.encode(values, pager, backend, saved.version)
         planes = self._lossy(values, grouping, saved.site, pager, backend, finite)
         return planes if planes is None or signs is None else RectifiedActivation(signs, planes)
+
+
+def _spreads_differ(values: Tensor, row: int) -> bool:
+    """Says whether some rows of flat values spread so little beside others that a code shared with them hides them."""
+    if values.numel() % row:
+        return False
+    rows = values.reshape(-1, row)
+    spreads = rows.amax(1) - rows.amin(1)
+    return bool(spreads.min() * LARGEST_SPREAD_RATIO < spreads.max())
 
 
 def _may_be_rectified(saved: SavedTensor) -> bool:

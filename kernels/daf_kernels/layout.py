@@ -92,6 +92,11 @@ def group_size(row: int) -> int:
     return row if row <= MAX_GROUP else next(sizes, MAX_GROUP)
 
 
+def shares_groups(row: int) -> bool:
+    """Says whether rows of so many elements share scaling groups."""
+    return row % group_size(row) != 0
+
+
 def bit_of(element: int, plane: int) -> tuple[int, int]:
     """Returns (byte, lowest bit) of an element inside a plane, counted from the plane's first byte."""
     width = PLANE_WIDTHS[plane]

@@ -1,0 +1,232 @@
+"""What an operator compares with its result, or divides by, stays exact: NaN or noise would come out of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+from daf_core import ActivationEngine, DAFConfig
+from daf_core.exact_readers import READERS, reads_exactly
+from tests.core.harness import normal
+
+ROWS, TOKENS, WIDTH = 8, 64, 64
+
+Head = Callable[[Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A layer, and on it what is tested."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x))
+
+
+def targets(like: Tensor) -> Tensor:
+    return (torch.arange(like.numel()) % 2).float().view(like.shape)
+
+
+COMPARED: dict[str, Head] = {
+    "amax": lambda x: x.amax(1).square().mean(),
+    "torch.amin": lambda x: torch.amin(x, dim=1).square().mean(),
+    "aminmax": lambda x: (x.aminmax(dim=1).max - x.aminmax(dim=1).min).mean(),
+    "max of all": lambda x: x.max(),
+    "median of all": lambda x: x.median(),
+    "largest norm": lambda x: torch.linalg.vector_norm(x, float("inf"), dim=-1).mean(),
+    "absmax quantization": lambda x: (x / x.abs().amax(-1, keepdim=True)).square().mean(),
+    "acos": lambda x: torch.acos(torch.tanh(4 * x) * 0.9999).mean(),
+}
+"""Wrong from the first pass on, where their own input is stored in few bits."""
+
+LED_TO: dict[str, Head] = {
+    "cross entropy of a sigmoid": lambda x: F.binary_cross_entropy(torch.sigmoid(6 * x), targets(x)),
+    "cross entropy of a softmax": lambda x: F.binary_cross_entropy(torch.softmax(6 * x, -1), targets(x)),
+    "logarithm of a softmax": lambda x: -((6 * x).softmax(-1) + 1e-9).log()[..., 0].mean(),
+    "logit": lambda x: torch.logit(torch.sigmoid(4 * x)).square().mean(),
+    "root of a square": lambda x: ((x * 3).square() + 1e-6).pow(0.5).mean(),
+    "quotient": lambda x: (x / (x.square() + 1e-3)).mean(),
+}
+"""Wrong, too, where what leads to them is."""
+
+
+def gradient(net: Net) -> Tensor:
+    found = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+    net.zero_grad()
+    return found
+
+
+def cosines(head: Head, precision: int, passes: int) -> list[float]:
+    net, x = Net(head), normal(ROWS, TOKENS, WIDTH)
+    net(x).backward()
+    exact = gradient(net)
+    engine = ActivationEngine(net, DAFConfig(precision=8 if precision == 8 else 4))
+    found: list[float] = []
+    for _ in range(passes):
+        with engine.compress():
+            loss = net(x)
+        loss.backward()
+        found.append(float(torch.cosine_similarity(gradient(net), exact, dim=0)))
+        assert engine.finish_step().held_bytes > 0
+    return found
+
+
+@pytest.mark.parametrize("precision", [8, 4])
+@pytest.mark.parametrize("head", COMPARED.values(), ids=COMPARED)
+def test_what_is_compared_stays_exact_from_the_beginning(head: Head, precision: int) -> None:
+    assert min(cosines(head, precision, 2)) > 0.98
+
+
+@pytest.mark.parametrize("precision", [8, 4])
+@pytest.mark.parametrize("head", LED_TO.values(), ids=LED_TO)
+def test_what_leads_to_a_pole_stays_exact_once_it_is_known(head: Head, precision: int) -> None:
+    assert cosines(head, precision, 2)[1] > 0.98
+
+
+@pytest.mark.parametrize("head", LED_TO.values(), ids=LED_TO)
+def test_a_rehearsal_knows_it_before_the_first_pass(head: Head) -> None:
+    net, x = Net(head), normal(ROWS, TOKENS, WIDTH)
+    engine = ActivationEngine(net, DAFConfig(precision=4))
+    with engine.rehearse(lambda: net(x[:2])) as rehearsal:
+        del rehearsal
+    net(x).backward()
+    exact = gradient(net)
+    with engine.compress():
+        loss = net(x)
+    loss.backward()
+    assert torch.cosine_similarity(gradient(net), exact, dim=0) > 0.98
+
+
+def test_calls_are_watched_until_all_places_are_known() -> None:
+    def head(x: Tensor) -> Tensor:
+        watching.append(len(_get_current_function_mode_stack()))
+        return (x.exp().sin() if len(watching) in (3, 4, 5) else x.sin()).mean()
+
+    watching: list[int] = []
+    net, x = Net(head), normal(ROWS, TOKENS, WIDTH)
+    engine = ActivationEngine(net, DAFConfig(precision=4))
+    for _ in range(5):
+        with engine.compress():
+            net(x).backward()
+    assert watching == [1, 0, 0, 1, 0]
+    watching.clear()
+    with ActivationEngine(net, DAFConfig(precision="exact")).compress():
+        net(x)
+    assert watching == [0], "exact mode needs none of it"
+    net.layer.compile(backend="eager")
+    with ActivationEngine(net, DAFConfig(precision=4)).compress():
+        net(x)
+    assert watching == [0, 0], "a graph would be compiled once with the watch, and once without"
+
+
+def test_what_it_knows_is_of_the_place_and_not_of_the_operator() -> None:
+    """The same tensor may be stored in few bits for others."""
+    net, x = Net(lambda x: x.amax(1).mean() + x.sin().mean() + x.exp().mean()), normal(ROWS, TOKENS, WIDTH)
+    engine = ActivationEngine(net, DAFConfig(precision=4))
+    for _ in range(2):
+        with engine.compress():
+            net(x).backward()
+        statistics = engine.finish_step()
+    assert statistics.stored_as["planes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "keywords", "reads"),
+    [
+        (torch.amax, (1,), {}, True),
+        (torch.Tensor.log_, (1,), {}, True),
+        (torch.max, (1, 2), {}, False),
+        (torch.Tensor.max, (1,), {"dim": 2}, False),
+        (torch.Tensor.pow, (1, 2), {}, False),
+        (torch.Tensor.pow, (1,), {"exponent": 3.0}, False),
+        (torch.Tensor.__pow__, (1, -1), {}, True),
+        (torch.Tensor.pow_, (1, 0.5), {}, True),
+        (torch.Tensor.__ipow__, (1, torch.ones(1)), {}, True),
+        (torch.Tensor.div, (1, 2), {}, False),
+        (torch.Tensor.div, (1, torch.ones(64)), {}, False),
+        (torch.Tensor.__truediv__, (1, torch.ones(4096)), {}, True),
+        (torch.Tensor.__itruediv__, (1, torch.ones(4096)), {}, True),
+        (torch.linalg.vector_norm, (1,), {"dim": 1}, False),
+        (torch.linalg.vector_norm, (1, 2), {}, False),
+        (torch.linalg.vector_norm, (1,), {"ord": float("inf")}, True),
+        (torch.norm, (1, 0.5), {}, True),
+        (F.binary_cross_entropy, (1, 2), {}, True),
+        (F.binary_cross_entropy_with_logits, (1, 2), {}, False),
+        (torch.Tensor.__init__, (), {}, False),
+        (object(), (), {}, False),
+    ],
+)
+def test_calls_are_told_by_name_and_arguments(
+    function: object, arguments: tuple[object, ...], keywords: dict[str, object], reads: bool
+) -> None:
+    assert reads_exactly(function, arguments, keywords) == reads
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_name_is_torch_s(name: str) -> None:
+    homes = (torch, torch.Tensor, F, torch.linalg, torch.special, torch._C._linalg)
+    assert any(hasattr(home, name) or hasattr(home, name.removeprefix("special_")) for home in homes)
+
+
+@pytest.mark.parametrize("width", [32, 64, 514])
+@pytest.mark.parametrize("precision", [8, 4])
+def test_a_row_of_zeros_beside_others_is_normalized_as_it_is(width: int, precision: int) -> None:
+    """As a new class token is: of noise in its place a normalization makes values of the size of all others."""
+    tokens = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width, eps=1e-12), nn.Tanh(), nn.Linear(width, 2))
+    x = normal(8, 64, width)
+    start = torch.zeros(8, 1, width)
+
+    def loss() -> Tensor:
+        rows = torch.cat([start, tokens[0](x)], 1)
+        return tokens[3](tokens[2](tokens[1](rows))).square().mean()
+
+    loss().backward()
+    exact = [parameter.grad.clone() for parameter in tokens.parameters() if parameter.grad is not None]
+    tokens.zero_grad()
+    engine = ActivationEngine(tokens, DAFConfig(precision=8 if precision == 8 else 4))
+    with engine.compress():
+        value = loss()
+    value.backward()
+    for parameter, expected in zip(tokens.parameters(), exact, strict=True):
+        assert parameter.grad is not None
+        assert torch.cosine_similarity(parameter.grad.flatten(), expected.flatten(), dim=0) > 0.98
+    engine.close()
+
+
+def test_rows_that_spread_alike_share_groups() -> None:
+    norm = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    engine = ActivationEngine(norm, DAFConfig(precision=4))
+    with engine.compress():
+        norm(normal(128, 64)).square().mean().backward()
+    assert engine.finish_step().stored_as["planes"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_tensors_without_memory_pass_as_they_are() -> None:
+    """Tangents of what has none: torch makes them of nothing."""
+    import torch.autograd.forward_ad as forward_ad
+
+    net, x = Net(lambda x: x.sin().mean()), normal(ROWS, TOKENS, WIDTH)
+    with forward_ad.dual_level(), ActivationEngine(net, DAFConfig(precision=4)).compress():
+        loss = forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x))))
+    assert loss.tangent is not None
+    loss.primal.backward()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_pass_as_they_are() -> None:
+    nested = torch.nested.nested_tensor([normal(128, 64), normal(64, 64)], requires_grad=True)
+    net = nn.Linear(64, 64)
+    with ActivationEngine(net, DAFConfig(precision=4)).compress():
+        result = net(nested)
+    torch.nested.to_padded_tensor(result, 0.0).sum().backward()
+    assert nested.grad is not None
