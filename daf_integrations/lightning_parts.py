@@ -143,7 +143,7 @@ def _loss_in(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise MicroBatchError(
             f"training_step returned no loss for a part of the batch, but {output!r}. A step in parts needs that of "
-            "each; train without micro-batches where batches are skipped"
+            'each; where batches are skipped, pass budget_covers="activations", which splits none'
         )
     return loss
 
