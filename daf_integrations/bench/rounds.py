@@ -162,7 +162,7 @@ def run_process(
     result.unlink(missing_ok=True)
     process = subprocess.run(
         [sys.executable, "-m", module, json.dumps(task), str(result)],
-        env=_process_variables(environment or _with_allocator(os.environ), task["threads"]),
+        env=_process_variables(environment or _with_allocator(), task["threads"]),
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -212,10 +212,10 @@ def _process_variables(environment: Mapping[str, str], threads: int) -> dict[str
     return {**environment, "PYTHONPATH": imported, "OMP_NUM_THREADS": str(threads)}
 
 
-def _with_allocator(environment: Mapping[str, str]) -> dict[str, str]:
-    preloaded, tcmalloc = environment.get("LD_PRELOAD", ""), installed_tcmalloc()
+def _with_allocator() -> dict[str, str]:
+    preloaded, tcmalloc = os.environ.get("LD_PRELOAD", ""), installed_tcmalloc()
     if "malloc" in preloaded:
-        return dict(environment)
+        return dict(os.environ)
     if tcmalloc:
-        return {**environment, "LD_PRELOAD": f"{tcmalloc} {preloaded}".strip()}
-    return {MMAP_THRESHOLD: str(SMALL_BLOCK), **environment}
+        return os.environ | {"LD_PRELOAD": f"{tcmalloc} {preloaded}".strip()}
+    return {MMAP_THRESHOLD: str(SMALL_BLOCK), **os.environ}
