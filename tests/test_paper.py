@@ -308,12 +308,13 @@ def test_options_are_refused(arguments: list[str], message: str, capsys: pytest.
 
 
 def test_results_from_before_there_were_tasks_are_continued(tmp_path: Path) -> None:
-    (tmp_path / "mrpc").mkdir()
-    results = Path(__file__).parent.parent / "docs" / "results" / "mrpc-auto.json"
-    asked = ["--data", str(tmp_path / "mrpc"), "--json", str(results)]
+    (tmp_path / "cifar10").mkdir()
+    results = Path(__file__).parent.parent / "docs" / "results" / "cifar-auto.json"
+    asked = ["--data", str(tmp_path / "cifar10"), "--json", str(results), "--threads", "1"]
+    assert "task" not in json.loads(results.read_text())["settings"]
     assert len(accuracy.read_runs(accuracy.parse_arguments(asked))) == 10
     with pytest.raises(SystemExit, match="pass another file as --json"):
-        accuracy.read_runs(accuracy.parse_arguments([*asked, "--task", "mrpc"]))
+        accuracy.read_runs(accuracy.parse_arguments([*asked, "--task", "cifar10"]))
 
 
 @pytest.mark.parametrize(
