@@ -19,7 +19,7 @@ from typing_extensions import override
 from daf_core.eligibility import LEAST_ELEMENTS
 from daf_core.saved import Node
 from daf_core.sites import Site
-from daf_core.torch_internals import is_compiled
+from daf_core.torch_internals import is_compiled, node_number
 
 LEADING = 3
 """Operators before one of these that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
@@ -85,12 +85,12 @@ class _Inside(threading.local):
         watched: Whether calls are watched.
         calls: Calls of such operators that are running.
         unknown: Whether something was saved at a place that was never watched.
-        made: Where what a node has made was saved first in the pass that is watched.
+        made: Where what a node has made was saved first in the pass that is watched, by the node's number.
     """
 
     def __init__(self) -> None:
         self.watched, self.unknown, self.calls = False, True, 0
-        self.made: dict[Node, Site] = {}
+        self.made: dict[int, Site] = {}
 
 
 class _Watch(TorchFunctionMode):
@@ -151,7 +151,8 @@ class ExactReaders:
         """Says whether a tensor that is being saved at a site is to stay as it is."""
         if self._inside.watched:
             self._known.add(site)
-            self._inside.made.setdefault(tensor.grad_fn, site)
+            if tensor.grad_fn is not None:
+                self._inside.made.setdefault(node_number(tensor.grad_fn), site)
             if self._inside.calls:
                 self._sites |= {site, *self._leading_to(tensor.grad_fn)}
         elif site not in self._known:
@@ -167,6 +168,6 @@ class ExactReaders:
         for _ in range(LEADING):
             if node is None:
                 return
-            if node in self._inside.made:
-                yield self._inside.made[node]
+            if node_number(node) in self._inside.made:
+                yield self._inside.made[node_number(node)]
             node = node.next_functions[0][0] if node.next_functions else None

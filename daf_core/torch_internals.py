@@ -87,6 +87,11 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def node_number(node: Any) -> int:
+    """Returns the number of an autograd node among those that this thread has made: a name that keeps nothing alive."""
+    return node._sequence_nr()
+
+
 def skip_nodes(node: Any, names: Collection[str]) -> Any:
     """Returns the first autograd node from `node` on, towards the leaves, with none of the names; None at the end."""
     while node is not None and node.name() in names:
