@@ -19,7 +19,7 @@ from typing_extensions import override
 from daf_core.eligibility import LEAST_ELEMENTS
 from daf_core.saved import Node
 from daf_core.sites import Site
-from daf_core.torch_internals import is_compiled, node_number
+from daf_core.torch_internals import has_compiled_parts, node_number
 
 LEADING = 3
 """Operators before one of these that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
@@ -136,7 +136,8 @@ class ExactReaders:
     def watching(self) -> Generator[None]:
         """Watches what runs inside where there is something to learn: wrap it around a forward pass."""
         inside = self._inside
-        if not (self._wanted and inside.unknown) or any(map(is_compiled, self._model.modules())):
+        self._wanted = self._wanted and not (inside.unknown and has_compiled_parts(self._model))
+        if not (self._wanted and inside.unknown):
             yield
             return
         inside.unknown, inside.watched = False, True
