@@ -12,7 +12,6 @@ from torch import nn
 
 from daf_core.config import ElasticConfig
 from daf_core.elastic.calls import CallWatch
-from daf_core.elastic.catch_up import CatchUp
 from daf_core.elastic.clock import BlockClock, StepTimes, is_training_pass
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.course import Choice, Course
@@ -82,7 +81,6 @@ class ElasticTraining:
         self._watch: CallWatch | None = None
         self._clock: BlockClock | None = None
         self._update: Update | None = None
-        self._catch_up: CatchUp | None = None
         self._hooks = InputGradientHooks(model)
         self._holder = model.register_forward_pre_hook(self.hold)
 
@@ -111,9 +109,7 @@ class ElasticTraining:
         on = [self._units.units[number] for number in sorted(self._choice.on)]
         back = [unit for unit in on if self._idle[unit.name] > STALE]
         renew_momentum(optimizers, [parameter for unit in back for parameter in unit.parameters])
-        if self._catch_up is None and not self._units.whole:  # of several optimizers the first
-            self._catch_up = CatchUp((unit, self._idle[unit.name]) for unit in on)
-        if self._choice.probe and self._update is None:
+        if self._choice.probe and self._update is None:  # of several optimizers the first
             self._update = Update(on)
 
     def finish_step(self) -> ElasticStep | None:
@@ -147,9 +143,6 @@ class ElasticTraining:
             times = None
         gains = None if self._update is None else self._update.gains()
         self._update = None
-        if self._catch_up is not None:
-            self._catch_up.apply()
-        self._catch_up = None
         self._mask.lift()
         choice, times = self._look(choice, times)
         for number, unit in enumerate(self._units.units):
@@ -261,7 +254,7 @@ class ElasticTraining:
     def _leave_step(self) -> None:
         self._stop_watching()
         self._mask.lift()
-        self._choice = self._update = self._catch_up = None
+        self._choice = self._update = None
 
     def _started_clock(self) -> BlockClock:
         return BlockClock(self._model, self._units.blocks, lambda: self._engine.held_bytes)
