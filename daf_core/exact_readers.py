@@ -34,7 +34,7 @@ def _always(_arguments: Arguments, _keywords: Keywords) -> bool:
 
 def _of_all(arguments: Arguments, keywords: Keywords) -> bool:
     """Says whether the largest of all values, or the like, is asked for: along a dimension the index is kept."""
-    return len(arguments) == 1 and not {"dim", "other"} & keywords.keys()
+    return len(arguments) + ("input" in keywords) == 1 and not {"dim", "other"} & keywords.keys()
 
 
 def _by_tensor(arguments: Arguments, keywords: Keywords) -> bool:

@@ -145,6 +145,8 @@ def test_what_it_knows_is_of_the_place_and_not_of_the_operator() -> None:
         (torch.amax, (1,), {}, True),
         (torch.Tensor.log_, (1,), {}, True),
         (torch.max, (1, 2), {}, False),
+        (torch.max, (), {"input": 1}, True),
+        (torch.max, (1,), {"other": 2}, False),
         (torch.Tensor.max, (1,), {"dim": 2}, False),
         (torch.Tensor.pow, (1, 2), {}, False),
         (torch.Tensor.pow, (1,), {"exponent": 3.0}, False),
