@@ -189,7 +189,10 @@ def allocator_advice() -> str:
     else:
         install, library = _install_command(), _TCMALLOC
     setting = f"{MMAP_THRESHOLD}={SMALL_BLOCK} python train.py"
-    return f"{why}: {install}, then LD_PRELOAD={library} python train.py; where nothing can be installed, {setting}"
+    return (
+        f"{why}: {install}, then LD_PRELOAD={library} python train.py; where nothing can be installed, "
+        f"{setting}, with which steps are slower"
+    )
 
 
 def installed_tcmalloc() -> str | None:
