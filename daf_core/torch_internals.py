@@ -49,7 +49,7 @@ def is_compiled(module: nn.Module) -> bool:
 def has_compiled_parts(model: nn.Module) -> bool:
     """Says whether parts of a model are compiled, in place or by what torch.compile has made of them anywhere.
 
-    A part does not know of the latter, so all objects are looked through where anything was compiled at all: about 0.1 s.
+    A part does not know of the latter, so all objects are looked through, about 0.1 s, where anything was compiled.
     """
     modules = set(model.modules())
     if any(map(is_compiled, modules)):
