@@ -66,15 +66,19 @@ READERS: dict[str, Callable[[Arguments, Keywords], bool]] = {
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__", "__rtruediv__", "__div__", "addcdiv"), _by_tensor),
     **dict.fromkeys(("pow", "float_power", "__pow__"), _to_fraction),
 }
-"""Names of torch's functions and methods, also of those in place, and whether a call is of the kind."""
+"""Names of torch's functions and methods, and whether a call is of the kind."""
+
+_READERS = {
+    **{f"{name}_": kind for name, kind in READERS.items()},  # in place: log_
+    **{f"__i{name[2:]}": kind for name, kind in READERS.items() if name.startswith("__")},  # __ipow__
+    **READERS,
+}
 
 
 def reads_exactly(function: Any, arguments: Arguments, keywords: Keywords) -> bool:
     """Says whether the backward of a call of one of torch's functions needs exact values."""
-    name = getattr(function, "__name__", "")
-    if name not in READERS:
-        name = name[:-1] if name[-1:] == "_" and name[-2:] != "__" else f"__{name[3:]}" if name[:3] == "__i" else name
-    kind = READERS.get(name)
+    # One look and no string to work on: torch.compile follows this, where it meets a function to compile meanwhile.
+    kind = _READERS.get(getattr(function, "__name__", ""))
     return kind is not None and kind(arguments, keywords)
 
 

@@ -57,7 +57,10 @@ def has_compiled_parts(model: nn.Module) -> bool:
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None or all(each is None for each in getattr(loaded, "cached_backends", {0: ""}).values()):
         return False
-    return any(type(each) is loaded.OptimizedModule and each._orig_mod in modules for each in gc.get_objects())
+    return any(
+        type(each) is loaded.OptimizedModule and getattr(each, "_orig_mod", None) in modules
+        for each in gc.get_objects()
+    )
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

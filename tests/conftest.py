@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,8 +46,16 @@ def leaves_no_trace() -> Iterator[None]:
     environment, dtype = dict(os.environ), torch.get_default_dtype()
     assert _hooks() is None, "a saved-tensor hook was installed before this test began"
     yield
+    _forget_graphs()
     leaks = [*_undo_hooks(), *_undo_environment(environment), *_undo_dtype(dtype)]
     assert not leaks, f"this test left behind: {', '.join(leaks)}"
+
+
+def _forget_graphs() -> None:
+    """Has torch.compile forget what a test compiled: afterwards every engine would look for compiled modules."""
+    loaded = sys.modules.get("torch._dynamo.eval_frame")
+    if loaded is not None and any(backend is not None for backend in loaded.cached_backends.values()):
+        torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)
