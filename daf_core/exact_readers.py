@@ -173,6 +173,7 @@ class ExactReaders:
         for _ in range(LEADING):
             if node is None:
                 return
-            if node_number(node) in self._inside.made:
-                yield self._inside.made[node_number(node)]
+            site = self._inside.made.get(node_number(node))
+            if site is not None:
+                yield site
             node = node.next_functions[0][0] if node.next_functions else None

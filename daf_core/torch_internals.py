@@ -54,13 +54,19 @@ def has_compiled_parts(model: nn.Module) -> bool:
     modules = set(model.modules())
     if any(map(is_compiled, modules)):
         return True
-    loaded = sys.modules.get("torch._dynamo.eval_frame")
-    if loaded is None or all(each is None for each in getattr(loaded, "cached_backends", {0: ""}).values()):
+    if not has_compiled_anything():
         return False
-    return any(
-        type(each) is loaded.OptimizedModule and getattr(each, "_orig_mod", None) in modules
-        for each in gc.get_objects()
-    )
+    made = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
+    return any(type(each) is made and getattr(each, "_orig_mod", None) in modules for each in gc.get_objects())
+
+
+def has_compiled_anything() -> bool:
+    """Says whether torch.compile was used in this process; where it cannot be known, whether it was loaded."""
+    loaded = sys.modules.get("torch._dynamo.eval_frame")
+    if loaded is None:
+        return False
+    backends = getattr(loaded, "cached_backends", None)
+    return backends is None or any(backend is not None for backend in backends.values())
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

@@ -82,10 +82,10 @@ def bench(
     full.
 
     Each measurement is a process of its own; methods run in turn, round by round, and ratios are taken within rounds.
-    So 9 methods in 3 rounds are 27 processes: some minutes, or more with a large model. A method
-    that runs out of memory is named; where that is plain training, ratios and checks are relative to an exact method,
-    such as checkpoint. What a method computes in the first round is checked: where its loss is not the reference's, or
-    its gradient cannot be right, no time of it is shown. The command exits with 1 if a method is wrong or failed.
+    So 9 methods in 3 rounds are 27 processes: some minutes, or more with a large model. A method that runs out of
+    memory is named; where that is plain training, ratios and checks are relative to an exact method, such as
+    checkpoint. What a method computes in the first round is checked: where its loss is not the reference's, or its
+    gradient cannot be right, no time of it is shown. The command exits with 1 if a method is wrong or failed.
     """
     workload = workload_of(**model)
     from daf_integrations.bench.machine import core_count, describe_machine

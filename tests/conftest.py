@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 
 from daf_core import packing_choice
+from daf_core.torch_internals import has_compiled_anything
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,8 +53,7 @@ def leaves_no_trace() -> Iterator[None]:
 
 def _forget_graphs() -> None:
     """Has torch.compile forget what a test compiled: afterwards every engine would look for compiled modules."""
-    loaded = sys.modules.get("torch._dynamo.eval_frame")
-    if loaded is not None and any(backend is not None for backend in loaded.cached_backends.values()):
+    if has_compiled_anything():
         torch.compiler.reset()
 
 
