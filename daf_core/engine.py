@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import hook_stack
-from daf_core.background import CPU
+from daf_core.backends import Backends
 from daf_core.config import DAFConfig, parse_size
 from daf_core.eligibility import Eligibility
-from daf_core.errors import NothingToTrainError, StateError, UnsupportedDeviceError
+from daf_core.errors import NothingToTrainError, StateError
 from daf_core.exact_readers import ExactReaders
 from daf_core.itemized import Items
 from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
@@ -33,7 +33,6 @@ from daf_core.store import ActivationStore, LossyStore
 from daf_core.telemetry import StepRecorder, StepStatistics
 from daf_core.treatments import Treatments
 from daf_core.undisturbed import undisturbed
-from daf_kernels import Backend, HostLink, LinkedBackend, NoKernelError, host_link, load_backend
 
 REHEARSED_ELEMENTS = 128
 REHEARSED_PAGE_BYTES = 128
@@ -63,11 +62,9 @@ class ActivationEngine:
     def __init__(self, model: nn.Module, config: DAFConfig | None = None) -> None:
         self.config = config or DAFConfig()
         _check_trainable(model)
-        devices = {parameter.device for parameter in model.parameters()}
         self._model = model
-        links = _links(self.config, devices)
-        self._backends = {device: _load_backend(device, self.config.backend, links.get(device)) for device in devices}
-        self._pagers = DevicePagers(self.config, links=links)
+        self._backends = Backends(model, self.config)
+        self._pagers = DevicePagers(self.config, links=self._backends.links)
         self._eligibility = Eligibility(model)
         self._scopes = ModuleScopes()
         self._readers = ExactReaders(model, wanted=self.config.precision != "exact")
@@ -77,7 +74,7 @@ class ActivationEngine:
         self._policy = PrecisionPolicy(self.config)
         self._auditor = Auditor(self.config, self._policy)
         self._streams = RandomStreams(self.config)
-        self._choice = PackingChoice(self.config, devices, links)
+        self._choice = PackingChoice(self.config, self._backends)
         self._store = TrainingStore(self._policy, self._streams)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._last_pass = LastPass()
@@ -101,6 +98,7 @@ class ActivationEngine:
             yield
             return
         hook_stack.refuse_foreign_hooks()
+        self._backends.follow()
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
             self._begin_pass(threads)
@@ -141,6 +139,7 @@ class ActivationEngine:
             ActivationBudgetError: The activations of so many rows do not fit in the memory budget.
         """
         hook_stack.refuse_foreign_hooks()
+        self._backends.follow()
         store = RehearsalStore(self._policy, self._streams)
         # A few rows make small tensors of those that are compressed in training, and pages would swallow them.
         eligibility = Eligibility(self._model, REHEARSED_ELEMENTS)
@@ -379,21 +378,3 @@ def _check_trainable(model: nn.Module) -> None:
             f"{type(model).__name__} has no parameter that requires a gradient, so nothing is saved for backward; "
             "set requires_grad on the parameters to train, for example with peft.get_peft_model"
         )
-
-
-def _links(config: DAFConfig, devices: Collection[torch.device]) -> dict[torch.device, HostLink]:
-    """Returns the links of devices whose activations are packed by their host."""
-    if config.packing != "workers":
-        return {}
-    found = {device: host_link(device) for device in devices}
-    return {device: link for device, link in found.items() if link is not None}
-
-
-def _load_backend(device: torch.device, name: str, link: HostLink | None) -> Backend:
-    try:
-        backend = load_backend(device, name)
-        return backend if link is None else LinkedBackend(backend, load_backend(CPU, name), link)
-    except NoKernelError as error:
-        raise UnsupportedDeviceError(
-            f"{error}; give the model values, with model.to_empty(device=...) and weights"
-        ) from error

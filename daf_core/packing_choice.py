@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
-import torch
 
+from daf_core.backends import Backends
 from daf_core.background import idle_cores
 from daf_core.config import DAFConfig
 
@@ -27,19 +25,12 @@ class PackingChoice:
 
     Args:
         config: Says what was asked for.
-        devices: Those of the model.
-        links: Those of them whose host packs what they save.
+        backends: Know whether the host can pack what the model saves.
     """
 
-    def __init__(
-        self,
-        config: DAFConfig,
-        devices: Collection[torch.device],
-        links: Collection[torch.device] = (),
-    ) -> None:
-        # What a GPU saves is packed by its host where that is asked for: whether it pays depends on backward too.
-        possible = any(device.type == "cpu" or device in links for device in devices)
-        self._asked = config.packing if possible else "device"
+    def __init__(self, config: DAFConfig, backends: Backends) -> None:
+        self._asked = config.packing
+        self._backends = backends
         # Torch's operations, which the reference consists of, would bring a second team of torch's threads along.
         if config.packing == "auto" and config.backend == "reference":
             self._asked = "device"
@@ -49,6 +40,8 @@ class PackingChoice:
 
     def threads(self) -> int:
         """Returns the number of threads for the next pass; 0 for packing at once."""
+        if not self._backends.packs_on_host:
+            return 0
         idle = min(max(idle_cores(), 0), MOST_THREADS)
         if self._asked == "workers":
             return max(idle, 1)
@@ -63,7 +56,7 @@ class PackingChoice:
             seconds: How long it took.
             raw_bytes: What plain training would have kept of it.
         """
-        if self._chosen is not None or not raw_bytes or idle_cores() <= 0:
+        if self._chosen is not None or not raw_bytes or not self._backends.packs_on_host or idle_cores() <= 0:
             return
         self._passes += 1
         if self._passes > WARM_UP:

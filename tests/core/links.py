@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_core import engine
+from daf_core import backends
 from daf_kernels import Backend, PageMemory, Pages
 from daf_kernels.cpu import CpuBackend
 
@@ -132,6 +132,6 @@ def connect(monkeypatch: pytest.MonkeyPatch, device: Backend | None = None) -> L
     """
     link = LateLink()
     kernels = itertools.cycle([reading(device or CpuBackend(), link), CheckedHost(link)])
-    monkeypatch.setattr(engine, "host_link", lambda device: link)
-    monkeypatch.setattr(engine, "load_backend", lambda *_: next(kernels))
+    monkeypatch.setattr(backends, "host_link", lambda device: link)
+    monkeypatch.setattr(backends, "load_backend", lambda *_: next(kernels))
     return link

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf_core import ActivationEngine, DAFConfig, engine
+from daf_core import ActivationEngine, DAFConfig, backends
 from daf_kernels import Backend
 from daf_kernels.reference_backend import ReferenceBackend
 from daf_kernels.triton.backend import TritonBackend
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 def train(monkeypatch: pytest.MonkeyPatch, backend: Backend, **options: Any) -> tuple[list[Tensor], int]:
     """Trains two steps with a backend; returns all gradients and the bytes held at most."""
-    monkeypatch.setattr(engine, "load_backend", lambda *_: backend)
+    monkeypatch.setattr(backends, "load_backend", lambda *_: backend)
     torch.manual_seed(0)
     model = Net().to(DEVICE)
     daf = ActivationEngine(model, DAFConfig(**options))

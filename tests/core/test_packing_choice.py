@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from daf_core import DAFConfig, packing_choice
+from daf_core.backends import Backends
 from daf_core.in_flight import Flight
 from daf_core.packing_choice import MOST_THREADS, TRIALS, WARM_UP, PackingChoice
 from tests.core.harness import LARGE, Scale, assert_same, engine_for, make_model, normal, train
 
-CPU = torch.device("cpu")
 
-
-def choice(packing: Any, backend: Any = "auto", *devices: torch.device) -> PackingChoice:
-    return PackingChoice(DAFConfig(packing=packing, backend=backend), devices or (CPU,))
+def choice(packing: Any) -> PackingChoice:
+    config = DAFConfig(packing=packing)
+    return PackingChoice(config, Backends(Scale(), config))
 
 
 @pytest.mark.parametrize(("idle", "workers", "automatic"), [(-3, 1, {0}), (0, 1, {0}), (1, 1, {0, 1}), (3, 3, {0, 3})])
@@ -68,7 +68,8 @@ def test_passes_that_save_nothing_are_no_trials(monkeypatch: pytest.MonkeyPatch)
 def test_models_elsewhere_have_no_background(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a GPU run in the background of Python anyway."""
     monkeypatch.setattr(packing_choice, "idle_cores", lambda: 1)
-    asked = choice(packing, "auto", torch.device("cuda", 0))
+    monkeypatch.setattr(Backends, "packs_on_host", False)
+    asked = choice(packing)
     for _ in range(4):
         assert asked.threads() == 0
         asked.add(0, 1.0, 100)
