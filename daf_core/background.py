@@ -68,7 +68,7 @@ class BackgroundPacker:
         self._held_bytes = 0
         self._sent: list[weakref.ref[InFlight]] = []
         self._queue: SimpleQueue[Flight | _Dropped | _Mark | None] = SimpleQueue()
-        self._landed = -1
+        self._landed = self._sent_until = -1
         self._busy = False
         self._landing = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -101,6 +101,7 @@ class BackgroundPacker:
         if link is not None:
             saved.ordered, saved.fetch = partial(link.after, link.mark()), partial(self._fetch, link)
         flight = Flight(saved, self._tick())
+        self._sent_until = flight.time
         self._window.append(flight)
         self._window_bytes += flight.size
         self._largest = max(self._largest, flight.size)
@@ -108,7 +109,7 @@ class BackgroundPacker:
             self._thread = threading.Thread(target=self._run, name="daf-pack", daemon=True)
             self._thread.start()
         self._put(flight)
-        sent = InFlight(flight, self._wait, self._drop)
+        sent = InFlight(flight, self._await_reading, self._drop)
         self._sent.append(weakref.ref(sent))
         return sent
 
@@ -173,6 +174,14 @@ class BackgroundPacker:
     def _wait(self, landed: int) -> None:
         with self._landing:
             self._landing.wait_for(lambda: self._landed >= landed)
+
+    def _await_reading(self, flight: Flight) -> None:
+        """Returns when a tensor may be read: when it has landed, and elsewhere than on the packing thread all others.
+
+        A backward inside the pass runs on a thread of torch's for a GPU, and lets go of nodes that packing looks at.
+        """
+        packing = threading.current_thread() is self._thread
+        self._wait(flight.time if packing else self._sent_until)
 
     def _drop(self, flight: Flight) -> None:
         """Lets go of what a tensor was packed as, once all is packed that was saved before now."""

@@ -66,16 +66,16 @@ class InFlight:
 
     Args:
         flight: The way of the tensor.
-        wait: Gets a time, and returns when everything up to it has landed.
+        wait: Returns when a tensor has landed that is to be read.
         drop: Is told when autograd has let go of it before the forward pass has ended.
     """
 
     __slots__ = ("__weakref__", "_drop", "_flight", "_last", "_version", "_wait")
 
-    def __init__(self, flight: Flight, wait: Callable[[int], None], drop: Callable[[Flight], None]) -> None:
+    def __init__(self, flight: Flight, wait: Callable[[Flight], None], drop: Callable[[Flight], None]) -> None:
         assert flight.saved is not None
         self._flight = flight
-        self._wait: Callable[[int], None] | None = wait
+        self._wait: Callable[[Flight], None] | None = wait
         self._drop: Callable[[Flight], None] | None = drop
         self._version = self._last = flight.saved.version
 
@@ -106,7 +106,7 @@ class InFlight:
         """
         flight = self._flight
         if (wait := self._wait) is not None:
-            wait(flight.time)
+            wait(flight)
         if flight.error is not None:
             raise flight.error
         assert flight.packed is not None

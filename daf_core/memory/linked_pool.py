@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import torch
 from torch import Tensor
@@ -44,7 +45,9 @@ class LinkedPool(PagePool):
 
     def __init__(self, device: torch.device, growth: Growth, page_bytes: int, link: HostLink, place: Place) -> None:
         super().__init__(device, growth, page_bytes)
-        self._host = PagePool(torch.device("cpu"), HOST_REGION, page_bytes, link.reserve)
+        # A device may be behind with reading what its host has given up, and torch knows of no kernel that reads there.
+        self._host = PagePool(torch.device("cpu"), HOST_REGION, page_bytes, link.reserve, link.await_reads)
+        weakref.finalize(self, link.await_reads).atexit = False
         self._link = link
         self._place = place
 
@@ -53,7 +56,7 @@ class LinkedPool(PagePool):
         if not self._place.on_host:
             return super().take(count, None if limit is None else limit - self._host.reserved_bytes)
         pages = self._host.take(count, None if limit is None else limit - super().reserved_bytes)
-        self._link.await_reads()  # of what lay on them: a device may be behind with reading what is given up by now
+        self._link.await_reads()  # of what lay on them
         return pages + _FIRST_ON_HOST
 
     @override
@@ -89,7 +92,7 @@ class LinkedPool(PagePool):
     @override
     def read(self, pages: Pages) -> Tensor:
         if _on_host(pages):
-            return self._host.read(pages - _FIRST_ON_HOST).to(self._device)
+            return self._host.read(pages - _FIRST_ON_HOST).to(self.device)
         return super().read(pages)
 
     @override

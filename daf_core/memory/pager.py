@@ -62,7 +62,7 @@ class Pager:
         self._writing = 0
         self._least_planes = least_planes
         self._spill = spill
-        self._read_ahead = ReadAhead(self._load_next, queued=spill is not None and spill.queued)
+        self._read_ahead = ReadAhead(self._load_next, spill is not None and spill.queued, pool.device)
         self._serial = 0
         self._account = PagerAccount()
         self._index = LeaseIndex()

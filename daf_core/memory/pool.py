@@ -28,6 +28,11 @@ class PagePool:
         growth: How much is reserved when no page is free.
         page_bytes: Bytes in a page, a power of two.
         reserve: Returns so many uninitialized bytes there; by default as suits the device.
+        before_free: Is called before memory goes back to the system, to wait for what may still read it.
+
+    Attributes:
+        device: See above.
+        page_bytes: See above.
     """
 
     def __init__(
@@ -36,10 +41,12 @@ class PagePool:
         growth: Growth | None = None,
         page_bytes: int = PAGE_BYTES,
         reserve: Callable[[int], Tensor] | None = None,
+        before_free: Callable[[], None] = lambda: None,
     ) -> None:
         self.page_bytes = page_bytes
-        self._device = device
+        self.device = device
         self._reserve = reserve
+        self._before_free = before_free
         self._growth = growth or AdaptiveGrowth()
         self._free = FreeList()
         self._regions: list[FixedPages] = []
@@ -100,7 +107,7 @@ class PagePool:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the regions that take memory: on a CPU, pages that were never written to take none."""
-        untouched = self._free.untouched if self._device.type == "cpu" else 0
+        untouched = self._free.untouched if self.device.type == "cpu" else 0
         return (self._free.total - untouched) * self.page_bytes
 
     def addresses(self, pages: Pages) -> Pages:
@@ -109,15 +116,15 @@ class PagePool:
 
     def read(self, pages: Pages) -> Tensor:
         """Returns a copy of the pages, uint8 of shape (pages, page_bytes)."""
-        content = torch.empty((pages.size, self.page_bytes), dtype=torch.uint8, device=self._device)
+        content = torch.empty((pages.size, self.page_bytes), dtype=torch.uint8, device=self.device)
         for region, rows, inside in self._by_region(pages):
-            content[rows.to(self._device, non_blocking=True)] = region.read(inside)
+            content[rows.to(self.device, non_blocking=True)] = region.read(inside)
         return content
 
     def write(self, pages: Pages, content: Tensor) -> None:
         """Fills the pages with uint8 content of shape (pages, page_bytes)."""
         for region, rows, inside in self._by_region(pages):
-            region.write(inside, content[rows.to(content.device, non_blocking=True)].to(self._device))
+            region.write(inside, content[rows.to(content.device, non_blocking=True)].to(self.device))
 
     def runs(self, pages: Pages) -> Iterator[tuple[slice, Tensor]]:
         """Cuts pages into runs of neighbours: (their rows in `pages`, their memory as (pages, page_bytes))."""
@@ -151,7 +158,7 @@ class PagePool:
         if limit is not None:
             step = min(step, limit // self.page_bytes - self._free.total)
         count = max(missing, step)
-        region = FixedPages(count, self.page_bytes, self._device, self._reserve)
+        region = FixedPages(count, self.page_bytes, self.device, self._reserve)
         self._regions.append(region)
         self._first_page.append(self._free.total)
         self._addresses = np.concatenate([self._addresses, region.addresses(np.arange(count))])
@@ -163,6 +170,7 @@ class PagePool:
             first = self._first_page[-1]
             if not self._free.free_from(first):
                 return
+            self._before_free()
             self._free.truncate(first)
             self._addresses = self._addresses[:first].copy()
             self._regions.pop()

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -149,10 +150,14 @@ class ReadAhead:
         load_next: A method that loads the one that is needed next before a serial number and returns its own, or None
             to stop. Its object is not kept alive.
         queued: Whether it only queues the loads: the thread that starts it then does so at once.
+        device: What it loads them to. A GPU loads in the order of what the thread that starts it has it compute.
     """
 
-    def __init__(self, load_next: Callable[[int], int | None], queued: bool = False) -> None:
+    def __init__(
+        self, load_next: Callable[[int], int | None], queued: bool = False, device: torch.device | None = None
+    ) -> None:
         self._load_next = weakref.WeakMethod(load_next)
+        self._device = device
         self._queued = queued
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
@@ -170,7 +175,7 @@ class ReadAhead:
                 return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="daf-read-ahead")
-            self._running = self._executor.submit(self._run, serial)
+            self._running = self._executor.submit(self._run_on, _stream_of_caller(self._device), serial)
 
     def stop(self) -> None:
         """Waits until the activation that is being loaded is there, and loads no further ones."""
@@ -178,6 +183,10 @@ class ReadAhead:
             running, self._stopping = self._running, True
         if running is not None:
             running.result()
+
+    def _run_on(self, stream: AbstractContextManager[object], serial: int) -> None:
+        with stream:
+            self._run(serial)
 
     def _run(self, serial: int) -> None:
         following: int | None = serial
@@ -189,3 +198,10 @@ class ReadAhead:
                 following = load_next(following)
             except Exception:
                 return  # whoever needs the activation reads it again, and gets the error
+
+
+def _stream_of_caller(device: torch.device | None) -> AbstractContextManager[object]:
+    """Returns what has another thread use the calling one's CUDA stream: each thread has a current one of its own."""
+    if device is None or device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.current_stream(device))

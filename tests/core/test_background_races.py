@@ -130,8 +130,9 @@ def test_statistics_inside_the_scope_are_complete(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("pace")
-def test_backward_inside_the_scope_frees_what_packing_looks_at() -> None:
-    """What was saved before it is derived all the same."""
+@pytest.mark.parametrize("threads", ["one", "two"])
+def test_backward_inside_the_scope_frees_what_packing_looks_at(threads: str) -> None:
+    """What was saved before it is derived all the same, also where backward has a thread of its own, as on a GPU."""
     stored = []
     for packing in ("device", "workers"):
         norm, scale = nn.LayerNorm(64), Scale()
@@ -141,7 +142,13 @@ def test_backward_inside_the_scope_frees_what_packing_looks_at() -> None:
             h = norm(x)
             loss = h.exp().sum()
             scaled = scale(h)
-            loss.backward()
+            if threads == "one":
+                loss.backward()
+            else:
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+                del thread
         stored.append(engine.finish_step().stored_as)
         del h, loss, scaled
         assert_empty(engine)

@@ -70,6 +70,27 @@ def test_pages_are_handed_out_when_nobody_reads_them(pool: LinkedPool, link: Lat
     assert not link.reading
 
 
+def test_memory_goes_back_when_nobody_reads_it(pool: LinkedPool, link: LateLink, place: Place) -> None:
+    """At the end of a step, when asked to, and with the pool; nobody waits where nothing goes back."""
+    place.on_host = True
+    for give_back in (lambda: [pool.finish_step() for _ in range(12)], pool.release):
+        pages = pool.take(40)
+        link.reading = {1}
+        give_back()
+        assert link.reading
+        pool.give(pages)
+        give_back()
+        assert not link.reading
+        assert pool.reserved_bytes == 0
+
+
+def test_memory_outlives_what_reads_it(link: LateLink, place: Place) -> None:
+    pool = LinkedPool(CPU, FixedGrowth(16 * PAGE), PAGE, link, place)
+    link.reading = {1}
+    del pool
+    assert not link.reading
+
+
 def test_peaks_of_both_memories_are_given_back(pool: LinkedPool, link: LateLink, place: Place) -> None:
     pool.give(pool.take(40))
     place.on_host = True

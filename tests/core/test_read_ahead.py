@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,32 @@ def test_read_ahead_goes_on_until_there_is_nothing_left() -> None:
     ahead.start(2)
     ahead._running.result()
     assert chain.seen[6:] == [2, 1, 0]
+
+
+def test_read_ahead_uses_the_stream_of_whoever_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU pages are written after what still reads them, and read after they are written."""
+    streams = {threading.get_ident(): "the stream of backward"}
+
+    @contextmanager
+    def enter(stream: str) -> Generator[None]:
+        streams[threading.get_ident()] = stream
+        yield
+        del streams[threading.get_ident()]
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[threading.get_ident()])
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    used = []
+
+    class Loads:
+        def load_next(self, serial: int) -> None:
+            used.append((threading.current_thread().name, streams[threading.get_ident()]))
+
+    loads = Loads()
+    ahead = ReadAhead(loads.load_next, device=torch.device("cuda", 0))
+    ahead.start(1)
+    ahead.stop()
+    assert used == [("daf-read-ahead_0", "the stream of backward")]
+    assert len(streams) == 1
 
 
 def test_read_ahead_stops_after_the_read_in_progress() -> None:
