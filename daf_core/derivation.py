@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,9 @@ UnpackHook = Callable[[Any], Tensor]
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0"}
 """Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
+
+_DROPOUT = "NativeDropoutBackward0"
+"""The dropout of GPUs, in training: a mask of bools, and a scale. That of CPUs is a product with what it draws."""
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
@@ -70,7 +74,11 @@ class Derivation:
         if node is None or not saved.tensor.is_contiguous() or saved.version:  # changed in place after its node made it
             return None
         if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
-            return self._product(node, saved, exact)
+            mask = self._source(node, "other", saved.tensor)
+            return self._product(node, saved, mask, None, exact)
+        if node.name() == _DROPOUT:
+            mask = self._source(node, "result1", saved.tensor, torch.bool)
+            return self._product(node, saved, mask, _dropout_scale(node._saved_p, saved.tensor), exact)
         # A result that its own node saves is the same storage, and shared.
         return None if exact else self._layer_normalized(node, saved)
 
@@ -136,17 +144,18 @@ class Derivation:
         packed = _packed(node, name, self._unpack)
         return packed is not None and packed.is_unchanged
 
-    def _product(self, node: Node, saved: SavedTensor, exact: bool) -> ProductActivation | None:
-        mask = self._source(node, "other", saved.tensor)
+    def _product(
+        self, node: Node, saved: SavedTensor, mask: Source | None, scale: float | None, exact: bool
+    ) -> ProductActivation | None:
         factor_node = skip_nodes(node.next_functions[0][0], _VIEWS)
         if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
             return None
         factor = self._source(factor_node, "result", saved.tensor)
         if factor is None and not exact:
             factor = self._layer_normalized(factor_node, saved)
-        if factor is None or not _agree(saved.tensor, factor, mask):
+        if factor is None or not _agree(saved.tensor, factor, mask, scale):
             return None
-        return ProductActivation(factor, mask)
+        return ProductActivation(factor, mask, scale)
 
     def _layer_normalized(self, node: Node, saved: SavedTensor) -> NormalizedActivation | None:
         if node.name() != "NativeLayerNormBackward0" or not _is_unchanged(node, saved):
@@ -178,10 +187,17 @@ class Derivation:
         packed = _packed(node, name, self._unpack)
         return None if packed is None else packed.unpack
 
-    def _source(self, node: Node, name: str, like: Tensor) -> Source | None:
-        """Returns what is stored for a node's saved tensor, if it is dense and as long as `like`, and of its type."""
+    def _source(self, node: Node, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Source | None:
+        """Returns what is stored for a node's saved tensor, if it is dense and as long as `like`, and of its type.
+
+        Args:
+            node: The node.
+            name: The name under which it saves the tensor.
+            like: What is to be derived from it.
+            dtype: Another type that it must have.
+        """
         packed = _packed(node, name, self._unpack)
-        if packed is None or not packed.is_dense(like):
+        if packed is None or not packed.is_dense(like, dtype or like.dtype):
             return None
         source = packed.stored if isinstance(packed, Handle) else packed
         return source if isinstance(source, RawActivation) or source.whole else None
@@ -233,7 +249,17 @@ def _sums(stored: Source) -> int:
     return values.sums if isinstance(values, SumActivation) else 0
 
 
-def _agree(tensor: Tensor, factor: Source, mask: BitmaskActivation | RawActivation) -> bool:
+def _dropout_scale(p: float, result: Tensor) -> float:
+    """Returns what a dropout with probability `p` multiplied with what it kept, rounded as torch does on the device."""
+    kept = 1.0 - p
+    if not kept:
+        return 0.0
+    if result.device.type == "cpu":
+        return float(torch.tensor(1.0 / kept, dtype=result.dtype))
+    return float(np.float32(1.0) / np.float32(kept))
+
+
+def _agree(tensor: Tensor, factor: Source, mask: BitmaskActivation | RawActivation, scale: float | None) -> bool:
     """Compares some elements of a product with its factors, where they are raw, bit by bit.
 
     This finds what was changed behind autograd's back, as through ``tensor.data``.
@@ -242,7 +268,11 @@ def _agree(tensor: Tensor, factor: Source, mask: BitmaskActivation | RawActivati
         return True
     step = max(tensor.numel() // SAMPLES, 1)
     found, factors = (values.detach().view(-1)[::step] for values in (tensor, factor.unpack()))
+
+    def product(mask: Tensor) -> Tensor:
+        return factors * mask if scale is None else factors * mask * scale
+
     if isinstance(mask, RawActivation):
-        return torch.equal(found, factors * mask.unpack().view(-1)[::step])
-    low, high = mask.values(tensor.dtype).to(tensor.device)
-    return bool(((found == factors * low) | (found == factors * high)).all())
+        return torch.equal(found, product(mask.unpack().view(-1)[::step]))
+    low, high = mask.values(tensor.dtype if scale is None else torch.bool).to(tensor.device)
+    return bool(((found == product(low)) | (found == product(high))).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from daf_core.codecs import StoredActivation
@@ -37,10 +38,10 @@ class Handle:
         saved = self._saved()
         return saved is not None and saved._version == self._version
 
-    def is_dense(self, like: Tensor) -> bool:
-        """Says whether it is stored as one dense run of as many elements as `like`, of its type and in its order."""
+    def is_dense(self, like: Tensor, dtype: torch.dtype) -> bool:
+        """Says whether it is stored as one dense run of as many elements as `like`, in its order, and has a type."""
         geometry = self._geometry
-        if self._dtype is not like.dtype or geometry.compact_shape != (like.numel(),):
+        if self._dtype is not dtype or geometry.compact_shape != (like.numel(),):
             return False
         if geometry.row_major:
             return like.is_contiguous()

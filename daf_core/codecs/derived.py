@@ -25,20 +25,28 @@ class ProductActivation(StoredActivation):
     """The result of a dropout: another activation times its mask.
 
     It is exact where the other one is; otherwise its error is the other one's, seen through the mask.
+
+    Args:
+        factor: The other activation.
+        mask: The mask.
+        scale: What the elements that a mask of bools keeps are multiplied with; None where the mask has that in it.
     """
 
     codec: ClassVar[str] = "product"
 
-    def __init__(self, factor: Source, mask: Source) -> None:
+    def __init__(self, factor: Source, mask: Source, scale: float | None = None) -> None:
         self._factor = factor
         self._mask = mask
+        self._scale = scale
 
     @override
     def decode_into(self, out: Tensor) -> None:
         _load(self._factor, out)
-        mask = torch.empty_like(out)
+        mask = torch.empty_like(out, dtype=out.dtype if self._scale is None else torch.bool)
         _load(self._mask, mask)
         out.mul_(mask)
+        if self._scale is not None:
+            out.mul_(self._scale)
 
 
 @dataclass(frozen=True)

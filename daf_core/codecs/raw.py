@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from daf_core.errors import ModifiedInPlaceError
@@ -52,10 +53,10 @@ class RawActivation:
         """Whether it has the values that it was saved with."""
         return self._tensor._version == self._version
 
-    def is_dense(self, like: Tensor) -> bool:
-        """Says whether it has as many elements as `like`, of its type and in its order, without holes."""
+    def is_dense(self, like: Tensor, dtype: torch.dtype) -> bool:
+        """Says whether it has as many elements as `like`, in its order and without holes, and a type."""
         tensor = self._tensor
-        if tensor.dtype is not like.dtype or tensor.numel() != like.numel():
+        if tensor.dtype is not dtype or tensor.numel() != like.numel():
             return False
         return tensor.is_contiguous() and like.is_contiguous()
 

@@ -34,6 +34,13 @@ class Operands(nn.Module):
 Loss = Callable[[Operands], Tensor]
 
 
+@pytest.fixture(autouse=True, params=["a CPU's dropout", "a GPU's dropout"])
+def dropout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has an operator of its own for dropout, which CPUs have, too."""
+    if request.param == "a GPU's dropout":
+        monkeypatch.setattr(F, "dropout", lambda values, p: torch.native_dropout(values, p, True)[0])
+
+
 def _train(loss: Loss, **options: object) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Returns the gradients, and how many tensors each codec stored; without options, those of plain training."""
     torch.manual_seed(0)
