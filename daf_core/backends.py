@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from daf_core.background import CPU
 from daf_core.config import DAFConfig
-from daf_core.errors import UnsupportedDeviceError
+from daf_core.errors import GraphCaptureError, UnsupportedDeviceError
 from daf_kernels import Backend, HostLink, LinkedBackend, NoKernelError, host_link, load_backend
 
 
@@ -43,8 +43,14 @@ class Backends(Mapping[torch.device, Backend]):
 
         Raises:
             UnsupportedDeviceError: A part of it is on device "meta".
+            GraphCaptureError: The calling thread captures a CUDA graph.
         """
         self.devices = {parameter.device for parameter in self._model.parameters()}
+        if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
+            raise GraphCaptureError(
+                "a CUDA graph is being captured, and DAF looks at the values of what it stores, which a capture does "
+                "not have; run this model without torch.cuda.graph, or without DAF"
+            )
         for device in self.devices - self._loaded.keys():
             self._loaded[device] = self._load(device)
 

@@ -56,6 +56,7 @@ class ActivationEngine:
     Raises:
         NothingToTrainError: No parameter requires a gradient.
         UnsupportedDeviceError: A part of the model is on device "meta".
+        GraphCaptureError: A CUDA graph is being captured.
         SpillError: `spill_dir` takes no file.
     """
 
@@ -89,6 +90,7 @@ class ActivationEngine:
 
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
+            GraphCaptureError: A CUDA graph is being captured.
             ActivationBudgetError: Less memory is available than activations of an earlier pass hold; inside, an
                 activation does not fit in the budget. The step may be run again.
             SpillError: The spill file cannot be read or written, or main memory takes nothing more from a GPU; raised

@@ -19,6 +19,10 @@ class UnsupportedDeviceError(DAFError, RuntimeError):
     """The model is where DAF cannot work: on device "meta", or on several GPUs in one process."""
 
 
+class GraphCaptureError(DAFError, RuntimeError):
+    """A CUDA graph is being captured, and what DAF stores depends on values that a capture does not have."""
+
+
 class HooksActiveError(DAFError, RuntimeError):
     """Somebody else's saved-tensor hooks are active, or were entered inside DAF's scope and not left."""
 

@@ -15,6 +15,11 @@ from torch import Tensor
 from daf_kernels.layout import PlaneLayout
 from daf_kernels.reference import Seed
 
+
+class WrongBytesError(RuntimeError):
+    """Kernels do not give what they have to."""
+
+
 Pages = npt.NDArray[np.int64]
 """Page numbers of one activation, in the order of `PlaneLayout`: header, plane 0, plane 1 and so on."""
 

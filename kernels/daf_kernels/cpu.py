@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from daf_kernels import cpu_jobs, cpu_masks, cpu_ranges
-from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues, bits_of_number, signed_words
+from daf_kernels.backend import (
+    FixedPages,
+    PageMemory,
+    Pages,
+    TwoValues,
+    WrongBytesError,
+    bits_of_number,
+    signed_words,
+)
 from daf_kernels.cpu_bits import BFLOAT16, FLOAT16, FLOAT32
 from daf_kernels.cpu_team import Team
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
@@ -237,7 +245,7 @@ def warm_up() -> float:
     """Compiles the kernels, or loads them from numba's disk cache, and returns the seconds it took.
 
     Raises:
-        RuntimeError: The kernels do not give back what they were given; the numba installation is broken.
+        WrongBytesError: The kernels do not give back what they were given; the numba installation is broken.
     """
     started = time.perf_counter()
     backend, values, layout = CpuBackend(threads=1), torch.arange(1024.0), PlaneLayout(1024, 256, 128)
@@ -250,7 +258,7 @@ def warm_up() -> float:
     mask = (values > 500).float()
     two = backend.two_values(mask)
     if two is None or not backend.encode_mask(mask, two, memory, pages):
-        raise RuntimeError("the CPU kernels took a mask for something else; reinstall numba")
+        raise WrongBytesError("the CPU kernels took a mask for something else; reinstall numba")
     unpacked = torch.empty_like(mask)
     backend.decode_mask(unpacked, two, memory, pages)
     backend.encode_nonzero(mask, memory, pages)
@@ -263,5 +271,5 @@ def warm_up() -> float:
         torch.equal(mask, unpacked) and torch.equal(mask > 0, rectified > 0) and torch.equal(values > 512, slopes > 0.5)
     )
     if not kept or (decoded - values).abs().max() > 0.51:
-        raise RuntimeError("the CPU kernels do not give back what they were given; reinstall numba")
+        raise WrongBytesError("the CPU kernels do not give back what they were given; reinstall numba")
     return time.perf_counter() - started

@@ -8,7 +8,7 @@ from logging import getLogger
 
 import torch
 
-from daf_kernels.backend import Backend
+from daf_kernels.backend import Backend, WrongBytesError
 from daf_kernels.reference_backend import ReferenceBackend
 
 SLOW_WARM_UP = 0.5
@@ -40,7 +40,7 @@ def load_backend(device: torch.device, name: str = "auto") -> Backend:
 
     Raises:
         NoKernelError: The device holds no values.
-        RuntimeError: Kernels were loaded, and do not give back what they were given.
+        WrongBytesError: Kernels were loaded, and do not give back what they were given.
     """
     if name == "reference":
         return ReferenceBackend()
@@ -89,11 +89,19 @@ def _load_triton(device: torch.device) -> Backend:
         raise UnusableError(f"Triton cannot be imported ({error}); run: pip install triton") from error
     try:
         _build_driver()
-    except (OSError, RuntimeError, AssertionError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, ImportError, AssertionError, subprocess.CalledProcessError) as error:
         raise UnusableError(
             f"Triton cannot work here ({error}); it needs a C compiler and the header files of Python"
         ) from error
-    return load(device)
+    try:
+        return load(device)
+    except (WrongBytesError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # each compiler, the assembler and the driver have classes of their own
+        raise UnusableError(
+            f"its kernels cannot be compiled or run ({type(error).__name__}: {error}); the GPU's driver may be older "
+            f"than what Triton {_triton_version()} compiles for"
+        ) from error
 
 
 def _build_driver() -> None:
@@ -101,3 +109,9 @@ def _build_driver() -> None:
     import triton
 
     triton.runtime.driver.active.get_current_target()
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from daf_core import ActivationEngine, DAFConfig, UnsupportedDeviceError, backends
+from daf_core import ActivationEngine, DAFConfig, GraphCaptureError, UnsupportedDeviceError, backends
 from daf_core.backends import Backends
 from daf_kernels.reference_backend import ReferenceBackend
 from tests.core.harness import make_model, normal
@@ -61,6 +62,19 @@ def test_host_packs_for_itself_and_for_what_is_linked(monkeypatch: pytest.Monkey
         each.follow()
     assert (alone.packs_on_host, linked.packs_on_host) == (False, True)
     assert (set(alone.links), set(linked.links)) == (set(), {META})
+
+
+def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored depends on values, which would stop a capture with an error of CUDA's."""
+    monkeypatch.setattr(backends, "load_backend", lambda *_: ReferenceBackend())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    model, loss_of = make_model("mlp")
+    engine = ActivationEngine(model, DAFConfig(precision=4))
+    with engine.compress():
+        loss_of(model, 0)
+    monkeypatch.setattr(model, "parameters", lambda: [SimpleNamespace(device=GPU)])
+    with pytest.raises(GraphCaptureError, match=r"a CUDA graph is being captured.*without torch.cuda.graph"):
+        engine.compress().__enter__()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

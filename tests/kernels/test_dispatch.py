@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from daf_kernels import NoKernelError, cpu, dispatch, load_backend
+from daf_kernels.backend import WrongBytesError
 from daf_kernels.cpu import CpuBackend
 from daf_kernels.reference_backend import ReferenceBackend
 from tests.kernels.triton_device import DEVICE
@@ -77,6 +78,36 @@ def test_without_a_compiler_a_gpu_works_slowly(
     assert "needs a C compiler" in message
 
 
+def test_a_gpu_whose_driver_is_too_old_works_slowly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpu: torch.device
+) -> None:
+    from daf_kernels.triton import backend
+
+    def load(_device: torch.device) -> None:
+        raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+    monkeypatch.setattr(backend, "load", load)
+    (message,) = warnings_of(caplog, gpu)
+    assert "device 'cuda' with plain torch operations" in message
+    assert "cannot be compiled or run (RuntimeError: Triton Error [CUDA]: device kernel image is invalid)" in message
+    assert "driver may be older" in message
+
+
+@pytest.mark.parametrize("error", [WrongBytesError("other bytes"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_what_a_slower_way_would_hide_is_raised(
+    monkeypatch: pytest.MonkeyPatch, gpu: torch.device, error: Exception
+) -> None:
+    """A GPU that computes wrongly, and one that has no memory left."""
+    from daf_kernels.triton import backend
+
+    def load(_device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(backend, "load", load)
+    with pytest.raises(type(error), match=str(error)):
+        load_backend(gpu)
+
+
 def test_another_device_works_slowly(caplog: pytest.LogCaptureFixture, gpu: torch.device) -> None:
     (message,) = warnings_of(caplog, torch.device("xpu"))
     assert "device 'xpu'" in message
@@ -101,7 +132,7 @@ def test_triton_kernels_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=None: "a device")
     assert isinstance(backend.load(DEVICE), backend.TritonBackend)
     monkeypatch.setattr(backend, "launch_over_blocks", lambda *_, **__: None)
-    with pytest.raises(RuntimeError, match="other bytes than the reference on a device"):
+    with pytest.raises(WrongBytesError, match="other bytes than the reference on a device"):
         backend.load(DEVICE)
 
 
@@ -126,5 +157,5 @@ def test_kernels_that_give_back_something_else_are_refused(
     """A broken compiler is found at the start, not in the loss."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(CpuBackend, method, lambda *_: result)
-    with pytest.raises(RuntimeError, match="reinstall numba"):
+    with pytest.raises(WrongBytesError, match="reinstall numba"):
         load_backend(torch.device("cpu"))

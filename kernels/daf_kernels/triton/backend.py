@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from daf_kernels import reference
-from daf_kernels.backend import FixedPages, PageMemory, Pages, TwoValues, bits_of_elements, signed_words
+from daf_kernels.backend import (
+    FixedPages,
+    PageMemory,
+    Pages,
+    TwoValues,
+    WrongBytesError,
+    bits_of_elements,
+    signed_words,
+)
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PlaneLayout
 from daf_kernels.reference import Seed
 from daf_kernels.reference_backend import ReferenceBackend, sample_groups
@@ -75,7 +83,8 @@ class TritonBackend:
         ways = {"two kernels": partial(_encode_in_two, *arguments)}
         if layout.group in FUSED_GROUPS:
             ways = {"fused": partial(_encode_fused, *arguments), **ways}
-        name = f"encode {planes}" + (" stochastic" if seed else "")
+        # Pages of a rehearsal are so small that a program has a few blocks, which says nothing of those of training.
+        name = f"encode {planes} on {memory.page_bytes}" + (" stochastic" if seed else "")
         ways[self._selector.choose(problem_class(name, values.dtype, layout.groups, layout.group), ways)]()
         return not flag.item()
 
@@ -252,7 +261,7 @@ def load(device: torch.device) -> TritonBackend:
     """Returns the kernels for a GPU, after a look at what they give.
 
     Raises:
-        RuntimeError: They give other bytes than the reference.
+        WrongBytesError: They give other bytes than the reference.
     """
     backend = TritonBackend(Selector(device, cuda_timer(device), default_file()))
     layout = PlaneLayout(4 * BLOCK, BLOCK, 128)
@@ -265,7 +274,7 @@ def load(device: torch.device) -> TritonBackend:
     backend.decode(out, layout, len(PLANE_WIDTHS), memory, pages)
     expected = reference.encode(values, layout, len(PLANE_WIDTHS))
     if not torch.equal(memory.read(pages), expected) or float((out - values).abs().max()) > 0.51:
-        raise RuntimeError(
+        raise WrongBytesError(
             f"the Triton kernels give other bytes than the reference on {torch.cuda.get_device_name(device)}; "
             'reinstall triton, or set backend="reference"'
         )
