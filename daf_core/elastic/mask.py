@@ -19,10 +19,10 @@ off held 89 MB instead of 25)."""
 STALE = 10
 """Steps without training after which an optimizer's momentum begins anew: it would be the first step's direction."""
 
-MEANS = ("exp_avg",)
-SUMS = ("momentum_buffer", "exp_avg_diff")
-"""What torch's optimizers call momentum. Means of gradients become the gradient, as in a first step; with zero in their
-place the step would be a tenth as long. Sums become zero. Second moments are kept: they are sizes, not directions."""
+MOMENTA = ("exp_avg", "momentum_buffer", "exp_avg_diff")
+"""What torch's optimizers call momentum. It becomes zero, so that Adam's first steps are short. With the gradient in its
+place they were up to four times too long, as second moments, which are sizes and not directions, are kept; and where a
+gradient scaler leaves it to a fused optimizer to unscale gradients, they were 65,536 times too long."""
 
 
 class Mask:
@@ -81,21 +81,17 @@ class InputGradientHooks:
         self._restore = []
 
 
-def renew_momentum(optimizers: Iterable[Any], parameters: Iterable[nn.Parameter]) -> None:
+def forget_momentum(optimizers: Iterable[Any], parameters: Iterable[nn.Parameter]) -> None:
     """Has the momentum of parameters begin anew that have not been trained for long.
 
     Args:
         optimizers: Torch optimizers, or what wraps them; quantized momenta, which others keep, stay.
-        parameters: The parameters, with the gradients that are about to be used.
+        parameters: The parameters.
     """
     found = list(parameters)
     for optimizer in optimizers:
-        sign = -1 if any(group.get("maximize") for group in optimizer.param_groups) else 1
         for parameter in found:
             state: Any = optimizer.state.get(parameter, {})
-            for name in MEANS:
-                if isinstance(state.get(name), torch.Tensor) and parameter.grad is not None:
-                    state[name].copy_(sign * parameter.grad)
-            for name in SUMS:
-                if isinstance(state.get(name), torch.Tensor):
+            for name in MOMENTA:
+                if type(state.get(name)) is torch.Tensor:
                     state[name].zero_()

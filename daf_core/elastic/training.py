@@ -16,7 +16,7 @@ from daf_core.elastic.clock import BlockClock, StepTimes, is_training_pass
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.course import Choice, Course
 from daf_core.elastic.gains import Update
-from daf_core.elastic.mask import STALE, InputGradientHooks, Mask, renew_momentum
+from daf_core.elastic.mask import STALE, InputGradientHooks, Mask, forget_momentum
 from daf_core.elastic.refusals import refuse_training, refuse_uncalled, refuse_units
 from daf_core.elastic.units import Calls, Units, registered_calls, units_of
 from daf_core.engine import ActivationEngine
@@ -108,7 +108,7 @@ class ElasticTraining:
         self._updated |= {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
         on = [self._units.units[number] for number in sorted(self._choice.on)]
         back = [unit for unit in on if self._idle[unit.name] > STALE]
-        renew_momentum(optimizers, [parameter for unit in back for parameter in unit.parameters])
+        forget_momentum(optimizers, [parameter for unit in back for parameter in unit.parameters])
         if self._choice.probe and self._update is None:  # of several optimizers the first
             self._update = Update(on)
 
