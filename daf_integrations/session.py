@@ -192,9 +192,8 @@ class DAFSession:
         if self._engine is None or not torch.is_grad_enabled() or self.covering:
             yield
             return
-        if self._elastic is not None:
-            self._elastic.hold()
-        with self.opened(), self._engine.compress():
+        held = nullcontext() if self._elastic is None else self._elastic.holding()
+        with held, self.opened(), self._engine.compress():
             yield
 
     @contextmanager
@@ -271,7 +270,7 @@ class DAFSession:
         self, engine: ActivationEngine, batch: Any, loss_function: Callable[[Any], Tensor]
     ) -> GradientError | None:
         """Audits as many rows as fit in the memory budget."""
-        with self.opened(), nullcontext() if self._elastic is None else self._elastic.apart():
+        with self.opened(), nullcontext() if self._elastic is None else self._elastic.everything():
             while True:
                 assert self._share is not None
                 try:

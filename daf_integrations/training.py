@@ -135,9 +135,11 @@ class Training:
         runner = self.session.runner
         return run(batch, 1.0, True) if runner is None else runner.run(batch, aside, run)
 
-    def before_update(self, optimizer: Optimizer) -> None:
-        """Tells the session that an optimizer is about to train this model."""
+    def before_update(self, optimizer: Optimizer, by_closure: bool) -> None:
+        """Tells the session that an optimizer is about to train this model, or to call a closure that computes it."""
         if self.session.config.elastic is not None and self._has_parameters_in(optimizer):
+            if by_closure:
+                self._begin_step()
             self.session.before_update([optimizer])
 
     def finish_step(self, optimizer: Optimizer) -> None:
@@ -229,9 +231,10 @@ def _watch_optimizers() -> None:
         for training in trainings():
             training.finish_step(optimizer)
 
-    def prepare(optimizer: Optimizer, *_: Any) -> None:
+    def prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = kwargs.get("closure", args[0] if args else None)
         for training in trainings():
-            training.before_update(optimizer)
+            training.before_update(optimizer, closure is not None)
 
     register_optimizer_step_pre_hook(prepare)
     register_optimizer_step_post_hook(finish)

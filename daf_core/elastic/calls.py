@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from daf_core.batches import tensors_in
 from daf_core.elastic.clock import is_training_pass
 from daf_core.errors import ElasticError
+from daf_core.hooks import OwnHook
 from daf_core.plan.blocks import Block
 from daf_core.torch_internals import hooks_of
 
@@ -24,23 +26,40 @@ class CallWatch:
 
     Attributes:
         calls: See `units.Calls`.
+        unrecorded: Names of modules that ran without recording a graph.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.calls: dict[str, int] = {}
+        self.unrecorded: set[str] = set()
         self._with_graph: set[str] = set()
         self._origins: list[str] = []
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
-            self._handles.append(module.register_forward_hook(partial(self._leave, name), with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(OwnHook(partial(self._enter, name))))
+            self._handles.append(module.register_forward_hook(OwnHook(partial(self._leave, name)), with_kwargs=True))
 
     def stop(self) -> None:
         """Removes its hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def recorded(self, blocks: Sequence[Block], trained: Iterable[nn.Parameter]) -> list[Block]:
+        """Returns blocks without those that ran in vain, such as a frozen tower's: no graph, and nothing is trained.
+
+        Args:
+            blocks: The blocks.
+            trained: All parameters that are.
+        """
+        known = set(map(id, trained))
+
+        def in_vain(block: Block) -> bool:
+            ran = block.name in self.unrecorded and block.name not in self.calls
+            return ran and known.isdisjoint(map(id, block.module.parameters()))
+
+        return [block for block in blocks if not in_vain(block)]
 
     def refuse_graphs(self, blocks: Sequence[Block]) -> None:
         """Checks that blocks below the lowest one that was trained have built no graph.
@@ -75,6 +94,8 @@ class CallWatch:
     def _enter(self, name: str, _module: nn.Module, _inputs: object) -> None:
         if is_training_pass():
             self.calls.setdefault(name, 0)
+        elif not torch.is_grad_enabled():
+            self.unrecorded.add(name)
 
     def _leave(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if not is_training_pass():

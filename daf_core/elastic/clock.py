@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -12,9 +13,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from daf_core.batches import tensors_in
+from daf_core.hooks import OwnHook
 from daf_core.plan import observation
 from daf_core.plan.blocks import Block
 from daf_core.torch_internals import call_after_backward, in_backward
+
+UNTIMED_STEPS = 5
+"""Steps in a row that should have been timed, and could not be, before a warning."""
+
+log = getLogger("daf")
 
 OUTSIDE = -1
 """Stands for what is outside of blocks."""
@@ -47,6 +54,23 @@ class StepTimes:
     held_elements: int
 
 
+class UntimedSteps:
+    """Says once that steps cannot be timed, so that all of them train everything."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, times: StepTimes | None) -> None:
+        """Counts what a step took that was to be timed."""
+        self._count = 0 if times is not None and times.elements else self._count + 1
+        if self._count == UNTIMED_STEPS:
+            log.warning(
+                "elastic training saves nothing: %d steps in a row could not be timed, as the model's forward passes "
+                "run inside of backward passes (as in gradient caching), or where DAF does not see them",
+                self._count,
+            )
+
+
 class BlockClock:
     """Watches one step, from its beginning to `stop`.
 
@@ -63,13 +87,13 @@ class BlockClock:
         self._level = 0
         self._backward = False
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin_pass),
-            model.register_forward_hook(self._end_forward),
+            model.register_forward_pre_hook(OwnHook(self._begin_pass)),
+            model.register_forward_hook(OwnHook(self._end_forward)),
         ]
         for number, block in enumerate(blocks):
-            enter = partial(self._enter, number)
+            enter, leave = OwnHook(partial(self._enter, number)), OwnHook(partial(self._leave, number))
             self._handles.append(block.module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(block.module.register_forward_hook(partial(self._leave, number)))
+            self._handles.append(block.module.register_forward_hook(leave))
         self._phase: tuple[str, int] = ("rest", OUTSIDE)
         self._since = observation.synchronized_time()
 

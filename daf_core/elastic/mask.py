@@ -20,9 +20,9 @@ STALE = 10
 """Steps without training after which an optimizer's momentum begins anew: it would be the first step's direction."""
 
 MOMENTA = ("exp_avg", "momentum_buffer", "exp_avg_diff")
-"""What torch's optimizers call momentum. It becomes zero, so that Adam's first steps are short. With the gradient in its
-place they were up to four times too long, as second moments, which are sizes and not directions, are kept; and where a
-gradient scaler leaves it to a fused optimizer to unscale gradients, they were 65,536 times too long."""
+"""What torch's optimizers call momentum. It becomes zero, so that Adam's first steps are short. With the gradient in
+its place they were up to four times too long, as second moments, which are sizes and not directions, are kept; and
+where a gradient scaler leaves it to a fused optimizer to unscale gradients, they were 65,536 times too long."""
 
 
 class Mask:

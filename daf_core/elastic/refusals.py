@@ -1,10 +1,12 @@
-"""What of a training would take the gain of elastic training back, or break it: found before it begins."""
+"""What of a training would take the gain of elastic training back, or break it: found as early as can be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from logging import getLogger
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +15,8 @@ from daf_core.errors import ConfigError
 from daf_core.plan.blocks import Block
 from daf_core.plan.ranks import SHARDED, exchanging, several
 from daf_core.torch_internals import is_compiled
+
+log = getLogger("daf")
 
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 """Options of models of transformers."""
@@ -40,18 +44,51 @@ def refuse_units(units: Units) -> None:
     _refuse(_missing(units))
 
 
-def refuse_uncalled(units: Units, calls: Calls) -> None:
-    """Checks that all blocks run: what is skipped now and then cannot be left to train alone.
+def refuse_uncalled(units: Units, calls: Calls, unrecorded: Collection[str]) -> None:
+    """Checks that all blocks run and record: what is skipped now and then cannot be left to train alone.
+
+    Args:
+        units: What of the model is trained.
+        calls: How its modules were called in the first step.
+        unrecorded: Names of those that ran without recording a graph.
 
     Raises:
-        ConfigError: One did not in the first step.
+        ConfigError: One did not run, or in vain.
+    """
+    uncalled = [block.name for block in units.blocks if block.name not in calls]
+    _refuse(
+        f"{name} ran without recording a graph in the first step, though something in it is trained, as under "
+        "torch.no_grad() or in a reentrant activation checkpoint; record it, use_reentrant=False, or leave out elastic"
+        if name in unrecorded
+        else f"{name} did not run in the first step, as layers that are skipped at random (layerdrop) or experts do; "
+        "have all layers run, or leave out elastic"
+        for name in uncalled
+    )
+
+
+def refuse_optimizers(optimizers: Iterable[Any]) -> None:
+    """Checks that optimizers pass over what has no gradient.
+
+    Raises:
+        ConfigError: One does not.
     """
     _refuse(
-        f"{block.name} did not run in the first step, as layers that are skipped at random (layerdrop) or experts do; "
-        "have all layers run, or leave out elastic"
-        for block in units.blocks
-        if block.name not in calls
+        f"{type(one).__name__} moves what is not trained in a step, too, along its direction of before; use another "
+        "optimizer, such as AdamW, or leave out elastic"
+        for one in optimizers
+        if isinstance(getattr(one, "optimizer", one), torch.optim.LBFGS)  # in trainers' wrappers, too
     )
+
+
+def name_deepest(units: Units) -> None:
+    """Names what is trained below the first block of a model with adapters: the user may not expect it to wait."""
+    deepest = [unit.name for unit in units.units if unit.outside and unit.stage == 0]
+    if deepest and not units.whole:
+        log.warning(
+            "%s comes before the first block: whatever trains it builds a graph through the whole model. Elastic "
+            "training trains it only in steps that train everything",
+            ", ".join(deepest),
+        )
 
 
 def _refuse(reasons: Iterator[str]) -> None:
@@ -80,12 +117,15 @@ def _reasons(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
             "there are several processes, and the model is not in a DistributedDataParallel yet, so that each would "
             "choose by itself; wrap it first, and prepare it then"
         )
-    for name in LAYER_DROPS:
-        share = getattr(getattr(model, "config", None), name, 0.0)
-        if share:
-            yield f"config.{name}={share} skips layers at random, and a step may train what is skipped; set it to 0"
     for module in model.modules():
         kind = type(module).__name__
+        for name in LAYER_DROPS:
+            share = getattr(getattr(module, "config", None), name, 0.0)
+            if share:
+                yield (
+                    f"config.{name}={share} of {kind} skips layers at random, and a step may train what is skipped; "
+                    "set it to 0"
+                )
         if {each.__name__ for each in type(module).__mro__} & SHARDED:
             yield (
                 f"{kind} spreads parameters over processes by whether they are trained when it is made; use "

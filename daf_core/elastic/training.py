@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from logging import getLogger
 from typing import Any
 
@@ -12,15 +13,22 @@ from torch import nn
 
 from daf_core.config import ElasticConfig
 from daf_core.elastic.calls import CallWatch
-from daf_core.elastic.clock import BlockClock, StepTimes, is_training_pass
+from daf_core.elastic.clock import BlockClock, StepTimes, UntimedSteps, is_training_pass
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.course import Choice, Course
 from daf_core.elastic.gains import Update
 from daf_core.elastic.mask import STALE, InputGradientHooks, Mask, forget_momentum
-from daf_core.elastic.refusals import refuse_training, refuse_uncalled, refuse_units
+from daf_core.elastic.refusals import (
+    name_deepest,
+    refuse_optimizers,
+    refuse_training,
+    refuse_uncalled,
+    refuse_units,
+)
 from daf_core.elastic.units import Calls, Units, registered_calls, units_of
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ElasticError, StateError
+from daf_core.hooks import OwnHook
 from daf_core.plan import ranks
 from daf_core.plan.blocks import layers_of
 
@@ -69,28 +77,38 @@ class ElasticTraining:
         self._model, self._outer, self._engine, self._config = model, outer, engine, config
         self._blocks = layers_of(model)
         refuse_training(outer, self._blocks)
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trained = self._user_trains()
         self._unused: set[int] = set()
-        self._aside = False
+        self._aside = self._inside = False
         self._follow(registered_calls(model))
         refuse_units(self._units)
         self._checked = False
-        self._stepped = False
+        self._begun = self._stepped = False
         self._updated: set[int] = set()
         self._choice: Choice | None = None
         self._watch: CallWatch | None = None
         self._clock: BlockClock | None = None
         self._update: Update | None = None
+        self._gains: list[float] | None = None
+        self._untimed = UntimedSteps()
         self._hooks = InputGradientHooks(model)
-        self._holder = model.register_forward_pre_hook(self.hold)
+        self._holder = model.register_forward_pre_hook(OwnHook(self._hold))
 
     def begin_step(self) -> None:
-        """Begins a step, unless one has begun already; to be called while no graph of the model is alive."""
+        """Begins a step, unless one has begun already; to be called while no graph of the model is alive.
+
+        Raises:
+            ConfigError: The model cannot be trained elastically any more.
+        """
         if self._choice is not None:
             return
+        self._mask.lift()
+        self._follow_user()
+        if not self._begun:
+            refuse_training(self._outer, self._blocks)  # checkpoints may have been switched on since
+            self._begun = True
         self._choice = self._course.choose()
         self._updated, self._stepped = set(), False
-        self._mask.apply(self._choice.on)
         if self._choice.measured or not self._checked:
             self._watch = CallWatch(self._model)
         if self._choice.measured:
@@ -101,8 +119,12 @@ class ElasticTraining:
 
         Args:
             optimizers: The optimizers that are about to step.
+
+        Raises:
+            ConfigError: One of them moves what has no gradient.
         """
         optimizers = list(optimizers)
+        refuse_optimizers(optimizers)
         if self._choice is None:
             return
         self._updated |= {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
@@ -123,6 +145,10 @@ class ElasticTraining:
         if self._choice is None:
             return None
         self._stepped = True
+        self._mask.lift()
+        if self._update is not None:  # gradients may be gone when the last of several optimizers has stepped
+            found, before = self._update.gains(), self._gains or []
+            self._gains = [new or old for new, old in zip_longest(found, before, fillvalue=0.0)]
         if self._updated and not all(id(each) in self._updated for each in self._trained if each.grad is not None):
             return None
         return self.finish_stepped()
@@ -141,9 +167,10 @@ class ElasticTraining:
         times = None if clock is None else clock.stop()
         if times is not None and not times.elements:  # the model was not run in this step
             times = None
-        gains = None if self._update is None else self._update.gains()
-        self._update = None
+        gains, self._gains, self._update = self._gains, None, None
         self._mask.lift()
+        if choice.measured:
+            self._untimed.add(times)
         choice, times = self._look(choice, times)
         for number, unit in enumerate(self._units.units):
             self._idle[unit.name] = 0 if number in choice.on else self._idle[unit.name] + 1
@@ -155,18 +182,32 @@ class ElasticTraining:
             self._course.load(ranks.broadcast(self._course.state(), self._outer))
         return step
 
-    def hold(self, *_: object) -> None:
-        """Keeps what is off as it is, before a forward pass, also after `lift`.
+    @contextmanager
+    def holding(self) -> Generator[None]:
+        """Keeps what is off as it is in the forward passes inside.
 
-        PEFT's switches of adapters mark all of them as trained, and trainers install hooks anew.
+        Outside, forward passes are none of this training: it may have ended with an error that nobody told of.
         """
-        if self._choice is not None and not self._aside and is_training_pass():
+        self._inside = True
+        self._hold()
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def _hold(self, *_: object) -> None:
+        """Marks again what is off: PEFT's switches of adapters mark all as trained, and trainers install hooks anew."""
+        if self._choice is not None and self._inside and not self._aside and is_training_pass():
             self._mask.apply(self._choice.on)
             self._hooks.take()
 
     def lift(self) -> None:
-        """Marks as trained what the user trains, until the next forward pass; to be called when no graph is alive."""
-        self._mask.lift()
+        """Marks as trained what the user trains, until the next forward pass of a step.
+
+        Not while a graph is alive: its checkpoints would be recomputed with another choice.
+        """
+        if not self._engine.held_bytes:
+            self._mask.lift()
 
     @contextmanager
     def apart(self) -> Generator[None]:
@@ -243,7 +284,9 @@ class ElasticTraining:
         self._leave_step()
         try:
             self._unused = {int(number) for number in state["unused"]}
-            self._follow({str(name): int(size) for name, size in state["calls"]})
+            calls = {str(name): int(size) for name, size in state["calls"]}
+            self._blocks = [block for block in self._blocks if block.name in calls]
+            self._follow(calls)
             if state["idle"].keys() != self._idle.keys():
                 raise ValueError("the model's units are others")
             self._idle = {name: int(steps) for name, steps in state["idle"].items()}
@@ -255,6 +298,21 @@ class ElasticTraining:
         self._stop_watching()
         self._mask.lift()
         self._choice = self._update = None
+
+    def _user_trains(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def _follow_user(self) -> None:
+        """Begins anew where the user trains something else than before, as in gradual unfreezing."""
+        now = self._user_trains()
+        if list(map(id, now)) == list(map(id, self._trained)):
+            return
+        unused = {id(self._trained[number]) for number in self._unused}
+        self._trained = now
+        self._unused = {number for number, each in enumerate(now) if id(each) in unused}
+        self._follow(self._calls)
+        refuse_units(self._units)
+        log.info("what is trained has changed: DAF measures anew what pays")
 
     def _started_clock(self) -> BlockClock:
         return BlockClock(self._model, self._units.blocks, lambda: self._engine.held_bytes)
@@ -294,10 +352,11 @@ class ElasticTraining:
             always = set(map(id, units_of(self._model, self._blocks, self._trained, watch.calls).always))
             trained = enumerate(self._trained)
             self._unused = {number for number, each in trained if id(each) in always and each.grad is None}
+            self._blocks = watch.recorded(self._blocks, self._trained)
             self._follow(watch.calls)
-            refuse_uncalled(self._units, watch.calls)
+            refuse_uncalled(self._units, watch.calls, watch.unrecorded)
             refuse_units(self._units)
-            self._name_deepest()
+            name_deepest(self._units)
             choice = replace(choice, on=_renumbered(choice.on, before, self._units))
             in_order = before.blocks == self._units.blocks
         if in_order:
@@ -305,16 +364,6 @@ class ElasticTraining:
             watch.refuse_graphs(self._units.blocks[:depth])
             self._checked = self._checked or depth > 0
         return choice, times if in_order else None
-
-    def _name_deepest(self) -> None:
-        """Names what is trained below the first block of a model with adapters: the user may not expect it to wait."""
-        deepest = [unit.name for unit in self._units.units if unit.outside and unit.stage == 0]
-        if deepest and not self._units.whole:
-            log.warning(
-                "%s comes before the first block: whatever trains it builds a graph through the whole model. Elastic "
-                "training trains it only in steps that train everything",
-                ", ".join(deepest),
-            )
 
     def _plan(self) -> None:
         """Has all processes follow the plan of the first one: they measure different times."""

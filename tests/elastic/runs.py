@@ -121,7 +121,7 @@ class Run:
         aside()
         held = 0
         for batch in batches:
-            with self.engine.compress():
+            with self.training.holding(), self.engine.compress():
                 loss = self.loss(self.model, batch)
             held = self.engine.held_bytes
             (loss / len(batches)).backward()

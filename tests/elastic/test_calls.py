@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daf_core.errors import ElasticError
+from daf_core.errors import ConfigError, ElasticError
 from daf_core.plan.blocks import Block, layers_of
 from tests.elastic.runs import DecoderFirst, Run, checkpoint, deep_gpt2, watched, with_adapters
 from tests.plan import nets
@@ -122,3 +122,44 @@ def test_hooks_that_were_removed_meanwhile_stay_away() -> None:
     model.disable_input_require_grads()
     run.close()
     assert not model.get_input_embeddings()._forward_hooks
+
+
+class TwoTowers(nn.Module):
+    """One tower runs without recording anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.own = (nn.ModuleList(nets.FeedForward() for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for block in self.frozen:
+                x = block(x)
+        for block in self.own:
+            x = block(x)
+        return x
+
+
+def test_a_frozen_tower_is_left_out() -> None:
+    """Its blocks are none of the chain; a run that goes on from a state knows it from the beginning."""
+    model = TwoTowers()
+    model.frozen.requires_grad_(False)
+    run = Run(model, nets._squares, time=0.8)
+    assert len(run.training._units.blocks) == 6
+    steps = run.steps(8, {"x": torch.randn(4, 32)})
+    names = [block.name for block in run.training._units.blocks]
+    assert names == ["own.0", "own.1", "own.2"]
+    assert {step.elastic.depth for step in steps} <= {1, 2, 3}
+    state = run.training.state()
+    run.close()
+    after = Run(model, nets._squares, time=0.8)
+    after.training.load(state)
+    assert [block.name for block in after.training._units.blocks] == names
+    after.close()
+
+
+def test_a_tower_that_is_trained_in_vain_is_named() -> None:
+    run = Run(TwoTowers(), nets._squares, time=0.8)
+    with pytest.raises(ConfigError, match=r"frozen.0 ran without recording a graph.*something in it is trained"):
+        run.step({"x": torch.randn(4, 32)})
+    run.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from daf_core import ActivationEngine, ConfigError, DAFConfig
 from daf_core.config import ElasticConfig
-from daf_core.elastic.refusals import refuse_training, refuse_units
+from daf_core.elastic.refusals import refuse_optimizers, refuse_training, refuse_units
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units
 from daf_core.plan.blocks import layers_of
-from tests.elastic.runs import assumed_units, checkpoint, deep_gpt2
+from tests.elastic.runs import Run, assumed_units, checkpoint, deep_gpt2, trained
 from tests.plan import nets
 
 BEGINNING = "^elastic training is not possible here: "
@@ -78,6 +80,37 @@ def test_checkpoints_that_are_reentrant_because_nothing_is_said() -> None:
     refuse_training(model, layers_of(model))
 
 
+def test_checkpoints_that_become_reentrant_before_the_first_step() -> None:
+    model = deep_gpt2(2)
+    run = Run(model, nets._tokens, time=0.8)
+    checkpoint(model, use_reentrant=True)
+    with pytest.raises(ConfigError, match="recomputes in the reentrant way"):
+        run.step(nets.tokens(2))
+    run.close()
+
+
+def test_layers_that_are_skipped_at_random() -> None:
+    """Also in a part that has a configuration of its own."""
+    model = nets.make("bart")[0]
+    model.model.decoder.config = copy.deepcopy(model.config)
+    refuse_training(model, layers_of(model))
+    model.model.decoder.config.decoder_layerdrop = 0.5
+    assert refused(model).startswith("config.decoder_layerdrop=0.5 of BartDecoder skips layers at random")
+
+
+def test_optimizers_that_move_what_has_no_gradient() -> None:
+    """Also in a trainer's wrapper; it is named before anything has moved."""
+    model = deep_gpt2(2)
+    optimizer = torch.optim.LBFGS(trained(model))
+    run = Run(model, nets._tokens, optimizers=[optimizer], time=0.8)
+    with pytest.raises(ConfigError, match="LBFGS moves what is not trained in a step"):
+        run.step(nets.tokens(2))
+    run.close()
+    with pytest.raises(ConfigError, match="SimpleNamespace moves"):
+        refuse_optimizers([SimpleNamespace(optimizer=optimizer)])
+    refuse_optimizers([SimpleNamespace(optimizer=torch.optim.SGD(trained(model)))])
+
+
 def test_a_compiled_model() -> None:
     model = deep_gpt2(2)
     assert "leave out torch.compile" in refused(model, torch.compile(model, backend="eager"))
@@ -105,7 +138,7 @@ def test_training_in_distributed_data_parallel() -> None:
     depths: list[int] = []
     for _ in range(8):
         training.begin_step()
-        with engine.compress():
+        with training.holding(), engine.compress():
             loss = nets._tokens(outer, nets.tokens(2))
         loss.backward()
         training.before_update([optimizer])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -276,4 +278,106 @@ def test_summaries() -> None:
     assert run.training.without_graph == frozenset()
     run.training.begin_step()
     assert run.training.without_graph == {f"base_model.model.transformer.h.{number}" for number in range(3)}
+    run.close()
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_the_model_are_not_trained_elastically(make_copy: Callable[[nn.Module], nn.Module]) -> None:
+    """Made at any time, as for an average of weights."""
+    model, batch, loss = make("encoder", adapters=False)
+    run = Run(model, loss, time=0.8)
+    copies: list[nn.Module] = []
+    run.optimizers[0].register_step_pre_hook(lambda *_: copies.append(make_copy(model)))
+    run.steps(5, batch)
+    copies.append(make_copy(model))
+    depth = run.training._course.mixture
+    run.training.begin_step()
+    for each in copies:
+        each.requires_grad_(True)
+        with run.training.holding():
+            loss(each, batch).backward()
+        assert all(parameter.grad is not None for parameter in each.parameters())
+    assert run.training._course.mixture == depth
+    run.close()
+
+
+def test_forward_passes_of_others_train_everything() -> None:
+    """A training may have ended in the middle of a step with an error that nobody told of."""
+    model = deep_gpt2(4)
+    run = Run(model, nets._tokens, time=0.75)
+    run.training.begin_step()
+    nets._tokens(model, nets.tokens(2)).backward()
+    assert all(parameter.grad is not None for parameter in trained(model))
+    assert len(trained(model)) == 16
+    run.close()
+
+
+def test_what_the_user_freezes_in_a_step_stays_frozen() -> None:
+    """Between its beginning and the forward pass; what pays is then measured anew, without it."""
+    model = deep_gpt2(4)
+    run = Run(model, nets._tokens, time=0.75)
+    run.steps(6, nets.tokens(2))
+    frozen = [each for name, each in model.named_parameters() if ".h.1." in name and each.requires_grad]
+
+    def freeze() -> None:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+    run.step(nets.tokens(2), aside=freeze)
+    for step in run.steps(8, nets.tokens(2)):
+        assert not any(".h.1." in name for name in step.names)
+    assert not any(parameter.requires_grad for parameter in frozen)
+    assert len(run.training._units.units) == 3
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    assert any(".h.1." in name for step in run.steps(8, nets.tokens(2)) for name in step.names)
+    run.close()
+
+
+def test_gains_are_known_where_an_optimizer_lacks_something() -> None:
+    """A head that nobody updates has a gradient all the same."""
+    model, batch, loss = make("roberta")
+    optimizer = torch.optim.SGD([each for name, each in model.named_parameters() if "lora" in name], lr=0.1)
+    run = Run(model, loss, optimizers=[optimizer], time=0.8)
+    for _ in range(8):
+        run.training.begin_step()
+        with run.training.holding(), run.engine.compress():
+            result = loss(model, batch)
+        result.backward()
+        run.training.before_update([optimizer])
+        optimizer.step()
+        assert run.training.finish_step() is None
+        assert len(trained(model)) == len(run.training._trained)
+        optimizer.zero_grad()
+        run.training.finish_stepped()
+    gains = run.training._course._gains
+    assert gains is not None
+    assert all(gain > 0 for gain in gains)
+    run.close()
+
+
+def test_steps_that_cannot_be_timed_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Once: as where forward passes run inside of a backward pass, which trains everything."""
+    model = deep_gpt2(4)
+    run = Run(model, nets._tokens, time=0.75)
+    start = torch.zeros((), requires_grad=True)
+
+    def loss_in_backward(_model: nn.Module, batch: nets.Batch) -> torch.Tensor:
+        result = start * 1
+
+        def forward(_gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                nets._tokens(model, batch).backward()
+
+        result.register_hook(forward)
+        return result
+
+    run.loss = loss_in_backward
+    first, *others = run.steps(8, nets.tokens(2))
+    assert len(first.names) == 4
+    assert all(len(step.names) == 16 for step in others)
+    assert [message for message in caplog.messages if "saves nothing" in message] == [
+        "elastic training saves nothing: 5 steps in a row could not be timed, as the model's forward passes run inside "
+        "of backward passes (as in gradient caching), or where DAF does not see them"
+    ]
     run.close()

@@ -14,7 +14,18 @@ from torch import nn
 import daf_integrations as daf
 from daf_core import ConfigError, ElasticError, StateError
 from daf_integrations.training import training_of
-from tests.integrations.elastic_runs import BLOCKS, ELASTIC, STEPS, TIME, adapters, classifier, count_time, trained
+from tests.elastic.runs import checkpoint
+from tests.integrations.elastic_runs import (
+    BLOCKS,
+    ELASTIC,
+    STEPS,
+    TIME,
+    adapters,
+    classifier,
+    count_time,
+    trained,
+    whole,
+)
 from tests.integrations.loop_runs import adam, batches, weights_of
 
 MakeModel = Callable[[], nn.Module]
@@ -203,3 +214,45 @@ def test_several_optimizers_share_a_step() -> None:
     assert len(course["gains"]) == BLOCKS
     assert sum(gain > 0 for gain in course["gains"]) > BLOCKS / 2
     assert course["gains"][-1] > 0
+
+
+def test_closures_are_steps_too() -> None:
+    """The optimizer's step begins before the forward pass."""
+    model = daf.prepare(adapters(), **ELASTIC)
+    optimizer, depths = adam(model), set[float]()
+    for batch in batches(model, 12):
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        depths.add(daf.metrics(model)["daf/elastic_depth"])
+    assert {BLOCKS} < depths
+    training = training_of(model)
+    assert training is not None
+    assert sum(gain > 0 for gain in training.session.state()["elastic_state"]["course"]["gains"]) > BLOCKS / 2
+
+
+def test_a_forward_pass_without_gradients_in_the_middle_of_a_step() -> None:
+    """As of a teacher: checkpoints are recomputed with what the step trains."""
+    model = daf.prepare(whole(), **ELASTIC)
+    checkpoint(model, use_reentrant=False)
+    optimizer, sizes = adam(model), set[int]()
+    everything = trained(model)
+    for batch in batches(model, 12):
+        loss = model(**batch).loss
+        during = trained(model)
+        with torch.no_grad():
+            model(**batch)
+        assert trained(model) == during
+        loss.backward()
+        with torch.no_grad():
+            model(**batch)
+        assert trained(model) == everything
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.add(len(during))
+    assert len(sizes) > 1
