@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, HARD_MASKS, Make, each, flags, normal
 from tests.kernels.harness import (
@@ -34,6 +35,16 @@ def test_packed_masks_are_those_of_the_reference(make: Make, dtype: torch.dtype)
     assert torch.equal(found.content.cpu(), pack_mask(REFERENCE, values, two)[0].content)
     unpacked = unpack_mask(TRITON, found, two, values.to(DEVICE))
     assert torch.equal(bit_patterns(unpacked.cpu()), bit_patterns(values))
+
+
+def test_nothing_is_waited_for_where_there_is_no_third_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a dropout's mask: a GPU would be without work at each."""
+    values = flags(5000)
+    expected = pack_mask(REFERENCE, values, (0, 1))[0].content
+    monkeypatch.setattr(Tensor, "item", lambda _: pytest.fail("waited"))
+    found, answer = pack_mask(TRITON, values.to(DEVICE), (0, 1))
+    assert answer
+    assert torch.equal(found.content.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)

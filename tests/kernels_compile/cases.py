@@ -59,6 +59,7 @@ def all_cases() -> Iterator[Case]:
         yield Case("range_fused", dtype, group=8192)
         yield Case("range_of_chunks", dtype, group=10000)
         yield Case("range_atomic", dtype, group=10000)
+    yield from _both(Case("encode_nonzero", "int8"))
     for dtype in MASKS:
         yield from _both(Case("encode_mask", dtype))
         yield from _both(Case("decode_mask", dtype))
@@ -81,6 +82,7 @@ CHOSEN = (
     Case("encode_mask", "int8"),
     Case("decode_mask", "int64"),
     Case("encode_nonzero", "fp16"),
+    Case("encode_nonzero", "int8"),
     Case("rectify", "bf16"),
     Case("encode_slopes", "bf16", planes=2),
     Case("decode_slopes", "fp32", planes=4),
