@@ -116,15 +116,25 @@ class PagePool:
 
     def read(self, pages: Pages) -> Tensor:
         """Returns a copy of the pages, uint8 of shape (pages, page_bytes)."""
+        parts = self._by_region(pages)
+        if len(parts) == 1:
+            return parts[0][0].read(parts[0][2])
         content = torch.empty((pages.size, self.page_bytes), dtype=torch.uint8, device=self.device)
-        for region, rows, inside in self._by_region(pages):
-            content[rows.to(self.device, non_blocking=True)] = region.read(inside)
+        words = content.view(torch.int64)
+        for region, rows, inside in parts:
+            words[rows.to(self.device, non_blocking=True)] = region.read(inside).view(torch.int64)
         return content
 
     def write(self, pages: Pages, content: Tensor) -> None:
         """Fills the pages with uint8 content of shape (pages, page_bytes)."""
-        for region, rows, inside in self._by_region(pages):
-            region.write(inside, content[rows.to(content.device, non_blocking=True)].to(self.device))
+        parts = self._by_region(pages)
+        if len(parts) == 1:
+            parts[0][0].write(parts[0][2], content.to(self.device))
+            return
+        words = content.view(torch.int64)
+        for region, rows, inside in parts:
+            part = words.index_select(0, rows.to(content.device, non_blocking=True))
+            region.write(inside, part.view(torch.uint8).to(self.device))
 
     def runs(self, pages: Pages) -> Iterator[tuple[slice, Tensor]]:
         """Cuts pages into runs of neighbours: (their rows in `pages`, their memory as (pages, page_bytes))."""
