@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -121,11 +122,9 @@ class Trained:
         start = time.perf_counter()
         if self._elastic is not None:
             self._elastic.begin_step()
-        if self._engine is None:
+        holding = nullcontext() if self._elastic is None else self._elastic.holding()
+        with holding, nullcontext() if self._engine is None else self._engine.compress():
             loss = self._model(**self._batch).loss
-        else:
-            with self._engine.compress():
-                loss = self._model(**self._batch).loss
         loss.backward()
         if self._elastic is not None:
             self._elastic.before_update([self._optimizer])
