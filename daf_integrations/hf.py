@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from logging import getLogger
 from typing import Any
 
@@ -107,23 +107,22 @@ class DAFCallback(TrainerCallback, ExportableState):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._session.begin_step()
+        with self._uninstalled_on_error():
+            self._session.begin_step()
 
     @override
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._session.before_update([kwargs["optimizer"]])
+        with self._uninstalled_on_error():
+            self._session.before_update([kwargs["optimizer"]])
 
     @override
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        try:
+        with self._uninstalled_on_error():
             self._session.after_update()
-        except BaseException:
-            self._uninstall()  # no event says that training has ended with an error
-            raise
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -160,6 +159,15 @@ class DAFCallback(TrainerCallback, ExportableState):
             self._patches.append(_Patch(trainer, "training_step", step))
         elif self.config.elastic is not None:
             self._patches.append(_Patch(trainer, "training_step", self._guarded))
+
+    @contextmanager
+    def _uninstalled_on_error(self) -> Generator[None]:
+        """Gives the model back where something inside fails: no event says that training has ended with an error."""
+        try:
+            yield
+        except BaseException:
+            self._uninstall()
+            raise
 
     def _uninstall(self) -> None:
         for patch in self._patches:
@@ -221,10 +229,8 @@ class DAFCallback(TrainerCallback, ExportableState):
             model.train()
             # Tokens and metrics that trainers count are those of the attempt that had enough memory.
             try:
-                return runner.run(inputs, loss_of, step, KeptAttributes(trainer, private=True).restore)
-            except BaseException:
-                self._uninstall()  # no event says that training has ended with an error
-                raise
+                with self._uninstalled_on_error():
+                    return runner.run(inputs, loss_of, step, KeptAttributes(trainer, private=True).restore)
             finally:
                 self._session.lift()
 
@@ -236,10 +242,8 @@ class DAFCallback(TrainerCallback, ExportableState):
         @functools.wraps(training_step)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
-                return training_step(*args, **kwargs)
-            except BaseException:
-                self._uninstall()
-                raise
+                with self._uninstalled_on_error():
+                    return training_step(*args, **kwargs)
             finally:
                 self._session.lift()
 

@@ -25,7 +25,8 @@ from daf_core import (
     StepStatistics,
 )
 from daf_core.batches import SHARE, few_rows
-from daf_core.elastic.training import ElasticStep, ElasticTraining
+from daf_core.elastic.course import ElasticStep
+from daf_core.elastic.training import ElasticTraining
 from daf_core.hook_stack import refuse_foreign_hooks
 from daf_core.plan.runner import StepRunner
 from daf_integrations.description import describe, title

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from daf_core import StepStatistics
-from daf_core.elastic.training import ElasticStep
+from daf_core.elastic.course import ElasticStep
 
 
 @dataclass

@@ -232,7 +232,7 @@ def _watch_optimizers() -> None:
             training.finish_step(optimizer)
 
     def prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[0] if args else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
         for training in trainings():
             training.before_update(optimizer, closure is not None)
 

@@ -39,6 +39,19 @@ class Choice:
     probe: bool
 
 
+@dataclass(frozen=True)
+class ElasticStep:
+    """What a step trained.
+
+    Attributes:
+        depth: Blocks that built a graph.
+        share: Time that it takes, relative to a step that trains everything, as far as that is known.
+    """
+
+    depth: int
+    share: float
+
+
 class Course:
     """Decides step by step.
 

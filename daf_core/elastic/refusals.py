@@ -44,6 +44,11 @@ def refuse_units(units: Units) -> None:
     _refuse(_missing(units))
 
 
+def is_choice(units: Units) -> bool:
+    """Says whether there is something to choose from."""
+    return next(_missing(units), None) is None
+
+
 def refuse_uncalled(units: Units, calls: Calls, unrecorded: Collection[str]) -> None:
     """Checks that all blocks run and record: what is skipped now and then cannot be left to train alone.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from logging import getLogger
 from typing import Any
@@ -15,37 +15,28 @@ from daf_core.config import ElasticConfig
 from daf_core.elastic.calls import CallWatch
 from daf_core.elastic.clock import BlockClock, StepTimes, UntimedSteps, is_training_pass
 from daf_core.elastic.costs import StepCosts
-from daf_core.elastic.course import Choice, Course
+from daf_core.elastic.course import Choice, Course, ElasticStep
 from daf_core.elastic.gains import Update
 from daf_core.elastic.mask import STALE, InputGradientHooks, Mask, forget_momentum
 from daf_core.elastic.refusals import (
+    is_choice,
     name_deepest,
     refuse_optimizers,
     refuse_training,
     refuse_uncalled,
     refuse_units,
 )
-from daf_core.elastic.units import Calls, Units, registered_calls, units_of
+from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ElasticError, StateError
 from daf_core.hooks import OwnHook
 from daf_core.plan import ranks
 from daf_core.plan.blocks import layers_of
 
+LEARNED = ("_trained", "_unused", "_units", "_mask", "_idle", "_costs", "_course")
+"""What is known of each set of parameters that the user has trained."""
+
 log = getLogger("daf")
-
-
-@dataclass(frozen=True)
-class ElasticStep:
-    """What a step trained.
-
-    Attributes:
-        depth: Blocks that built a graph.
-        share: Time that it takes, relative to a step that trains everything, as far as that is known.
-    """
-
-    depth: int
-    share: float
 
 
 class ElasticTraining:
@@ -78,6 +69,7 @@ class ElasticTraining:
         self._blocks = layers_of(model)
         refuse_training(outer, self._blocks)
         self._trained = self._user_trains()
+        self._others: dict[tuple[int, ...], dict[str, Any]] = {}
         self._unused: set[int] = set()
         self._aside = self._inside = False
         self._follow(registered_calls(model))
@@ -103,7 +95,8 @@ class ElasticTraining:
         if self._choice is not None:
             return
         self._mask.lift()
-        self._follow_user()
+        if not self._follow_user():
+            return
         if not self._begun:
             refuse_training(self._outer, self._blocks)  # checkpoints may have been switched on since
             self._begun = True
@@ -270,6 +263,7 @@ class ElasticTraining:
         """Returns where it is, as JSON-able values; the order of calls in lists, as trainers write keys in order."""
         return {
             "calls": [*self._calls.items()],
+            "trained": self._names(),
             "unused": sorted(self._unused),
             "idle": dict(self._idle),
             "course": self._course.state(),
@@ -283,8 +277,11 @@ class ElasticTraining:
         """
         self._leave_step()
         try:
-            self._unused = {int(number) for number in state["unused"]}
             calls = {str(name): int(size) for name, size in state["calls"]}
+            if self._trained_something_else(calls, state["trained"]):
+                log.info("other parameters were trained when this state was saved: DAF measures anew what pays")
+                return
+            self._unused = {int(number) for number in state["unused"]}
             self._blocks = [block for block in self._blocks if block.name in calls]
             self._follow(calls)
             if state["idle"].keys() != self._idle.keys():
@@ -297,22 +294,45 @@ class ElasticTraining:
     def _leave_step(self) -> None:
         self._stop_watching()
         self._mask.lift()
-        self._choice = self._update = None
+        self._choice = self._update = self._gains = None
+        self._stepped = False
+
+    def _names(self) -> list[str]:
+        known = set(map(id, self._trained))
+        return [name for name, each in self._model.named_parameters() if id(each) in known]
+
+    def _trained_something_else(self, calls: Calls, names: Sequence[str]) -> bool:
+        """Says whether a saved state is of this model, when other parameters of it were trained."""
+        known = {name for name, _ in self._model.named_parameters()}
+        own = {*names} <= known and all(block.name in calls for block in self._blocks)
+        return own and [*names] != self._names()
 
     def _user_trains(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
-    def _follow_user(self) -> None:
-        """Begins anew where the user trains something else than before, as in gradual unfreezing."""
-        now = self._user_trains()
-        if list(map(id, now)) == list(map(id, self._trained)):
-            return
-        unused = {id(self._trained[number]) for number in self._unused}
-        self._trained = now
-        self._unused = {number for number, each in enumerate(now) if id(each) in unused}
-        self._follow(self._calls)
-        refuse_units(self._units)
-        log.info("what is trained has changed: DAF measures anew what pays")
+    def _follow_user(self) -> bool:
+        """Goes on with what the user trains now, as in gradual unfreezing or with adapters that take turns.
+
+        Says whether there is something to choose from, which may not be so where the user trains a head alone.
+        """
+        now, before = self._user_trains(), self._trained
+        if list(map(id, now)) == list(map(id, before)):
+            return True
+        learned = {name: getattr(self, name) for name in LEARNED}
+        known = self._others.get(tuple(map(id, now)))
+        if known is None:
+            unused = {id(before[number]) for number in self._unused}
+            used = [each for each in now if id(each) not in unused]
+            if not is_choice(units_of(self._model, self._blocks, used, self._calls)):
+                return False
+            self._trained = now
+            self._unused = {number for number, each in enumerate(now) if id(each) in unused}
+            self._follow(self._calls)
+            log.info("what is trained has changed: DAF measures anew what pays")
+        else:
+            vars(self).update(known)
+        self._others[tuple(map(id, before))] = learned
+        return True
 
     def _started_clock(self) -> BlockClock:
         return BlockClock(self._model, self._units.blocks, lambda: self._engine.held_bytes)
@@ -357,7 +377,7 @@ class ElasticTraining:
             refuse_uncalled(self._units, watch.calls, watch.unrecorded)
             refuse_units(self._units)
             name_deepest(self._units)
-            choice = replace(choice, on=_renumbered(choice.on, before, self._units))
+            choice = replace(choice, on=renumbered(choice.on, before, self._units))
             in_order = before.blocks == self._units.blocks
         if in_order:
             depth = self._units.depth(choice.on)
@@ -377,14 +397,3 @@ class ElasticTraining:
             raise error
         self._course.load(state)
         log.info("DAF trains %s", self.summary)
-
-
-def _renumbered(on: Collection[int], before: Units, after: Units) -> frozenset[int]:
-    """Returns the numbers, in another order, of the units that a step has trained.
-
-    What was taken to come after the last block was trained too, wherever it turns out to be.
-    """
-    trained = [*before.always, *(parameter for number in on for parameter in before.units[number].parameters)]
-    known = set(map(id, trained))
-    numbered = enumerate(after.units)
-    return frozenset(number for number, unit in numbered if not known.isdisjoint(map(id, unit.parameters)))

@@ -182,3 +182,14 @@ def _multiplications(parameter: nn.Parameter, elements: int, module: nn.Module) 
     bias = getattr(module, "bias", None)
     width = bias.numel() if isinstance(bias, Tensor) else parameter.shape[0]
     return parameter.numel() * max(elements / width, 1.0)
+
+
+def renumbered(on: Collection[int], before: Units, after: Units) -> frozenset[int]:
+    """Returns the numbers, in another order, of the units that a step has trained.
+
+    What was taken to come after the last block was trained too, wherever it turns out to be.
+    """
+    trained = [*before.always, *(parameter for number in on for parameter in before.units[number].parameters)]
+    known = set(map(id, trained))
+    numbered = enumerate(after.units)
+    return frozenset(number for number, unit in numbered if not known.isdisjoint(map(id, unit.parameters)))

@@ -51,7 +51,7 @@ class DevicePagers:
         to_host: bool = True,
     ) -> None:
         self._page_bytes = page_bytes
-        self.links = links or {}
+        self.links = {} if links is None else links  # more of them may come
         self.place = Place()
         self.budget = config.memory_budget
         self._set_aside = 0

@@ -64,6 +64,16 @@ def test_host_packs_for_itself_and_for_what_is_linked(monkeypatch: pytest.Monkey
     assert (set(alone.links), set(linked.links)) == (set(), {META})
 
 
+def test_pagers_know_links_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "load_backend", lambda *_: ReferenceBackend())
+    monkeypatch.setattr(backends, "host_link", lambda device: LateLink() if device == META else None)
+    model = nn.Linear(4, 4)
+    engine = ActivationEngine(model, DAFConfig(packing="workers"))
+    model.to(META)
+    engine._backends.follow()
+    assert set(engine._pagers.links) == {META}
+
+
 def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored depends on values, which would stop a capture with an error of CUDA's."""
     monkeypatch.setattr(backends, "load_backend", lambda *_: ReferenceBackend())

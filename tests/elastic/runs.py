@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.config import ElasticConfig
 from daf_core.elastic.calls import CallWatch
-from daf_core.elastic.training import ElasticStep, ElasticTraining
+from daf_core.elastic.course import ElasticStep
+from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units, registered_calls, units_of
 from daf_core.plan.blocks import layers_of
 from tests.plan import nets

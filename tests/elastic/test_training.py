@@ -330,7 +330,8 @@ def test_what_the_user_freezes_in_a_step_stays_frozen() -> None:
     assert len(run.training._units.units) == 3
     for parameter in frozen:
         parameter.requires_grad_(True)
-    assert any(".h.1." in name for step in run.steps(8, nets.tokens(2)) for name in step.names)
+    run.step(nets.tokens(2))
+    assert len(run.training._units.units) == 4
     run.close()
 
 
@@ -380,4 +381,39 @@ def test_steps_that_cannot_be_timed_are_named(caplog: pytest.LogCaptureFixture) 
         "elastic training saves nothing: 5 steps in a row could not be timed, as the model's forward passes run inside "
         "of backward passes (as in gradient caching), or where DAF does not see them"
     ]
+    run.close()
+
+
+def test_what_takes_turns_is_known_in_each() -> None:
+    """As adapters of two tasks: each set of parameters has a course of its own."""
+    model = deep_gpt2(4)
+    run = Run(model, nets._tokens, time=0.75)
+    halves = [[each for name, each in model.named_parameters() if each.requires_grad and kind in name] for kind in "AB"]
+    for _ in range(10):
+        for on, off in (halves, halves[::-1]):
+            for parameter in [*on, *off]:
+                parameter.requires_grad_(any(parameter is each for each in on))
+            run.step(nets.tokens(2))
+            assert run.training._trained == [each for each in model.parameters() if each.requires_grad]
+    assert len(run.training._others) == 3
+    assert run.training._course.mixture is not None
+    run.close()
+
+
+def test_nothing_is_chosen_where_a_head_alone_is_trained() -> None:
+    """Until the user unfreezes more."""
+    model, batch, loss = make("roberta")
+    run = Run(model, loss, time=0.8)
+    lower = [each for name, each in model.named_parameters() if "lora" in name]
+    for parameter in lower:
+        parameter.requires_grad_(False)
+    run.training.begin_step()
+    assert run.training._choice is None
+    with run.training.holding():
+        loss(model, batch).backward()
+    run.training.before_update(run.optimizers)
+    assert run.training.finish_step() is None
+    for parameter in lower:
+        parameter.requires_grad_(True)
+    assert len(run.steps(6, batch)) == 6
     run.close()

@@ -210,6 +210,7 @@ def test_several_optimizers_share_a_step() -> None:
     assert {BLOCKS} < set(steps)
     training = training_of(model)
     assert training is not None
+    assert training.session.totals.elastic_steps == 12
     course = training.session.state()["elastic_state"]["course"]
     assert len(course["gains"]) == BLOCKS
     assert sum(gain > 0 for gain in course["gains"]) > BLOCKS / 2
@@ -256,3 +257,39 @@ def test_a_forward_pass_without_gradients_in_the_middle_of_a_step() -> None:
         optimizer.zero_grad()
         sizes.add(len(during))
     assert len(sizes) > 1
+
+
+def test_a_turn_in_which_nothing_is_trained() -> None:
+    """As that of a generator whose critic is frozen meanwhile: nothing is chosen in it, and nothing is forgotten."""
+    model = daf.prepare(adapters(), **ELASTIC)
+    optimizer, everything = adam(model), [each for each in model.parameters() if each.requires_grad]
+    training = training_of(model)
+    assert training is not None
+    inputs = torch.zeros((), requires_grad=True)
+    for batch in batches(model, 16):
+        for parameter in everything:
+            parameter.requires_grad_(False)
+        (model(**batch).loss + inputs).backward()
+        for parameter in everything:
+            assert not parameter.requires_grad
+            parameter.requires_grad_(True)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert training.session.totals.elastic_steps == 16
+    assert training.session.state()["elastic_state"]["course"]["mixture"] is not None
+
+
+def test_a_state_that_was_saved_while_something_else_was_trained() -> None:
+    """It does not fit, and is no state of another model: what pays is measured anew."""
+    done = loop()
+    frozen = [each for name, each in done.model.named_parameters() if ".h.0." in name and each.requires_grad]
+    done.run(4)
+    state = training_of(done.model).session.state()
+    other = adapters()
+    for name, parameter in other.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and ".h.0." not in name)
+    assert frozen
+    daf.prepare(other, **ELASTIC)
+    training_of(other).load_state(json.loads(json.dumps(state)))
+    Loop(other).run(3)
