@@ -61,8 +61,8 @@ class UntimedSteps:
         self._count = 0
 
     def add(self, times: StepTimes | None) -> None:
-        """Counts what a step took that was to be timed."""
-        self._count = 0 if times is not None and times.elements else self._count + 1
+        """Counts what a step took that was to be timed; None where it could not be."""
+        self._count = 0 if times is not None else self._count + 1
         if self._count == UNTIMED_STEPS:
             log.warning(
                 "elastic training saves nothing: %d steps in a row could not be timed, as the model's forward passes "

@@ -124,8 +124,9 @@ def _reasons(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
         )
     for module in model.modules():
         kind = type(module).__name__
+        config = getattr(module, "config", None)
         for name in LAYER_DROPS:
-            share = getattr(getattr(module, "config", None), name, 0.0)
+            share = getattr(config, name, 0.0)
             if share:
                 yield (
                     f"config.{name}={share} of {kind} skips layers at random, and a step may train what is skipped; "

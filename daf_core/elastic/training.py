@@ -94,7 +94,6 @@ class ElasticTraining:
         """
         if self._choice is not None:
             return
-        self._mask.lift()
         if not self._follow_user():
             return
         if not self._begun:

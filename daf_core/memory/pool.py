@@ -117,7 +117,7 @@ class PagePool:
     def read(self, pages: Pages) -> Tensor:
         """Returns a copy of the pages, uint8 of shape (pages, page_bytes)."""
         parts = self._by_region(pages)
-        if len(parts) == 1:
+        if len(parts) == 1:  # as nearly always: nothing is copied twice
             return parts[0][0].read(parts[0][2])
         content = torch.empty((pages.size, self.page_bytes), dtype=torch.uint8, device=self.device)
         words = content.view(torch.int64)
