@@ -7,6 +7,7 @@ import threading
 from torch import Tensor
 
 from daf_core.codecs import PlanesActivation, RawActivation, RehearsedActivation, SlopesActivation
+from daf_core.codecs.doubts import Doubts
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.slopes import UNGROUPED
 from daf_core.config import DAFConfig
@@ -51,10 +52,12 @@ class TrainingStore(threading.local):
         self._policy = policy
         self._streams = streams
         self.census = Census()
+        self._doubts = Doubts()
 
     def begin_pass(self) -> None:
         """Starts counting anew."""
         self.census = Census()
+        self._doubts.settle_known()
 
     def __call__(
         self, values: Tensor, grouping: Grouping, site: Site, pager: Pager, backend: Backend, finite: bool
@@ -67,7 +70,7 @@ class TrainingStore(threading.local):
         if precision is not None:
             errors = None if pager.budget is None else self._policy.errors(site)
             seed = self._streams.seed(site)
-            stored = codec.encode(values, grouping, precision, pager, backend, seed, finite, errors)
+            stored = codec.encode(values, grouping, precision, pager, backend, seed, finite, errors, self._doubts)
         self.census.add(site, _sizes(values, grouping, pager), stored)
         return stored
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from daf_core.codecs.base import PagedActivation
+from daf_core.codecs.doubts import Doubt, Doubts
 from daf_core.grouping import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PagePool
 from daf_core.precision.importance import LEVELS, plane_importances, rounding_errors
-from daf_kernels import Backend, Pages, PlaneLayout, Seed, plane_layout, planes_for
+from daf_kernels import Answer, Backend, Pages, PlaneLayout, Seed, plane_layout, planes_for
 
 TYPICAL_RANGE = 32.0
 """Squared range of a scaling group over its variance: that of 256 normal values. Without a budget nothing is dropped,
@@ -40,6 +41,7 @@ class PlanesActivation(PagedActivation):
         self._backend = backend
         self._layout = layout
         self._grouping = grouping
+        self._doubt: Doubt | None = None
 
     @property
     def precision(self) -> int:
@@ -70,6 +72,7 @@ class PlanesActivation(PagedActivation):
         seed: Seed | None,
         finite: bool = True,
         errors: Sequence[float] | None = None,
+        doubts: Doubts | None = None,
     ) -> Self | None:
         """Encodes `values` straight into pages, at the precision that the budget leaves them.
 
@@ -84,10 +87,13 @@ class PlanesActivation(PagedActivation):
                 NaN.
             errors: What the values' error does at 0 bits and at each of `PRECISIONS`, squared and in any unit that is
                 the same for all activations; None estimates it from their range, where there is a budget.
+            doubts: Keeps values while a device works out whether they are finite, unless a budget counts them. None
+                waits for it.
 
         Returns:
             None where pages would take no less than the values themselves, or where a value is not finite: an overflow
-            under fp16, or a logit masked with -inf, must reach backward as it is.
+            under fp16, or a logit masked with -inf, must reach backward as it is. Where that turns out later, the
+            values are kept beside the pages.
 
         Raises:
             ActivationBudgetError: Not even the header fits in the budget.
@@ -96,18 +102,29 @@ class PlanesActivation(PagedActivation):
         layout, planes = plane_layout(values.numel(), grouping.row, page_bytes), planes_for(precision)
         if layout.pages(planes) * page_bytes >= values.numel() * values.element_size():
             return None
-        values = grouping.arrange(values)
+        arranged = grouping.arrange(values)
         pages = [layout.plane_pages(plane) for plane in range(planes)]
         sizes = [page_bytes * count for count in pages]
         if errors is None:
             known = pager.budget is not None
-            relative_range = cls._relative_range(backend, values, layout) if known else TYPICAL_RANGE
+            relative_range = cls._relative_range(backend, arranged, layout) if known else TYPICAL_RANGE
             errors = rounding_errors(relative_range, values.numel())
         importances = plane_importances(errors, sizes)
         with pager.writing(layout.header_pages, pages, importances) as lease:
-            usable = cls._write(backend, values, layout, lease.planes, pager.pool, lease.pages, seed)
+            usable = cls._write(backend, arranged, layout, lease.planes, pager.pool, lease.pages, seed)
         stored = cls(pager, lease, backend, layout, grouping)
-        return stored if usable or not finite else None
+        if finite and doubts is not None and pager.budget is None and not isinstance(usable, bool):
+            stored._doubt = doubts.add(values, usable, pager)
+            return stored
+        return stored if not finite or usable else None
+
+    @override
+    def decode_into(self, out: Tensor) -> None:
+        exact = None if self._doubt is None else self._doubt.settle()
+        if exact is None:
+            super().decode_into(out)
+        else:
+            out.copy_(exact.unpack())
 
     @staticmethod
     def _relative_range(backend: Backend, values: Tensor, layout: PlaneLayout) -> float:
@@ -122,7 +139,7 @@ class PlanesActivation(PagedActivation):
         pool: PagePool,
         pages: Pages,
         seed: Seed | None,
-    ) -> bool:
+    ) -> bool | Answer:
         return backend.encode(values, layout, planes, pool, pages, seed)
 
     @override

@@ -11,7 +11,7 @@ from daf_core.codecs.planes import PlanesActivation
 from daf_core.grouping import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pool import PagePool
-from daf_kernels import Backend, Pages, PlaneLayout, Seed
+from daf_kernels import Answer, Backend, Pages, PlaneLayout, Seed
 
 GELU = "GeluBackward0"
 """The autograd node that is the only one to use them."""
@@ -47,7 +47,7 @@ class SlopesActivation(PlanesActivation):
         pool: PagePool,
         pages: Pages,
         seed: Seed | None,
-    ) -> bool:
+    ) -> bool | Answer:
         return backend.encode_slopes(values, layout, planes, pool, pages)
 
     @override

@@ -132,6 +132,19 @@ def _reserve(size: int, device: torch.device) -> Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
+class Answer(Protocol):
+    """A yes or no that a device is working out."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it can be had without waiting."""
+        ...
+
+    def __bool__(self) -> bool:
+        """Returns it, and waits for it if need be."""
+        ...
+
+
 class Backend(Protocol):
     """Kernels for one kind of device. Tensors are taken in row-major order of their shape, whatever their strides."""
 
@@ -149,10 +162,10 @@ class Backend(Protocol):
 
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
-    ) -> bool:
+    ) -> bool | Answer:
         """Encodes `values` into the header and the first `planes` planes in `pages`; `planes` may be 0.
 
-        Returns False where a scaling group is not finite and will decode to NaN.
+        Answers False where a scaling group is not finite and will decode to NaN.
         """
         ...
 
@@ -160,10 +173,12 @@ class Backend(Protocol):
         """Decodes the first `planes` planes in `pages` into `out`."""
         ...
 
-    def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
+    def encode_slopes(
+        self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages
+    ) -> bool | Answer:
         """Encodes GELU's derivative at `values` into the first `planes` planes in `pages`; the layout has no groups.
 
-        Returns False where a value is not finite.
+        Answers False where a value is not finite.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from daf_kernels.backend import Backend, PageMemory, Pages, TwoValues
+from daf_kernels.backend import Answer, Backend, PageMemory, Pages, TwoValues
 from daf_kernels.host_link import HostLink
 from daf_kernels.layout import PlaneLayout
 from daf_kernels.reference import Seed
@@ -36,7 +36,7 @@ class LinkedBackend:
 
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
-    ) -> bool:
+    ) -> bool | Answer:
         """See `Backend.encode`."""
         return self._of(values).encode(values, layout, planes, memory, pages, seed)
 
@@ -45,7 +45,9 @@ class LinkedBackend:
         self._device.decode(out, layout, planes, memory, pages)
         self._link.note_reads()
 
-    def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
+    def encode_slopes(
+        self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages
+    ) -> bool | Answer:
         """See `Backend.encode_slopes`."""
         return self._of(values).encode_slopes(values, layout, planes, memory, pages)
 

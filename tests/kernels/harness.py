@@ -96,7 +96,7 @@ def encode(
     """Encodes a tensor into new pages; returns them and what the backend answered."""
     layout = layout_of(values, page_bytes)
     memory = GuardedPages(layout.pages(planes), page_bytes, fill, values.device)
-    return memory, backend.encode(values, layout, planes, memory, memory.pages, seed)
+    return memory, bool(backend.encode(values, layout, planes, memory, memory.pages, seed))
 
 
 def decode(backend: Backend, memory: GuardedPages, like: Tensor, planes: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from daf_kernels import reference
 from daf_kernels.backend import (
+    Answer,
     FixedPages,
     PageMemory,
     Pages,
@@ -45,8 +46,33 @@ program costs 40 ms whatever its size."""
 _NO_SEED: Seed = (0, 0, 0, 0)
 
 
+class FlagAnswer:
+    """Yes, unless kernels that were started before now set a flag of a GPU.
+
+    Args:
+        flag: The flag, of shape (1,).
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._flag = flag.to(
+            "cpu", non_blocking=True
+        )  # in pinned memory, to which a GPU copies without being waited for
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(flag.device))
+
+    @property
+    def is_known(self) -> bool:
+        """See `Answer.is_known`."""
+        return self._copied.query()
+
+    def __bool__(self) -> bool:
+        """See `Answer.__bool__`."""
+        self._copied.synchronize()
+        return not self._flag.item()
+
+
 class TritonBackend:
-    """Triton kernels. Tensors with holes go through dense copies, and what a kernel answers is waited for.
+    """Triton kernels. Tensors with holes go through dense copies.
 
     Args:
         selector: Chooses between ways of doing the same; by rule alone by default.
@@ -75,7 +101,7 @@ class TritonBackend:
 
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
-    ) -> bool:
+    ) -> bool | Answer:
         """See `Backend.encode`."""
         values = _flat(values)
         flag = _new_flag(values.device)
@@ -86,7 +112,7 @@ class TritonBackend:
         # Pages of a rehearsal are so small that a program has a few blocks, which says nothing of those of training.
         name = f"encode {planes} on {memory.page_bytes}" + (" stochastic" if seed else "")
         ways[self._selector.choose(problem_class(name, values.dtype, layout.groups, layout.group), ways)]()
-        return not flag.item()
+        return _unless(flag)
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode`."""
@@ -108,13 +134,15 @@ class TritonBackend:
                 shift = memory.page_bytes.bit_length() - 1
                 launch(decode_groups, _programs(layout), (dense, table), numbers, SHIFT=shift, **GROUPS, **headers)
 
-    def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
+    def encode_slopes(
+        self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages
+    ) -> bool | Answer:
         """See `Backend.encode_slopes`."""
         values = _flat(values)
         table, flag = _table(memory, pages, values.device), _new_flag(values.device)
         pointers = (values, table, flag)
         launch_over_blocks(encode_slopes, pointers, _starts(layout), memory.page_bytes, planes, PLANES=planes)
-        return not flag.item()
+        return _unless(flag)
 
     def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_slopes`."""
@@ -248,6 +276,11 @@ def _table(memory: PageMemory, pages: Pages, device: torch.device) -> Tensor:
 def _new_flag(device: torch.device) -> Tensor:
     """Returns a number that kernels set where they find what they do not encode."""
     return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _unless(flag: Tensor) -> bool | Answer:
+    """Returns whether kernels have not set a flag, or will not."""
+    return FlagAnswer(flag) if flag.is_cuda else not flag.item()
 
 
 def _starts(layout: PlaneLayout) -> tuple[int, ...]:
