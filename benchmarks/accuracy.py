@@ -146,9 +146,11 @@ def read_runs(options: argparse.Namespace) -> list[Run]:
 def summarize(runs: Sequence[Run]) -> list[SplitSummary]:
     """Returns the figures of every split and method, ``plain`` included, over the seeds that all of them have.
 
-    None where no seed has all of them.
+    None where no seed has all of them, or ``plain`` has not been run yet.
     """
     methods = dict.fromkeys(run.method for run in runs)
+    if "plain" not in methods:
+        return []
     seeds = set.intersection(*({run.seed for run in runs if run.method == method} for method in methods))
     if not seeds:
         return []

@@ -62,6 +62,7 @@ def test_accuracy_summary() -> None:
     assert "| daf-4bit | 70.00 | 76.00 | 73.00 | 4.24 | -2.00 | 11.31 |" in accuracy.markdown_report([plain, coded])
     other = Run(method="daf-2bit", seed=7, accuracy={"dev": 0.1}, seconds=1.0, figures={})
     assert accuracy.summarize([*runs, later, other]) == []  # and what was measured can still be written
+    assert accuracy.summarize([other]) == []  # plain comes last
 
 
 def test_every_adapter_has_a_gradient() -> None:
