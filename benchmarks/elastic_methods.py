@@ -18,7 +18,7 @@ from daf_integrations.bench.methods import Method, is_method, open_method
 
 
 class RandomCourse(Course):
-    """Has each step train units that are drawn at random, as many as its share of the time is enough for."""
+    """Has each step train units that are drawn at random, until one takes more time than is left for the step."""
 
     def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:
         super().__init__(units, costs, config)
@@ -26,17 +26,14 @@ class RandomCourse(Course):
 
     def choose(self) -> Choice:
         choice = super().choose()
-        if self.mixture is None:
+        if not self.is_planned:
             return choice
-        left = self.target + self._balance
         on: frozenset[int] = frozenset()
         for unit in self._numbers.sample(sorted(self._all), len(self._all)):
-            if self._costs.share(on | {unit}) <= left:
-                on |= {unit}
+            if self.share(on | {unit}) > self.target + self._balance:
+                break
+            on |= {unit}
         return Choice(on, choice.measured, False)
-
-    def share(self, on: frozenset[int]) -> float:
-        return self._costs.share(on)
 
 
 class TopHalfCourse(Course):

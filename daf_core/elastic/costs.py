@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,20 @@ class _Shortest:
     @property
     def least(self) -> float | None:
         return min(self.values, default=None)
+
+
+class Prices(NamedTuple):
+    """What a step with some units takes, relative to one that trains everything: a sum, but for the price of depth.
+
+    Attributes:
+        own: What each unit takes by itself.
+        reaching: What it takes to reach each unit, which a step pays for the deepest one.
+        base: What every step takes.
+    """
+
+    own: list[float]
+    reaching: list[float]
+    base: float
 
 
 class StepCosts:
@@ -86,11 +100,8 @@ class StepCosts:
         whole = self.seconds(self.units.everything)
         return self.seconds(on) / whole if whole else 1.0
 
-    def prices(self) -> tuple[list[float], list[float], float]:
-        """Returns what each unit takes by itself, what it takes to reach it, and what every step takes.
-
-        Relative to a step that trains everything; they add up to `share`.
-        """
+    def prices(self) -> Prices:
+        """Returns what `share` is made of."""
         whole = self.seconds(self.units.everything)
         base = self.seconds(())
         _, backward = self._filled()
@@ -101,7 +112,7 @@ class StepCosts:
         ]
         single = [self.seconds([number]) - base - own[number] for number in range(len(own))]
         reaching = np.maximum.accumulate(np.maximum(single, 0.0)) if single else np.zeros(0)
-        return [price / whole for price in own], [float(price) / whole for price in reaching], base / whole
+        return Prices([price / whole for price in own], [float(price) / whole for price in reaching], base / whole)
 
     def held(self, depth: int) -> float:
         """Returns the bytes of saved activations of a pass whose lowest trained block is this, as far as known.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
@@ -11,7 +11,7 @@ from daf_core.config import ElasticConfig
 from daf_core.elastic.clock import StepTimes
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.gains import merged
-from daf_core.elastic.schedule import Mixture, best_mixture
+from daf_core.elastic.selection import Selection
 from daf_core.elastic.units import Units
 from daf_core.errors import ElasticError
 
@@ -56,8 +56,9 @@ class Course:
     """Decides step by step.
 
     The first step trains the least there is, and so do those after it until it is known what memory activations take
-    where that is limited. Then come steps that train most, until it is known what they take and
-    gain, and then both kinds in turn.
+    where that is limited. Then come steps that train most, until it is known what they take and gain. From then on a
+    step trains what is worth most of what takes the share of time that is left for it: the mean share, and what steps
+    before have left. A little of that is put aside, so that a step that trains most can be measured now and then.
 
     Args:
         units: What may be trained or not.
@@ -75,24 +76,24 @@ class Course:
         self._memory = config.memory
         self._refresh = config.refresh
         self._gains: list[float] | None = None
-        self._mixture: Mixture | None = None
+        self._selection: Selection | None = None
         self._early: list[frozenset[int]] = []
-        self._balance = 0.0
+        self._balance = self._debt = 0.0
         self._settled = False
         self._since_plan = self._seen = 0
 
     def choose(self) -> Choice:
         """Returns what the next step is to do."""
-        mixture = self._mixture
-        if mixture is None:
+        if self._selection is None:
             if not self._early or (self._memory is not None and not self._costs.held(0)):
                 return Choice(self._first, True, False)
             return Choice(self.most, len(self._early) > 1, len(self._early) > 1)
+        due = self._since_plan >= self._refresh
         # A little less than the balance: sums of shares that come out even have rounding errors.
-        if mixture.frequency == 1 or self._balance + mixture.target - mixture.most_share >= -1e-9:
-            due = self._since_plan >= self._refresh
-            return Choice(mixture.most, due, due)
-        return Choice(mixture.part, self._settling, False)
+        if self._excess <= 0 or (due and self._balance - self._excess >= -1e-9):
+            return Choice(self.most, due, due)
+        on = self._selection.best(self.target + self._balance - self._put_aside + 1e-9)
+        return Choice(on, 1 <= self._seen <= MEASURED, False)
 
     def finish(self, choice: Choice, times: StepTimes | None, gains: Sequence[float] | None) -> bool:
         """Ends a step; says whether `plan` is to be called now.
@@ -107,43 +108,44 @@ class Course:
         if gains is not None:
             found = dict(zip(sorted(choice.on), gains, strict=True))
             self._gains = merged(self._gains, [found.get(unit, 0.0) for unit in sorted(self._all)])
-        if self._mixture is None:
+        if self._selection is None:
             self._early.append(choice.on)
             self._seen += choice.probe and times is not None
             return self._seen == MEASURED
         self._balance = min(self._balance + self.target - self.share(choice.on), 1.0)
+        if self._balance >= 0:  # paid back before it was due
+            self._debt = 0.0
         self._since_plan += 1
-        if choice.on == self._mixture.part:
+        if choice.on != self.most:
             self._seen += 1
-        return choice.probe or (not self._settled and self._both_seen)
+        return choice.probe or (not self._settled and self._parts_seen)
 
     def plan(self) -> None:
-        """Decides what the steps to come train.
+        """Looks anew at what units take and gain.
 
         Raises:
             ElasticError: At the beginning of a training: no step takes as little time as is allowed.
         """
-        most = self._allowed
-        if self._memory is not None and self._mixture is None:
+        most, before = self._allowed, self._selection
+        if self._memory is not None and before is None:
             self._refuse_memory(most, self._memory)
-        gains = self._gains or [1.0] * len(self._all)
-        found = best_mixture(self._costs, gains, most, self.target, self._refresh)
-        if self._mixture is None:
-            self._balance = sum(self.target - self._costs.share(on) for on in self._early)
-        self._mixture = found or self._out_of_reach(self._units.least(most), most)
-        self._settled |= self._both_seen
+        found = Selection(self._units, self._costs.prices(), self._gains or [1.0] * len(self._all), most)
+        if before is None:
+            self._balance = sum(self.target - found.share(on) for on in self._early)
+        elif found.share(self._units.least(most)) > self.target:
+            found = self._out_of_reach(found.share(self._units.least(most)), before)
+        self._selection = found
+        self._settled |= self._parts_seen
+        self._debt = min(self._balance, 0.0)
         self._since_plan = self._seen = 0
 
-    def _out_of_reach(self, least: frozenset[int], most: frozenset[int]) -> Mixture:
+    def _out_of_reach(self, share: float, before: Selection) -> Selection:
         """Returns what is done where even a step that trains the least takes more than the target.
 
         Raises:
             ElasticError: It was measured at the beginning of the training.
         """
-        share = self._costs.share(least)
-        if self._mixture is None:
-            return Mixture(least, share, most, self._costs.share(most), self.target)
-        if not self._settled and self._both_seen:
+        if not self._settled and self._parts_seen:
             raise ElasticError(
                 f"elastic.time={self.target:g} cannot be kept: a step takes {share:.2f} of the time of one that trains "
                 "everything even where it trains as little as possible. Allow more, or leave out elastic.time"
@@ -155,7 +157,7 @@ class Course:
                 share,
                 self.target,
             )
-        return self._mixture
+        return before
 
     @property
     def _first(self) -> frozenset[int]:
@@ -171,7 +173,7 @@ class Course:
     @property
     def most(self) -> frozenset[int]:
         """Numbers of the units that any step may train, as it was planned."""
-        return self._allowed if self._mixture is None else self._mixture.most
+        return self._allowed if self._selection is None else self._selection.most
 
     @property
     def _allowed(self) -> frozenset[int]:
@@ -191,33 +193,47 @@ class Course:
             )
 
     @property
-    def mixture(self) -> Mixture | None:
-        """What steps train now; None at the beginning."""
-        return self._mixture
+    def is_planned(self) -> bool:
+        """Whether it is known what pays; not so at the beginning."""
+        return self._selection is not None
+
+    @property
+    def usual(self) -> frozenset[int]:
+        """Numbers of the units that a step trains for which others have left no time."""
+        return self.most if self._selection is None else self._selection.best(self.target)
 
     def share(self, on: frozenset[int]) -> float:
         """Returns the time of a step that trains these units, relative to one that trains everything."""
-        return self._costs.share(on) if self._mixture is None else self._mixture.share_of(on)
+        return self._costs.share(on) if self._selection is None else self._selection.share(on)
 
     @property
-    def _settling(self) -> bool:
-        return 1 <= self._seen <= MEASURED
+    def _excess(self) -> float:
+        """What a step that trains most takes more than the mean one."""
+        return self.share(self.most) - self.target
 
     @property
-    def _both_seen(self) -> bool:
-        """Whether steps of both kinds were measured since the last plan, or before it."""
-        return self._mixture is not None and self._seen == 1 + MEASURED
+    def _put_aside(self) -> float:
+        """What of the balance the next step may not use.
+
+        It grows to what a step that trains most needs when it is due, and a debt of the first steps is paid back
+        meanwhile: steps of the head alone, until it is, would teach little while the learning rate is highest.
+        """
+        passed = min((1 + self._since_plan) / self._refresh, 1.0)
+        return self._excess * passed + self._debt * (1 - passed)
+
+    @property
+    def _parts_seen(self) -> bool:
+        """Whether steps that do not train most were measured since the last plan."""
+        return self._seen > MEASURED
 
     def state(self) -> dict[str, Any]:
         """Returns where it is, as JSON-able values."""
-        mixture = None if self._mixture is None else asdict(self._mixture)
-        if mixture is not None:
-            mixture |= {"part": sorted(mixture["part"]), "most": sorted(mixture["most"])}
         return {
             "gains": self._gains,
-            "mixture": mixture,
+            "selection": None if self._selection is None else self._selection.state(),
             "early": [sorted(on) for on in self._early],
             "balance": self._balance,
+            "debt": self._debt,
             "since_plan": self._since_plan,
             "settled": self._settled,
             "shares": [self.target, self._memory],
@@ -232,25 +248,21 @@ class Course:
             ElasticError: See `plan`.
             KeyError, TypeError, ValueError: It is something else.
         """
-        gains, mixture = state["gains"], state["mixture"]
+        gains, selection = state["gains"], state["selection"]
         self._costs.load(state["costs"])
         if gains is not None and len(gains) != len(self._all):
             raise ValueError(f"there are {len(self._all)} units")
-        if mixture is not None:
-            mixture = Mixture(**mixture | {"part": frozenset(mixture["part"]), "most": frozenset(mixture["most"])})
-            if not mixture.part | mixture.most <= self._all:
-                raise ValueError(f"there are {len(self._all)} units")
         self._gains = None if gains is None else [float(gain) for gain in gains]
-        self._mixture = mixture
+        self._selection = None if selection is None else Selection.from_state(self._units, selection)
         self._early = [frozenset(map(int, on)) for on in state["early"]]
-        self._balance = float(state["balance"])
+        self._balance, self._debt = float(state["balance"]), float(state["debt"])
         self._since_plan, self._seen, self._settled = (
             int(state["since_plan"]),
             int(state["seen"]),
             bool(state["settled"]),
         )
-        if mixture is not None and state["shares"] != [self.target, self._memory]:
-            self._mixture, self._settled = None, False
+        if selection is not None and state["shares"] != [self.target, self._memory]:
+            self._selection, self._settled = None, False
             self.plan()
 
 

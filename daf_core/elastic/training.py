@@ -170,7 +170,7 @@ class ElasticTraining:
         step = ElasticStep(len(self._units.blocks) - self._units.depth(choice.on), self._course.share(choice.on))
         if due:
             self._plan()
-        elif self._course.mixture is None:  # what bytes were seen decides what the next step may train
+        elif not self._course.is_planned:  # what bytes were seen decides what the next step may train
             self._course.load(ranks.broadcast(self._course.state(), self._outer))
         return step
 
@@ -243,14 +243,13 @@ class ElasticTraining:
     @property
     def summary(self) -> str:
         """What is trained now, in words."""
-        mixture, blocks = self._course.mixture, len(self._units.blocks)
-        if mixture is None:
+        blocks, usual = len(self._units.blocks), self._course.usual
+        if not self._course.is_planned:
             return f"the best of {blocks} blocks, once it is known"
-        part, most = (blocks - self._units.depth(on) for on in (mixture.part, mixture.most))
-        if mixture.frequency == 1:
-            return f"{most} of {blocks} blocks in every step"
-        units = f"{len(mixture.part)} of {len(self._units.units)} units"
-        return f"{units} in {part} of {blocks} blocks, and in {mixture.frequency:.0%} of the steps {most} blocks"
+        depth = f"{blocks - self._units.depth(usual)} of {blocks} blocks"
+        if usual == self._course.most:
+            return f"{depth} in every step"
+        return f"{len(usual)} of {len(self._units.units)} units in {depth}, and more where steps have left time for it"
 
     def close(self) -> None:
         """Makes the model the one it was."""

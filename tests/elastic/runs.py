@@ -98,6 +98,11 @@ class Step:
     held: int
 
 
+def depth_of(step: Step, layers: int = 4) -> int:
+    """Returns how many layers of a GPT-2 lie above its lowest one that had a gradient, with that one."""
+    return layers - min(int(name.partition(".h.")[2].partition(".")[0]) for name in step.names)
+
+
 class Run:
     """Trains a model elastically, as a trainer would."""
 

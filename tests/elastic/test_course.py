@@ -6,14 +6,14 @@ import json
 import math
 import re
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.course import MEASURED
 from daf_core.elastic.gains import merged
-from daf_core.elastic.schedule import Mixture, best_mixture
+from daf_core.elastic.selection import Selection
 from daf_core.elastic.units import Units
 from daf_core.errors import ElasticError
 from tests.elastic.runs import assumed_units, deep_gpt2, make, units_in_order
@@ -58,20 +58,19 @@ def test_the_mean_share_is_kept(kind: object, time: float) -> None:
 
 
 def test_the_beginning() -> None:
-    """The least, everything, both measured, then both kinds in turn."""
+    """The least, everything, both measured, then what the share is enough for."""
     run = Simulation(World(adapters()), time=0.6)
     first = run.step()
     assert (first.on, first.measured, first.probe) == ({0}, True, False)
     warm = run.step()
     assert (len(warm.on), warm.measured, warm.probe) == (8, False, False)
     for _ in range(MEASURED):
-        assert run.course.mixture is None
+        assert not run.course.is_planned
         step = run.step()
         assert (len(step.on), step.measured, step.probe) == (8, True, True)
-    mixture = run.course.mixture
-    assert mixture is not None
+    assert run.course.is_planned
     parts = [run.step() for _ in range(1 + MEASURED)]
-    assert [each.on for each in parts] == [mixture.part] * 3
+    assert all(each.on < run.course.most for each in parts)
     assert [each.measured for each in parts] == [False, True, True]
     assert run.plans == 2
 
@@ -105,8 +104,7 @@ def test_gains_that_change_change_what_is_trained() -> None:
     def part(favoured: int) -> frozenset[int]:
         for _ in range(150):
             run.step([10.0 if number == favoured else 0.1 for number in range(count)])
-        assert run.course.mixture is not None
-        return run.course.mixture.part
+        return run.course.usual
 
     inside = [number for number, unit in enumerate(world.units.units) if unit.share and unit.stage == 1]
     assert inside[0] in part(inside[0])
@@ -154,7 +152,7 @@ def test_state_of_another_model() -> None:
     with pytest.raises(ValueError, match="the model has 4 blocks"):
         Simulation(World(adapters(4)), time=0.6).course.load(run.course.state())
     course = Simulation(World(adapters()), time=0.6).course
-    for name, wrong in (("gains", [1.0]), ("mixture", run.course.state()["mixture"] | {"most": [8]})):
+    for name, wrong in (("gains", [1.0]), ("selection", run.course.state()["selection"] | {"most": [8]})):
         with pytest.raises(ValueError, match="there are 8 units"):
             course.load(run.course.state() | {name: wrong})
 
@@ -222,32 +220,55 @@ def test_the_head_alone_takes_least() -> None:
         Simulation(world, time=world.share(()) - 0.005).steps(30)
 
 
-def test_mixtures() -> None:
-    mixture = Mixture(frozenset({0}), 0.4, frozenset({0, 1}), 1.0, 0.55)
-    assert mixture.frequency == pytest.approx(0.25)
-    assert mixture.share_of(frozenset({0})) == 0.4
-    assert mixture.share_of(frozenset({0, 1})) == 1.0
-    assert mixture.worth([1.0, 3.0]) == pytest.approx(1 + 3 * 0.25**0.5)
-    assert Mixture(frozenset({0}), 0.4, frozenset({0, 1}), 0.5, 0.55).frequency == 1
-    assert Mixture(frozenset({0}), 0.4, frozenset({0, 1}), 1.0, 0.3).frequency == 0
-    same = Mixture(frozenset({0}), 0.4, frozenset({0}), 0.4, 0.3)
-    assert (same.frequency, same.share_of(frozenset({0}))) == (1.0, 0.4)
+@pytest.mark.parametrize("kind", [adapters, layers])
+def test_each_step_trains_what_pays_most_of_what_time_is_left_for(kind: object) -> None:
+    """The best of all sets is the knapsack's concern; here, that none of another depth would have been affordable."""
+    world = World(adapters() if kind is adapters else layers())
+    run = Simulation(world, time=0.7).steps(60)
+    for _ in range(200):
+        left = run.course.target + run.course._balance - run.course._put_aside
+        choice = run.step()
+        if not choice.probe:
+            assert run.course.share(choice.on) <= left + 1e-8
+            deeper = [unit for unit in run.course.most if unit not in choice.on and not world.units.units[unit].outside]
+            assert all(run.course.share(choice.on | {unit}) > left - 0.01 for unit in deeper)
 
 
-def test_no_mixture_exceeds_the_target() -> None:
-    world = World(layers())
+def test_steps_use_what_others_have_left() -> None:
+    """Where two depths are too little and too much, they come in turn."""
+    world = World(adapters(), uneven=0)
+    between = (world.share(range(3)) + world.share(range(4))) / 2
+    run = Simulation(world, time=between, refresh=10_000).steps(400)
+    on = [len(choice.on) for choice in run.done[-100:]]
+    assert set(on) == {3, 4}
+    assert 45 <= on.count(3) <= 55
+    assert max(len([*group]) for _, group in groupby(on)) <= 2
+
+
+def test_debts_are_paid_back_little_by_little() -> None:
+    """Steps that measure at the beginning take more than the share; those after them train more than a head."""
+    world = World(adapters(), uneven=0)
+    run = Simulation(world, time=0.75).steps(60)
+    assert run.course._settled
+    assert min(len(choice.on) for choice in run.done[2:]) >= 2
+
+
+def test_selections() -> None:
+    world = World(layers(), uneven=0)
     costs = StepCosts(world.units, [1] * len(world.units.blocks))
-    whole = frozenset(range(len(world.units.units)))
-    for on in (frozenset[int](), whole):
+    for on in (frozenset[int](), world.units.everything):
         costs.add(world.times(on), on)
-    for percent in range(20, 100, 5):
-        found = best_mixture(costs, falling(len(whole)), whole, percent / 100, 50)
-        if percent / 100 < costs.share(()):
-            assert found is None
-            continue
-        assert found is not None
-        mean = found.frequency * world.share(whole) + (1 - found.frequency) * world.share(found.part)
-        assert mean <= percent / 100 + 1e-9
+    gains = falling(len(world.units.units))
+    selection = Selection(world.units, costs.prices(), gains, world.units.everything)
+    picked = [selection.best(percent / 100) for percent in range(130)]
+    for percent, on in enumerate(picked):
+        assert selection.share(on) <= max(percent / 100, world.share(())) + 1e-9
+        assert selection.share(on) == pytest.approx(costs.share(on))
+    worth = [sum(gains[unit] for unit in on) for on in picked]
+    assert worth == sorted(worth)
+    assert (picked[0], picked[-1]) == (frozenset(), world.units.everything)
+    again = Selection.from_state(world.units, json.loads(json.dumps(selection.state())))
+    assert [again.best(percent / 100) for percent in range(130)] == picked
 
 
 def test_other_shares_after_a_resume_make_another_plan_at_once() -> None:
@@ -260,7 +281,7 @@ def test_other_shares_after_a_resume_make_another_plan_at_once() -> None:
     assert max(held) <= 0.3
     same = Simulation(world, time=0.9)
     same.course.load(state)
-    assert same.course.mixture == run.course.mixture
+    assert same.course.state() == run.course.state()
 
 
 @pytest.mark.parametrize(("kind", "target"), [(adapters, 0.7), (layers, 0.45)])
@@ -273,13 +294,12 @@ def test_shares_where_none_is_given(kind: object, target: float) -> None:
 def test_a_share_that_is_lost_later_leaves_what_is_trained(caplog: pytest.LogCaptureFixture) -> None:
     world = World(adapters(), uneven=0)
     run = Simulation(world, time=0.6, refresh=10).steps(40)
-    before = run.course.mixture
-    world.outside *= 100  # batches that leave blocks little to do
+    before = run.course.usual
     with caplog.at_level("WARNING", "daf"):
+        world.outside *= 100  # batches that leave blocks little to do
         run.steps(200)
     assert "more than elastic.time=0.6" in caplog.text
-    assert run.course.mixture == before
+    assert run.course.usual == before
     world.outside /= 100
     run.steps(200)
-    assert run.course.mixture is not None
-    assert run.course.mixture.part_share < 0.6
+    assert run.course.share(run.course.usual) < 0.6

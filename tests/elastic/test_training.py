@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from daf_core.errors import StateError
-from tests.elastic.runs import DecoderFirst, Run, checkpoint, deep_gpt2, make, trained
+from tests.elastic.runs import DecoderFirst, Run, checkpoint, deep_gpt2, depth_of, make, trained
 from tests.plan import nets
 
 KINDS = ["gpt2", "llama", "roberta", "bart", "t5"]
@@ -128,8 +128,8 @@ def test_micro_batches() -> None:
     batches = [nets.tokens(2, seed=seed) for seed in range(3)]
     for _ in range(10):
         step = run.step(*batches)
-        assert len({name.partition(".h.")[2][0] for name in step.names}) == step.elastic.depth
-    assert run.training._course.mixture is not None
+        assert depth_of(step) == step.elastic.depth
+    assert run.training._course.is_planned
     run.close()
 
 
@@ -141,7 +141,7 @@ def test_blocks_that_run_in_another_order_than_they_are_registered() -> None:
     assert all(name.startswith("earlier.1.") for name in first.names)
     assert first.elastic.depth == 3
     assert max(step.elastic.depth for step in run.steps(8, batch)) == 4
-    assert min(step.elastic.depth for step in run.steps(8, batch)) == 1
+    assert min(step.elastic.depth for step in run.steps(8, batch)) < 4
     run.close()
 
 
@@ -290,14 +290,14 @@ def test_copies_of_the_model_are_not_trained_elastically(make_copy: Callable[[nn
     run.optimizers[0].register_step_pre_hook(lambda *_: copies.append(make_copy(model)))
     run.steps(5, batch)
     copies.append(make_copy(model))
-    depth = run.training._course.mixture
+    usual = run.training._course.usual
     run.training.begin_step()
     for each in copies:
         each.requires_grad_(True)
         with run.training.holding():
             loss(each, batch).backward()
         assert all(parameter.grad is not None for parameter in each.parameters())
-    assert run.training._course.mixture == depth
+    assert run.training._course.usual == usual
     run.close()
 
 
@@ -396,7 +396,7 @@ def test_what_takes_turns_is_known_in_each() -> None:
             run.step(nets.tokens(2))
             assert run.training._trained == [each for each in model.parameters() if each.requires_grad]
     assert len(run.training._others) == 3
-    assert run.training._course.mixture is not None
+    assert run.training._course.is_planned
     run.close()
 
 
