@@ -33,7 +33,7 @@ class RandomCourse(Course):
             if self.share(on | {unit}) > self.target + self._balance:
                 break
             on |= {unit}
-        return Choice(on, choice.measured, False)
+        return Choice(on or self._units.least(self.most), choice.measured and not choice.probe, False)
 
 
 class TopHalfCourse(Course):

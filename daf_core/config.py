@@ -31,8 +31,8 @@ class ElasticConfig:
     layers in blocks. What comes after the last block is always trained.
 
     Attributes:
-        time: The mean time of a step, relative to one that trains everything. What a step leaves of it, those after it may
-            use. Where neither this nor `memory` is given, it is 0.7 with adapters, and 0.45 where blocks are
+        time: The mean time of a step, relative to one that trains everything. What a step leaves of it, those after it
+            may use. Where neither this nor `memory` is given, it is 0.7 with adapters, and 0.45 where blocks are
             trained as a whole, whose backward passes are longer.
         memory: The bytes of saved activations, relative to those of a step that trains everything, which no step may
             exceed: what is near the input is never trained then.

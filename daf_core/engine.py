@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from daf_core import hook_stack
 from daf_core.backends import Backends
+from daf_core.codecs.doubts import Doubts
 from daf_core.config import DAFConfig, parse_size
 from daf_core.eligibility import Eligibility
 from daf_core.errors import NothingToTrainError, StateError
@@ -76,7 +77,8 @@ class ActivationEngine:
         self._auditor = Auditor(self.config, self._policy)
         self._streams = RandomStreams(self.config)
         self._choice = PackingChoice(self.config, self._backends)
-        self._store = TrainingStore(self._policy, self._streams)
+        self._doubts = Doubts()
+        self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._last_pass = LastPass()
         self._other_pass = (Treatments(), LastPass())
@@ -216,8 +218,14 @@ class ActivationEngine:
     @contextmanager
     def itemized(self) -> Generator[Items]:
         """Lists what the forward passes inside save, tensor by tensor; it is not to be entered inside itself."""
-        with self._packer.itemized(self._pagers) as items:
+        with self._doubts.none(), self._packer.itemized(self._pagers) as items:
             yield items
+
+    @contextmanager
+    def prompt(self) -> Generator[None]:
+        """Has packing wait, inside, for all that a device works out: what is measured does not depend on its hurry."""
+        with self._doubts.none():
+            yield
 
     @contextmanager
     def one_batch(self) -> Generator[None]:
@@ -273,6 +281,7 @@ class ActivationEngine:
             SpillError: The next tier takes nothing more.
         """
         self._packer.drain()
+        self._doubts.settle()
         self._pagers.set_budget(None if budget is None else parse_size("memory_budget", budget, "auto"), set_aside)
 
     @property

@@ -43,16 +43,17 @@ class TrainingStore(threading.local):
     Args:
         policy: Knows that precision.
         streams: Random numbers.
+        doubts: Keeps what may not be finite.
 
     Attributes:
         census: What was stored in this thread since `begin_pass`.
     """
 
-    def __init__(self, policy: PrecisionPolicy, streams: RandomStreams) -> None:
+    def __init__(self, policy: PrecisionPolicy, streams: RandomStreams, doubts: Doubts) -> None:
         self._policy = policy
         self._streams = streams
+        self._doubts = doubts
         self.census = Census()
-        self._doubts = Doubts()
 
     def begin_pass(self) -> None:
         """Starts counting anew."""

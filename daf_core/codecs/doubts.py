@@ -8,16 +8,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
 from daf_core.codecs.raw import KeptStorage, RawActivation
 from daf_core.memory.pager import Pager
+from daf_core.torch_internals import storage_id
 from daf_kernels import Answer
 
 IN_DOUBT_BYTES = 64 << 20
-"""Bytes of tensors that may wait for an answer, as many as may be in flight where others pack; the last one may be
-larger. A GPU is seldom further behind: it reads them in a fraction of a millisecond."""
+"""Bytes of tensors that may wait for an answer, as many as may be in flight where others pack. A GPU is seldom further
+behind: it reads them in a fraction of a millisecond."""
 
 
 class Doubt:
@@ -26,66 +30,111 @@ class Doubt:
     Args:
         values: The values.
         answer: Whether the codes stand for them.
-        pager: Counts the values if they have to stay.
+        keep: Counts the storage of values that have to stay.
     """
 
-    def __init__(self, values: Tensor, answer: Answer, pager: Pager) -> None:
+    def __init__(self, values: Tensor, answer: Answer, keep: Callable[[Tensor], KeptStorage]) -> None:
         self.size = values.untyped_storage().nbytes()
-        self._values: RawActivation | None = RawActivation(values, None)
-        self._answer: Answer | None = answer
+        self._exact: RawActivation | None = RawActivation(values, None)
+        self._open: tuple[Answer, Callable[[], KeptStorage]] | None = (answer, partial(keep, values.detach()))
         self._kept: KeptStorage | None = None
-        self._pager = pager
         self._lock = threading.Lock()  # the next activation may be saved while backward reads this one
 
     @property
     def is_known(self) -> bool:
         """Whether `settle` has nothing to wait for."""
-        answer = self._answer
-        return answer is None or answer.is_known
+        question = self._open
+        return question is None or question[0].is_known
 
     def settle(self) -> RawActivation | None:
         """Waits for the answer. Returns the values where codes do not stand for them, and lets go of them otherwise.
 
         Raises:
-            ActivationBudgetError: They have to stay, and a budget that was set meanwhile has no room for them.
+            ActivationBudgetError: They have to stay, and a budget has no room for them.
         """
         with self._lock:
-            if self._answer is not None:
-                if self._answer:
-                    self._values = None
+            if self._open is not None:
+                answer, keep = self._open
+                if answer:
+                    self._exact = None
                 else:
-                    self._kept = KeptStorage(self._pager, self.size)
-                self._answer = None
-            return self._values
+                    self._kept = keep()
+                self._open = None
+            return self._exact
 
 
 class Doubts:
-    """Those of one thread, in the order of saving; whoever has them stored keeps them alive."""
+    """Those of an engine, in the order of saving; whoever has them stored keeps them alive."""
 
     def __init__(self) -> None:
         self._window: deque[tuple[weakref.ref[Doubt], int]] = deque()
         self._size = 0
+        self._lock = threading.Lock()
+        self._kept: weakref.WeakValueDictionary[int, KeptStorage] = weakref.WeakValueDictionary()
+        self._keeping = threading.Lock()
+        self.closed = False
 
-    def add(self, values: Tensor, answer: Answer, pager: Pager) -> Doubt:
-        """Returns the doubt about values, and settles those that too much memory waits for."""
-        doubt = Doubt(values, answer, pager)
-        self._window.append((weakref.ref(doubt), doubt.size))
-        self._size += doubt.size
-        while len(self._window) > 1 and self._size > IN_DOUBT_BYTES:
-            self._settle_oldest()
-        self.settle_known()
+    def add(self, values: Tensor, answer: Answer, pager: Pager) -> Doubt | None:
+        """Returns the doubt about values, and settles those that too much memory waits for; None where none may wait.
+
+        None may while `none` is open, and where a budget counts activations: what it gives up would depend on when a
+        device answers.
+        """
+        if self.closed or pager.budget is not None:
+            return None
+        doubt = Doubt(values, answer, partial(self._keep, pager))
+        with self._lock:
+            self._window.append((weakref.ref(doubt), doubt.size))
+            self._size += doubt.size
+            while self._size > IN_DOUBT_BYTES:
+                self._settle_oldest()
+            self._settle_known()
         return doubt
 
     def settle_known(self) -> None:
         """Settles those that need no waiting."""
+        with self._lock:
+            self._settle_known()
+
+    def settle(self) -> None:
+        """Settles all.
+
+        Raises:
+            ActivationBudgetError: See `Doubt.settle`.
+        """
+        with self._lock:
+            while self._window:
+                self._settle_oldest()
+
+    @contextmanager
+    def none(self) -> Generator[None]:
+        """Has nothing in doubt inside."""
+        self.settle()
+        before, self.closed = self.closed, True
+        try:
+            yield
+        finally:
+            self.closed = before
+
+    def _settle_known(self) -> None:
         while self._window and _is_known(self._window[0][0]()):
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        reference, size = self._window.popleft()
-        self._size -= size
+        reference, size = self._window[0]
         if (doubt := reference()) is not None:
             doubt.settle()
+        self._window.popleft()
+        self._size -= size
+
+    def _keep(self, pager: Pager, values: Tensor) -> KeptStorage:
+        """Counts a storage once, however many of its views have to stay."""
+        number = storage_id(values)
+        with self._keeping:
+            kept = self._kept.get(number)
+            if kept is None:
+                kept = self._kept[number] = KeptStorage(pager, values.untyped_storage().nbytes())
+            return kept
 
 
 def _is_known(doubt: Doubt | None) -> bool:

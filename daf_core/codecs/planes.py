@@ -87,8 +87,7 @@ class PlanesActivation(PagedActivation):
                 NaN.
             errors: What the values' error does at 0 bits and at each of `PRECISIONS`, squared and in any unit that is
                 the same for all activations; None estimates it from their range, where there is a budget.
-            doubts: Keeps values while a device works out whether they are finite, unless a budget counts them. None
-                waits for it.
+            doubts: Keeps values while a device works out whether they are finite. None waits for it.
 
         Returns:
             None where pages would take no less than the values themselves, or where a value is not finite: an overflow
@@ -113,10 +112,9 @@ class PlanesActivation(PagedActivation):
         with pager.writing(layout.header_pages, pages, importances) as lease:
             usable = cls._write(backend, arranged, layout, lease.planes, pager.pool, lease.pages, seed)
         stored = cls(pager, lease, backend, layout, grouping)
-        if finite and doubts is not None and pager.budget is None and not isinstance(usable, bool):
+        if finite and doubts is not None and not isinstance(usable, bool):
             stored._doubt = doubts.add(values, usable, pager)
-            return stored
-        return stored if not finite or usable else None
+        return stored if not finite or stored._doubt is not None or usable else None
 
     @override
     def decode_into(self, out: Tensor) -> None:

@@ -16,7 +16,8 @@ from daf_core.elastic.units import Units
 from daf_core.errors import ElasticError
 
 MEASURED = 2
-"""Steps of each kind whose times are taken at the beginning and after each change, but for the first of the kind."""
+"""Steps whose times are taken, of those that train most at the beginning and of those after each plan, but for the
+first one."""
 
 DEFAULT_TIMES = {"adapters": 0.7, "whole": 0.45}
 """Shares of the time where none is given. With adapters, steps that train a head alone take .5 to .6."""
@@ -56,9 +57,9 @@ class Course:
     """Decides step by step.
 
     The first step trains the least there is, and so do those after it until it is known what memory activations take
-    where that is limited. Then come steps that train most, until it is known what they take and gain. From then on a
-    step trains what is worth most of what takes the share of time that is left for it: the mean share, and what steps
-    before have left. A little of that is put aside, so that a step that trains most can be measured now and then.
+    where that is limited. Then come steps that train most, until it is known what they take and gain, and then those of
+    two sets in turn which gain most within the share: what a step leaves of it, those after it may use. A little is put
+    aside, so that a step that trains most can be measured now and then.
 
     Args:
         units: What may be trained or not.
@@ -78,7 +79,7 @@ class Course:
         self._gains: list[float] | None = None
         self._selection: Selection | None = None
         self._early: list[frozenset[int]] = []
-        self._balance = self._debt = 0.0
+        self._balance = 0.0
         self._settled = False
         self._since_plan = self._seen = 0
 
@@ -92,8 +93,9 @@ class Course:
         # A little less than the balance: sums of shares that come out even have rounding errors.
         if self._excess <= 0 or (due and self._balance - self._excess >= -1e-9):
             return Choice(self.most, due, due)
-        on = self._selection.best(self.target + self._balance - self._put_aside + 1e-9)
-        return Choice(on, 1 <= self._seen <= MEASURED, False)
+        low, high = self._selection.around(self.target - self._saved)
+        affordable = high.share <= self.target + self._balance - self._put_aside + 1e-9
+        return Choice(high.on if affordable else low.on, 1 <= self._seen <= MEASURED, False)
 
     def finish(self, choice: Choice, times: StepTimes | None, gains: Sequence[float] | None) -> bool:
         """Ends a step; says whether `plan` is to be called now.
@@ -113,12 +115,9 @@ class Course:
             self._seen += choice.probe and times is not None
             return self._seen == MEASURED
         self._balance = min(self._balance + self.target - self.share(choice.on), 1.0)
-        if self._balance >= 0:  # paid back before it was due
-            self._debt = 0.0
         self._since_plan += 1
-        if choice.on != self.most:
-            self._seen += 1
-        return choice.probe or (not self._settled and self._parts_seen)
+        self._seen += not choice.probe
+        return choice.probe or (not self._settled and self._plan_seen)
 
     def plan(self) -> None:
         """Looks anew at what units take and gain.
@@ -132,11 +131,10 @@ class Course:
         found = Selection(self._units, self._costs.prices(), self._gains or [1.0] * len(self._all), most)
         if before is None:
             self._balance = sum(self.target - found.share(on) for on in self._early)
-        elif found.share(self._units.least(most)) > self.target:
-            found = self._out_of_reach(found.share(self._units.least(most)), before)
+        elif found.least.share > self.target:
+            found = self._out_of_reach(found.least.share, before)
         self._selection = found
-        self._settled |= self._parts_seen
-        self._debt = min(self._balance, 0.0)
+        self._settled |= self._plan_seen
         self._since_plan = self._seen = 0
 
     def _out_of_reach(self, share: float, before: Selection) -> Selection:
@@ -145,7 +143,7 @@ class Course:
         Raises:
             ElasticError: It was measured at the beginning of the training.
         """
-        if not self._settled and self._parts_seen:
+        if not self._settled and self._plan_seen:
             raise ElasticError(
                 f"elastic.time={self.target:g} cannot be kept: a step takes {share:.2f} of the time of one that trains "
                 "everything even where it trains as little as possible. Allow more, or leave out elastic.time"
@@ -198,9 +196,12 @@ class Course:
         return self._selection is not None
 
     @property
-    def usual(self) -> frozenset[int]:
-        """Numbers of the units that a step trains for which others have left no time."""
-        return self.most if self._selection is None else self._selection.best(self.target)
+    def pair(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Numbers of the units that steps train now, in turn: fewer, and more where time was left."""
+        if self._selection is None or self._excess <= 0:
+            return self.most, self.most
+        low, high = self._selection.around(self.target - self._saved)
+        return low.on, high.on
 
     def share(self, on: frozenset[int]) -> float:
         """Returns the time of a step that trains these units, relative to one that trains everything."""
@@ -212,18 +213,19 @@ class Course:
         return self.share(self.most) - self.target
 
     @property
-    def _put_aside(self) -> float:
-        """What of the balance the next step may not use.
-
-        It grows to what a step that trains most needs when it is due, and a debt of the first steps is paid back
-        meanwhile: steps of the head alone, until it is, would teach little while the learning rate is highest.
-        """
-        passed = min((1 + self._since_plan) / self._refresh, 1.0)
-        return self._excess * passed + self._debt * (1 - passed)
+    def _saved(self) -> float:
+        """What each step puts aside for one that trains most: half of what there is at most, so that others learn."""
+        assert self._selection is not None
+        return min(self._excess / self._refresh, max(self.target - self._selection.least.share, 0.0) / 2)
 
     @property
-    def _parts_seen(self) -> bool:
-        """Whether steps that do not train most were measured since the last plan."""
+    def _put_aside(self) -> float:
+        """What of the balance the next step may not use."""
+        return min(self._saved * (1 + self._since_plan), self._excess)
+
+    @property
+    def _plan_seen(self) -> bool:
+        """Whether steps were measured since the last plan."""
         return self._seen > MEASURED
 
     def state(self) -> dict[str, Any]:
@@ -233,7 +235,6 @@ class Course:
             "selection": None if self._selection is None else self._selection.state(),
             "early": [sorted(on) for on in self._early],
             "balance": self._balance,
-            "debt": self._debt,
             "since_plan": self._since_plan,
             "settled": self._settled,
             "shares": [self.target, self._memory],
@@ -255,7 +256,7 @@ class Course:
         self._gains = None if gains is None else [float(gain) for gain in gains]
         self._selection = None if selection is None else Selection.from_state(self._units, selection)
         self._early = [frozenset(map(int, on)) for on in state["early"]]
-        self._balance, self._debt = float(state["balance"]), float(state["debt"])
+        self._balance = float(state["balance"])
         self._since_plan, self._seen, self._settled = (
             int(state["since_plan"]),
             int(state["seen"]),

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from daf_core.elastic.costs import Prices
 from daf_core.elastic.knapsack import PrefixKnapsack
 from daf_core.elastic.units import Units
 
+BUDGETS = 100
+"""Budgets up to that of everything, for each of which the best set is looked at."""
+
+
+class Corner(NamedTuple):
+    """A set of units that no mean of others is worth more than, in as much time.
+
+    Attributes:
+        share: The time of a step that trains it, relative to one that trains everything.
+        worth: What such a step gains.
+        on: Numbers of the units.
+    """
+
+    share: float
+    worth: float
+    on: frozenset[int]
+
 
 class Selection:
     """Picks what steps train.
+
+    Steps of two sets in turn gain, to first order, the mean of what they gain. So within a share of time those of the
+    two corners next to it gain most, of the concave hull over all sets: sets of about the same depth where what lies
+    deeper gains less, and the least and the most where that gains more.
 
     Args:
         units: What may be trained or not.
@@ -22,33 +43,40 @@ class Selection:
 
     Attributes:
         most: The same.
+        corners: By what they take.
     """
 
     def __init__(self, units: Units, prices: Prices, gains: Sequence[float], most: frozenset[int]) -> None:
         self.most = most
-        self._prices, self._gains = prices, list(gains)
-        self._least = units.least(most)
+        self._all, self._prices, self._gains = units.everything, prices, list(gains)
         # What comes before the first block is trained with everything: a part of embeddings alone would reach as deep.
-        self._numbers = [
-            number for number in sorted(most) if not (units.units[number].outside and units.units[number].stage == 0)
-        ]
-        values, own, reaching = (
-            [each[number] for number in self._numbers] for each in (self._gains, prices.own, prices.reaching)
-        )
-        self._knapsack = PrefixKnapsack(values, own, reaching, max(self.share(most) - prices.base, 0.0))
+        inside = [each for each in sorted(most) if not (units.units[each].outside and units.units[each].stage == 0)]
+        room = max(self.share(most) - prices.base, 0.0)
+        values, own, reaching = ([each[unit] for unit in inside] for each in (gains, prices.own, prices.reaching))
+        knapsack = PrefixKnapsack(values, own, reaching, room)
+        picked = (knapsack.pick(room * step / BUDGETS) for step in range(1, BUDGETS + 1))
+        sets = {units.least(most), most, *(frozenset(inside[index] for index in each) for each in picked if each)}
+        self.corners = _hull(Corner(self.share(on), math.fsum(gains[unit] for unit in on), on) for on in sets)
 
     def share(self, on: Collection[int]) -> float:
         """Returns the time of a step that trains these units, relative to one that trains everything."""
+        if on == self._all:
+            return 1.0  # and not the sum's rounding errors
         prices = self._prices
         reaching = max((prices.reaching[unit] for unit in on), default=0.0)
         return prices.base + reaching + math.fsum(prices.own[unit] for unit in on)
 
-    def best(self, room: float) -> frozenset[int]:
-        """Returns what is worth most of what takes so much time at most, and the least there is where nothing does."""
-        if self.share(self.most) <= room:
-            return self.most
-        picked = self._knapsack.pick(room - self._prices.base)
-        return frozenset(self._numbers[index] for index in picked) or self._least
+    @property
+    def least(self) -> Corner:
+        """What takes the least time."""
+        return self.corners[0]
+
+    def around(self, room: float) -> tuple[Corner, Corner]:
+        """Returns the last corner that takes so much time at most, or the least, and the one after it."""
+        before = [corner for corner in self.corners if corner.share <= room]
+        following = self.corners[len(before) :]
+        low = before[-1] if before else self.least
+        return low, following[0] if before and following else low
 
     def state(self) -> dict[str, Any]:
         """Returns it as JSON-able values."""
@@ -68,3 +96,19 @@ class Selection:
         if any(len(each) != count for each in (prices.own, prices.reaching, gains)) or not most <= units.everything:
             raise ValueError(f"there are {count} units")
         return cls(units, prices, gains, most)
+
+
+def _hull(points: Iterable[Corner]) -> list[Corner]:
+    """Returns the upper hull, from what takes least; those on a straight line between others stay."""
+    hull: list[Corner] = []
+    for point in sorted(points, key=lambda each: (each.share, -each.worth)):
+        if hull and point.worth <= hull[-1].worth:
+            continue
+        while len(hull) > 1 and _rise(hull[-2], hull[-1]) < _rise(hull[-1], point) * (1 - 1e-9):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _rise(low: Corner, high: Corner) -> float:
+    return (high.worth - low.worth) / max(high.share - low.share, 1e-12)

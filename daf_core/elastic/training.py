@@ -121,7 +121,7 @@ class ElasticTraining:
             return
         self._updated |= {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
         on = [self._units.units[number] for number in sorted(self._choice.on)]
-        back = [unit for unit in on if self._idle[unit.name] > STALE]
+        back = [unit for unit in on if self._idle[unit.name] > STALE and not self._choice.probe]
         forget_momentum(optimizers, [parameter for unit in back for parameter in unit.parameters])
         if self._choice.probe and self._update is None:  # of several optimizers the first
             self._update = Update(on)
@@ -165,7 +165,9 @@ class ElasticTraining:
             self._untimed.add(times)
         choice, times = self._look(choice, times)
         for number, unit in enumerate(self._units.units):
-            self._idle[unit.name] = 0 if number in choice.on else self._idle[unit.name] + 1
+            # What comes back to be measured alone, with the momentum that it had, has not come back.
+            back = number in choice.on and not (choice.probe and self._idle[unit.name] > STALE)
+            self._idle[unit.name] = 0 if back else self._idle[unit.name] + 1
         due = self._course.finish(choice, times, gains)
         step = ElasticStep(len(self._units.blocks) - self._units.depth(choice.on), self._course.share(choice.on))
         if due:
@@ -243,13 +245,13 @@ class ElasticTraining:
     @property
     def summary(self) -> str:
         """What is trained now, in words."""
-        blocks, usual = len(self._units.blocks), self._course.usual
+        blocks, pair = len(self._units.blocks), self._course.pair
         if not self._course.is_planned:
             return f"the best of {blocks} blocks, once it is known"
-        depth = f"{blocks - self._units.depth(usual)} of {blocks} blocks"
-        if usual == self._course.most:
-            return f"{depth} in every step"
-        return f"{len(usual)} of {len(self._units.units)} units in {depth}, and more where steps have left time for it"
+        if pair[0] == self._course.most:
+            return f"{blocks - self._units.depth(pair[0])} of {blocks} blocks in every step"
+        parts = [f"{len(on)} of {len(self._units.units)} units in {blocks - self._units.depth(on)}" for on in pair]
+        return f"{' and '.join(dict.fromkeys(parts))} of {blocks} blocks"
 
     def close(self) -> None:
         """Makes the model the one it was."""

@@ -8,6 +8,7 @@ import re
 from functools import cache
 from itertools import groupby, pairwise
 
+import numpy as np
 import pytest
 
 from daf_core.elastic.costs import StepCosts
@@ -58,7 +59,7 @@ def test_the_mean_share_is_kept(kind: object, time: float) -> None:
 
 
 def test_the_beginning() -> None:
-    """The least, everything, both measured, then what the share is enough for."""
+    """The least, everything, both measured, then the two sets that gain most, the lesser one first."""
     run = Simulation(World(adapters()), time=0.6)
     first = run.step()
     assert (first.on, first.measured, first.probe) == ({0}, True, False)
@@ -104,7 +105,7 @@ def test_gains_that_change_change_what_is_trained() -> None:
     def part(favoured: int) -> frozenset[int]:
         for _ in range(150):
             run.step([10.0 if number == favoured else 0.1 for number in range(count)])
-        return run.course.usual
+        return run.course.pair[0]
 
     inside = [number for number, unit in enumerate(world.units.units) if unit.share and unit.stage == 1]
     assert inside[0] in part(inside[0])
@@ -220,55 +221,87 @@ def test_the_head_alone_takes_least() -> None:
         Simulation(world, time=world.share(()) - 0.005).steps(30)
 
 
-@pytest.mark.parametrize("kind", [adapters, layers])
-def test_each_step_trains_what_pays_most_of_what_time_is_left_for(kind: object) -> None:
-    """The best of all sets is the knapsack's concern; here, that none of another depth would have been affordable."""
-    world = World(adapters() if kind is adapters else layers())
-    run = Simulation(world, time=0.7).steps(60)
-    for _ in range(200):
-        left = run.course.target + run.course._balance - run.course._put_aside
-        choice = run.step()
-        if not choice.probe:
-            assert run.course.share(choice.on) <= left + 1e-8
-            deeper = [unit for unit in run.course.most if unit not in choice.on and not world.units.units[unit].outside]
-            assert all(run.course.share(choice.on | {unit}) > left - 0.01 for unit in deeper)
-
-
-def test_steps_use_what_others_have_left() -> None:
-    """Where two depths are too little and too much, they come in turn."""
+def test_two_depths_come_in_turn_where_what_lies_deeper_gains_less() -> None:
     world = World(adapters(), uneven=0)
     between = (world.share(range(3)) + world.share(range(4))) / 2
-    run = Simulation(world, time=between, refresh=10_000).steps(400)
+    run = Simulation(world, falling(8), time=between, refresh=10_000).steps(400)
     on = [len(choice.on) for choice in run.done[-100:]]
     assert set(on) == {3, 4}
     assert 45 <= on.count(3) <= 55
     assert max(len([*group]) for _, group in groupby(on)) <= 2
 
 
-def test_debts_are_paid_back_little_by_little() -> None:
-    """Steps that measure at the beginning take more than the share; those after them train more than a head."""
+def test_the_most_and_the_least_come_in_turn_where_what_lies_deeper_gains_more() -> None:
     world = World(adapters(), uneven=0)
-    run = Simulation(world, time=0.75).steps(60)
-    assert run.course._settled
-    assert min(len(choice.on) for choice in run.done[2:]) >= 2
+    run = Simulation(world, falling(8)[::-1], time=0.7).steps(400)
+    on = [len(choice.on) for choice in run.done[-100:]]
+    assert set(on) == {1, 8}
+    assert on.count(8) > 25
 
 
-def test_selections() -> None:
+@pytest.mark.parametrize("kind", [adapters, layers])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_steps_in_turn_gain_more(kind: object, seed: int) -> None:
+    """Compared with all pairs of sets, of few units."""
+    units = adapters(6) if kind is adapters else layers()
+    world, random = World(units, seed), np.random.default_rng(seed)
+    count = len(units.units)
+    gains = [*map(float, random.random(count) ** 3)]
+    costs = StepCosts(units, [1] * len(units.blocks))
+    for on in (frozenset({0}), units.everything):
+        costs.add(world.times(on), on)
+    selection = Selection(units, costs.prices(), gains, units.everything)
+    chosen = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
+    first = {number for number, unit in enumerate(units.units) if unit.outside and unit.stage == 0}
+    subsets = [frozenset(map(int, np.flatnonzero(bits))) for bits in chosen]
+    # What comes before the first block is trained with everything alone.
+    subsets = [on for on in subsets if (on or units.always) and (not on & first or on == units.everything)]
+    points = np.array(sorted((selection.share(on), sum(gains[unit] for unit in on)) for on in subsets))
+    points = points[points[:, 1] >= np.maximum.accumulate(points[:, 1])]  # those that no cheaper set is worth more than
+    for room in np.linspace(selection.least.share, 1, 23)[:-1]:
+        low, high = selection.around(room)
+        often = 0.0 if high.share == low.share else (room - low.share) / (high.share - low.share)
+        found = low.worth + often * (high.worth - low.worth)
+        below, above = points[points[:, 0] <= room + 1e-12], points[points[:, 0] > room + 1e-12]
+        rise = (room - below[:, None, 0]) / (above[None, :, 0] - below[:, None, 0])
+        mixed = below[:, None, 1] + rise * (above[None, :, 1] - below[:, None, 1])
+        assert found >= max(mixed.max(), below[:, 1].max()) - 0.02 * sum(gains)
+
+
+def test_corners() -> None:
     world = World(layers(), uneven=0)
     costs = StepCosts(world.units, [1] * len(world.units.blocks))
     for on in (frozenset[int](), world.units.everything):
         costs.add(world.times(on), on)
     gains = falling(len(world.units.units))
     selection = Selection(world.units, costs.prices(), gains, world.units.everything)
-    picked = [selection.best(percent / 100) for percent in range(130)]
-    for percent, on in enumerate(picked):
-        assert selection.share(on) <= max(percent / 100, world.share(())) + 1e-9
-        assert selection.share(on) == pytest.approx(costs.share(on))
-    worth = [sum(gains[unit] for unit in on) for on in picked]
-    assert worth == sorted(worth)
-    assert (picked[0], picked[-1]) == (frozenset(), world.units.everything)
+    for corner in selection.corners:
+        assert corner.share == pytest.approx(costs.share(corner.on))
+        assert corner.worth == pytest.approx(sum(gains[unit] for unit in corner.on))
+    assert (selection.least.on, selection.corners[-1].on) == (frozenset(), world.units.everything)
+    assert selection.share(world.units.everything) == 1
+    assert selection.around(0.0) == selection.around(selection.least.share - 1e-6) == (selection.least,) * 2
+    assert selection.around(1.5) == (selection.corners[-1],) * 2
     again = Selection.from_state(world.units, json.loads(json.dumps(selection.state())))
-    assert [again.best(percent / 100) for percent in range(130)] == picked
+    assert again.corners == selection.corners
+
+
+def test_a_share_that_a_single_unit_cannot_keep() -> None:
+    """Memory suffices for no more than one, so that the least is all that any step may train."""
+    world = World(adapters(12), uneven=0)
+    run = Simulation(world, memory=world.held_share({0}) + 1e-6, time=0.2)
+    with pytest.raises(ElasticError, match=r"elastic\.time=0\.2 cannot be kept"):
+        run.steps(20)
+
+
+@pytest.mark.parametrize("refresh", [1, 10, 50])
+def test_parts_are_trained_though_the_share_is_near_the_least(refresh: int) -> None:
+    world = World(adapters(12), uneven=0)
+    least, more = world.share({0}), world.share({0, 1})
+    run = Simulation(world, falling(12), time=least + (more - least) / 2, refresh=refresh).steps(600)
+    late = run.done[100:]
+    assert sum(len(choice.on) > 1 for choice in late) > 0.15 * len(late)
+    assert any(choice.probe for choice in late)
 
 
 def test_other_shares_after_a_resume_make_another_plan_at_once() -> None:
@@ -294,12 +327,12 @@ def test_shares_where_none_is_given(kind: object, target: float) -> None:
 def test_a_share_that_is_lost_later_leaves_what_is_trained(caplog: pytest.LogCaptureFixture) -> None:
     world = World(adapters(), uneven=0)
     run = Simulation(world, time=0.6, refresh=10).steps(40)
-    before = run.course.usual
+    before = run.course.pair
     with caplog.at_level("WARNING", "daf"):
         world.outside *= 100  # batches that leave blocks little to do
         run.steps(200)
     assert "more than elastic.time=0.6" in caplog.text
-    assert run.course.usual == before
+    assert run.course.pair == before
     world.outside /= 100
     run.steps(200)
-    assert run.course.share(run.course.usual) < 0.6
+    assert run.course.share(run.course.pair[0]) < 0.6

@@ -126,26 +126,35 @@ def test_momentum_alone_is_forgotten(kind: str) -> None:
     forget_momentum([optimizer, torch.optim.AdamW([nn.Parameter(torch.zeros(2))])], [nn.Parameter(torch.zeros(2))])
 
 
+@pytest.mark.parametrize("probe", [False, True])
 @pytest.mark.parametrize("idle", [STALE, STALE + 1])
-def test_momentum_begins_anew_after_many_idle_steps(idle: int) -> None:
-    """What is trained again after as many steps goes on with its momentum, and after one more without."""
+def test_momentum_begins_anew_after_many_idle_steps(idle: int, probe: bool) -> None:
+    """What is trained again after as many steps goes on with its momentum, and after one more without.
+
+    Not where it is measured what it gains: without momentum that would be less than what others gain.
+    """
     model = deep_gpt2(2)
-    run = Run(model, nets._tokens, time=0.9)
-    lower = [each for name, each in model.named_parameters() if ".h.0." in name and "lora_B" in name]
-    run.steps(2, nets.tokens(2))  # the second one trains everything
-    optimizer = run.optimizers[0]
-    assert all(optimizer.state[each]["exp_avg"].any() for each in lower)
+    optimizer = torch.optim.AdamW(trained(model), 1e-3)
+    for _ in range(2):  # LoRA's A has no gradient while B is zero
+        nets._tokens(model, nets.tokens(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run = Run(model, nets._tokens, optimizers=[optimizer], time=0.9)
+    lower = [each for name, each in model.named_parameters() if ".h.0." in name and "lora" in name]
+    run.steps(1 + probe, nets.tokens(2))  # the second step trains everything, the third is measured too
+    steps = {id(each): float(optimizer.state[each]["step"]) for each in lower}
     run.training._idle = dict.fromkeys(run.training._idle, idle)
     seen: list[bool] = []
 
     def look(*_: object) -> None:
         seen.append(not any(optimizer.state[each]["exp_avg"].any() for each in lower))
         assert all(optimizer.state[each]["exp_avg_sq"].any() for each in lower)
-        assert all(optimizer.state[each]["step"] == 1 for each in lower)
+        assert all(optimizer.state[each]["step"] == steps[id(each)] for each in lower)
 
     optimizer.register_step_pre_hook(look)
     run.step(nets.tokens(2))
-    assert seen == [idle > STALE]
+    assert seen == [idle > STALE and not probe]
+    assert set(run.training._idle.values()) == {idle + 1 if idle > STALE and probe else 0}
     run.close()
 
 

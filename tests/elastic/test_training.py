@@ -290,14 +290,14 @@ def test_copies_of_the_model_are_not_trained_elastically(make_copy: Callable[[nn
     run.optimizers[0].register_step_pre_hook(lambda *_: copies.append(make_copy(model)))
     run.steps(5, batch)
     copies.append(make_copy(model))
-    usual = run.training._course.usual
+    pair = run.training._course.pair
     run.training.begin_step()
     for each in copies:
         each.requires_grad_(True)
         with run.training.holding():
             loss(each, batch).backward()
         assert all(parameter.grad is not None for parameter in each.parameters())
-    assert run.training._course.usual == usual
+    assert run.training._course.pair == pair
     run.close()
 
 

@@ -277,7 +277,7 @@ def test_a_turn_in_which_nothing_is_trained() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert training.session.totals.elastic_steps == 16
-    assert training.session.state()["elastic_state"]["course"]["mixture"] is not None
+    assert training.session.state()["elastic_state"]["course"]["selection"] is not None
 
 
 def test_a_state_that_was_saved_while_something_else_was_trained() -> None:

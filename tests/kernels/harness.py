@@ -156,7 +156,7 @@ def encode_slopes(
     """Encodes GELU's derivative into new pages; returns them and what the backend answered."""
     layout = plane_layout(values.numel(), 0, page_bytes)
     memory = GuardedPages(layout.pages(planes), page_bytes, fill, values.device)
-    return memory, backend.encode_slopes(values, layout, planes, memory, memory.pages)
+    return memory, bool(backend.encode_slopes(values, layout, planes, memory, memory.pages))
 
 
 def decode_slopes(backend: Backend, memory: GuardedPages, out: Tensor, planes: int) -> Tensor:
