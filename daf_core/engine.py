@@ -40,6 +40,10 @@ REHEARSED_PAGE_BYTES = 128
 """A rehearsal encodes what a batch of 32 times as many rows would."""
 
 
+KINDS = 4
+"""Kinds of steps that are remembered beside the last: elastic training has three, and those of plans are others."""
+
+
 class ActivationEngine:
     """Stores the activations of a model's forward passes in a few bits until backward needs them.
 
@@ -81,7 +85,7 @@ class ActivationEngine:
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._last_pass = LastPass()
-        self._other_pass = (Treatments(), LastPass())
+        self._other_passes: list[tuple[Treatments, LastPass]] = []
         self._inside = threading.local()
 
     @contextmanager
@@ -121,12 +125,12 @@ class ActivationEngine:
         """
         if treatments == self._treatments:
             return
-        before, self._treatments = (self._treatments, self._last_pass), treatments
+        # What was stored before may not be stored again, but where a few kinds of steps take turns.
+        passes = [(self._treatments, self._last_pass), *self._other_passes]
+        self._last_pass = next((last for known, last in passes if known == treatments), LastPass())
+        self._other_passes = [each for each in passes if each[0] != treatments][:KINDS]
+        self._treatments = treatments
         self._policy.recomputed = treatments.recomputed
-        # What was stored before may not be stored again, but where two kinds of steps take turns.
-        known, last_pass = self._other_pass
-        self._last_pass = last_pass if known == treatments else LastPass()
-        self._other_pass = before
 
     @contextmanager
     def rehearse(self, loss_function: Callable[[], Tensor]) -> Generator[Rehearsal]:

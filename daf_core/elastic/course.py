@@ -11,7 +11,7 @@ from daf_core.config import ElasticConfig
 from daf_core.elastic.clock import StepTimes
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.gains import merged
-from daf_core.elastic.selection import Selection
+from daf_core.elastic.selection import Corner, Selection
 from daf_core.elastic.units import Units
 from daf_core.errors import ElasticError
 
@@ -93,8 +93,9 @@ class Course:
         # A little less than the balance: sums of shares that come out even have rounding errors.
         if self._excess <= 0 or (due and self._balance - self._excess >= -1e-9):
             return Choice(self.most, due, due)
-        low, high = self._selection.around(self.target - self._saved)
-        affordable = high.share <= self.target + self._balance - self._put_aside + 1e-9
+        low, high, saved = self._turns(self._selection)
+        aside = min(saved * (1 + self._since_plan), self._excess)
+        affordable = high.share <= self.target + self._balance - aside + 1e-9
         return Choice(high.on if affordable else low.on, 1 <= self._seen <= MEASURED, False)
 
     def finish(self, choice: Choice, times: StepTimes | None, gains: Sequence[float] | None) -> bool:
@@ -200,7 +201,7 @@ class Course:
         """Numbers of the units that steps train now, in turn: fewer, and more where time was left."""
         if self._selection is None or self._excess <= 0:
             return self.most, self.most
-        low, high = self._selection.around(self.target - self._saved)
+        low, high, _ = self._turns(self._selection)
         return low.on, high.on
 
     def share(self, on: frozenset[int]) -> float:
@@ -212,16 +213,17 @@ class Course:
         """What a step that trains most takes more than the mean one."""
         return self.share(self.most) - self.target
 
-    @property
-    def _saved(self) -> float:
-        """What each step puts aside for one that trains most: half of what there is at most, so that others learn."""
-        assert self._selection is not None
-        return min(self._excess / self._refresh, max(self.target - self._selection.least.share, 0.0) / 2)
+    def _turns(self, selection: Selection) -> tuple[Corner, Corner, float]:
+        """Returns what steps train in turn, and what each of them puts aside for one that trains most.
 
-    @property
-    def _put_aside(self) -> float:
-        """What of the balance the next step may not use."""
-        return min(self._saved * (1 + self._since_plan), self._excess)
+        Nothing where that is one of both, and comes often enough; else half of what there is at most, so that others
+        than the least are trained.
+        """
+        low, high = selection.around(self.target)
+        if high.on == self.most and (self.target - low.share) * self._refresh >= high.share - low.share:
+            return low, high, 0.0
+        saved = min(self._excess / self._refresh, max(self.target - selection.least.share, 0.0) / 2)
+        return *selection.around(self.target - saved), saved
 
     @property
     def _plan_seen(self) -> bool:

@@ -170,10 +170,11 @@ class ElasticTraining:
             self._idle[unit.name] = 0 if back else self._idle[unit.name] + 1
         due = self._course.finish(choice, times, gains)
         step = ElasticStep(len(self._units.blocks) - self._units.depth(choice.on), self._course.share(choice.on))
+        if not self._course.is_planned:  # what was seen by the first process decides what the next step may train
+            state, due = ranks.broadcast((self._course.state(), due), self._outer)
+            self._course.load(state)
         if due:
             self._plan()
-        elif not self._course.is_planned:  # what bytes were seen decides what the next step may train
-            self._course.load(ranks.broadcast(self._course.state(), self._outer))
         return step
 
     @contextmanager

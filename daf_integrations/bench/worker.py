@@ -40,7 +40,7 @@ ADAPTER_DEVIATION = 0.02
 """Of LoRA's B: as long as it is zero, as it is made, A has no gradient to compare."""
 
 ALTERNATING_STEPS = 20
-"""Steps at least of a method whose steps differ by design: elastic training has a full one in three to ten."""
+"""Steps at least of a method whose steps differ by design: elastic training has those of two depths in turn."""
 
 ELASTIC_RATE = 1e-4
 """Learning rate where it is measured what steps gain."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig, GradientError, StateError
 from daf_core.precision.audit import Auditor
 from daf_core.precision.policy import PrecisionPolicy
+from daf_core.treatments import Treatments
 from tests.core.harness import (
     MODELS,
     Loss,
@@ -28,6 +29,9 @@ from tests.core.harness import (
     trainable,
     watch_held,
 )
+
+KEPT = ((False, False), (True, False), (True, True))
+"""Which of two blocks stay as they are, in steps of three kinds."""
 
 BOUND: dict[str, Any] = {"max_gradient_error": 0.1}
 
@@ -121,6 +125,22 @@ class TestMeasuredError:
             assert _audited_step(engine, lambda step=step: loss_of(model, step)) == expected
             assert engine.finish_step().gradient_error == expected
             assert (expected is None) == (step == 0)
+
+    def test_is_of_the_last_pass_of_its_kind(self) -> None:
+        """Three kinds of steps take turns, as where training is elastic and keeps a budget."""
+        model, loss_of = make_model("transformer")
+        engine = engine_for(model, 4)
+        whole, *parts = (Treatments({"blocks.0": first, "blocks.1": second}) for first, second in KEPT)
+        for treatments in (whole, *parts, *parts):
+            engine.treat(treatments)
+            with engine.compress():
+                loss = loss_of(model, 0)
+            loss.backward()
+            engine.finish_step()
+        engine.treat(whole)
+        assert _audit(engine, model, loss_of).error > 0
+        engine.treat(Treatments({"blocks.1": True}))
+        assert engine.audit(lambda: loss_of(model, 0)) is None
 
     def test_is_of_the_planes_that_a_budget_has_left(self) -> None:
         """Not of those that were stored before others took their place."""

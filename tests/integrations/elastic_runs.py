@@ -23,7 +23,7 @@ BLOCKS = 4
 TIME = 0.6
 ELASTIC: dict[str, Any] = {"precision": "exact", "elastic": {"time": TIME, "refresh": 10}}
 STEPS = 16
-"""The four of the beginning, those that are measured, and some in which both kinds take turns."""
+"""The four of the beginning, those that are measured, and some in which two sets take turns."""
 
 BACKWARD = 4.0
 """Seconds of each phase in backward; one elsewhere."""
