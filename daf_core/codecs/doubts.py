@@ -72,7 +72,7 @@ class Doubts:
         self._lock = threading.Lock()
         self._kept: weakref.WeakValueDictionary[int, KeptStorage] = weakref.WeakValueDictionary()
         self._keeping = threading.Lock()
-        self.closed = False
+        self._closed = 0
 
     def add(self, values: Tensor, answer: Answer, pager: Pager) -> Doubt | None:
         """Returns the doubt about values, and settles those that too much memory waits for; None where none may wait.
@@ -80,10 +80,12 @@ class Doubts:
         None may while `none` is open, and where a budget counts activations: what it gives up would depend on when a
         device answers.
         """
-        if self.closed or pager.budget is not None:
+        if pager.budget is not None:
             return None
         doubt = Doubt(values, answer, partial(self._keep, pager))
         with self._lock:
+            if self._closed:
+                return None
             self._window.append((weakref.ref(doubt), doubt.size))
             self._size += doubt.size
             while self._size > IN_DOUBT_BYTES:
@@ -109,12 +111,14 @@ class Doubts:
     @contextmanager
     def none(self) -> Generator[None]:
         """Has nothing in doubt inside."""
-        self.settle()
-        before, self.closed = self.closed, True
+        with self._lock:
+            self._closed += 1
         try:
+            self.settle()
             yield
         finally:
-            self.closed = before
+            with self._lock:
+                self._closed -= 1
 
     def _settle_known(self) -> None:
         while self._window and _is_known(self._window[0][0]()):

@@ -112,7 +112,8 @@ class Course:
             found = dict(zip(sorted(choice.on), gains, strict=True))
             self._gains = merged(self._gains, [found.get(unit, 0.0) for unit in sorted(self._all)])
         if self._selection is None:
-            self._early.append(choice.on)
+            if times is not None or len(self._early) < 2:  # no more of those that nothing is known of
+                self._early.append(choice.on)
             self._seen += choice.probe and times is not None
             return self._seen == MEASURED
         self._balance = min(self._balance + self.target - self.share(choice.on), 1.0)
@@ -135,7 +136,7 @@ class Course:
         elif found.least.share > self.target:
             found = self._out_of_reach(found.least.share, before)
         self._selection = found
-        self._settled |= self._plan_seen
+        self._settled |= self._plan_seen or (before is not None and found is not before)
         self._since_plan = self._seen = 0
 
     def _out_of_reach(self, share: float, before: Selection) -> Selection:
@@ -265,7 +266,7 @@ class Course:
             bool(state["settled"]),
         )
         if selection is not None and state["shares"] != [self.target, self._memory]:
-            self._selection, self._settled = None, False
+            self._selection, self._settled, self._seen = None, False, 0
             self.plan()
 
 

@@ -99,15 +99,17 @@ class Selection:
 
 
 def _hull(points: Iterable[Corner]) -> list[Corner]:
-    """Returns the upper hull, from what takes least; those on a straight line between others stay."""
+    """Returns the upper hull, from what takes least to what takes most; those on a line between others stay."""
     hull: list[Corner] = []
-    for point in sorted(points, key=lambda each: (each.share, -each.worth)):
+    ordered = sorted(points, key=lambda each: (each.share, -each.worth))
+    for point in ordered:
         if hull and point.worth <= hull[-1].worth:
             continue
         while len(hull) > 1 and _rise(hull[-2], hull[-1]) < _rise(hull[-1], point) * (1 - 1e-9):
             hull.pop()
         hull.append(point)
-    return hull
+    # What seems to gain nothing is trained in the time that is left.
+    return hull if ordered[-1].share <= hull[-1].share else [*hull, ordered[-1]]
 
 
 def _rise(low: Corner, high: Corner) -> float:

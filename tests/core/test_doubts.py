@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -205,6 +206,21 @@ def test_nothing_is_in_doubt_while_something_is_measured(late: LateBackend) -> N
     assert late.waits == 3
     del node, other, third, fourth
     assert_empty(engine)
+
+
+def test_measurements_that_overlap(late: LateBackend) -> None:
+    """As of several threads: nothing is in doubt until the last one has ended, and then it may be again."""
+    first, second = ExitStack(), ExitStack()
+    model = Scale()
+    engine = engine_for(model)
+    first.enter_context(engine.prompt())
+    second.enter_context(engine.prompt())
+    first.close()
+    nodes = [saved_by(model, engine, normal(*LARGE))]
+    assert late.waits == 1
+    second.close()
+    nodes.append(saved_by(model, engine, normal(*LARGE)))
+    assert late.waits == 1
 
 
 def test_nothing_is_in_doubt_in_what_plans_are_made_from(late: LateBackend) -> None:

@@ -286,6 +286,42 @@ def test_corners() -> None:
     assert again.corners == selection.corners
 
 
+def test_time_is_used_though_what_lies_deeper_gains_nothing() -> None:
+    world = World(adapters(12), uneven=0)
+    run = Simulation(world, [1.0] + [0.0] * 11, time=0.78).steps(400)
+    assert run.mean_share(run.done[100:]) == pytest.approx(0.78, abs=0.01)
+
+
+def test_a_resume_with_a_share_that_cannot_be_kept() -> None:
+    world = World(adapters(), uneven=0)
+    run = Simulation(world, time=0.6).steps(30)
+    less = Simulation(world, time=0.2)
+    less.course.load(json.loads(json.dumps(run.course.state())))
+    with pytest.raises(ElasticError, match=r"elastic\.time=0\.2 cannot be kept"):
+        less.steps(10)
+
+
+def test_steps_that_cannot_be_timed_leave_little_to_remember() -> None:
+    run = Simulation(World(adapters()), time=0.7)
+    for _ in range(200):
+        run.step(forgotten=True)
+    assert len(run.course.state()["early"]) == 2
+    run.steps(300)
+    assert run.mean_share(run.done[-150:]) == pytest.approx(0.7, abs=0.01)
+
+
+@pytest.mark.parametrize("refresh", [1, 2, 3])
+def test_a_share_that_is_lost_is_said_though_all_steps_train_most(
+    refresh: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(adapters(), uneven=0)
+    run = Simulation(world, memory=0.5, time=0.9, refresh=refresh).steps(30)
+    world.outside *= 1000
+    with caplog.at_level("WARNING", "daf"):
+        run.steps(60)
+    assert "more than elastic.time=0.9" in caplog.text
+
+
 def test_a_share_that_a_single_unit_cannot_keep() -> None:
     """Memory suffices for no more than one, so that the least is all that any step may train."""
     world = World(adapters(12), uneven=0)
