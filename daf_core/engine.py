@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,6 @@ from daf_core.undisturbed import undisturbed
 REHEARSED_ELEMENTS = 128
 REHEARSED_PAGE_BYTES = 128
 """A rehearsal encodes what a batch of 32 times as many rows would."""
-
 
 KINDS = 4
 """Kinds of steps that are remembered beside the last: elastic training has three, and those of plans are others."""
@@ -225,11 +224,9 @@ class ActivationEngine:
         with self._doubts.none(), self._packer.itemized(self._pagers) as items:
             yield items
 
-    @contextmanager
-    def prompt(self) -> Generator[None]:
+    def prompt(self) -> AbstractContextManager[None]:
         """Has packing wait, inside, for all that a device works out: what is measured does not depend on its hurry."""
-        with self._doubts.none():
-            yield
+        return self._doubts.none()
 
     @contextmanager
     def one_batch(self) -> Generator[None]:

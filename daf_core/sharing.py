@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf_core.codecs import StoredActivation
-from daf_core.codecs.raw import KeptStorage
+from daf_core.codecs.raw import KeptStorage, KeptStorages
 from daf_core.geometry import Geometry
 from daf_core.memory.pager import Pager
 from daf_core.torch_internals import storage_id
@@ -26,7 +26,7 @@ class SharingTable:
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
         self._stored: dict[Key, tuple[int, weakref.ref[StoredActivation], StorageWeakRef]] = {}
-        self._kept: weakref.WeakValueDictionary[int, KeptStorage] = weakref.WeakValueDictionary()
+        self._kept = KeptStorages()
 
     def is_new_storage(self, tensor: Tensor) -> bool:
         """Says whether no tensor of this storage was met before."""
@@ -53,11 +53,7 @@ class SharingTable:
         Raises:
             ActivationBudgetError: The storage does not fit in the budget.
         """
-        number = storage_id(tensor)
-        kept = self._kept.get(number)
-        if kept is None:
-            kept = self._kept[number] = KeptStorage(pager, tensor.untyped_storage().nbytes())
-        return kept
+        return self._kept.keep(tensor, pager)
 
     def clear(self) -> None:
         """Forgets all tensors. Storages that raw activations keep alive stay accounted for."""

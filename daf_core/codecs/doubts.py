@@ -14,9 +14,8 @@ from functools import partial
 
 from torch import Tensor
 
-from daf_core.codecs.raw import KeptStorage, RawActivation
+from daf_core.codecs.raw import KeptStorage, KeptStorages, RawActivation
 from daf_core.memory.pager import Pager
-from daf_core.torch_internals import storage_id
 from daf_kernels import Answer
 
 IN_DOUBT_BYTES = 64 << 20
@@ -30,13 +29,13 @@ class Doubt:
     Args:
         values: The values.
         answer: Whether the codes stand for them.
-        keep: Counts the storage of values that have to stay.
+        keep: Counts their storage if they have to stay.
     """
 
-    def __init__(self, values: Tensor, answer: Answer, keep: Callable[[Tensor], KeptStorage]) -> None:
+    def __init__(self, values: Tensor, answer: Answer, keep: Callable[[], KeptStorage]) -> None:
         self.size = values.untyped_storage().nbytes()
         self._exact: RawActivation | None = RawActivation(values, None)
-        self._open: tuple[Answer, Callable[[], KeptStorage]] | None = (answer, partial(keep, values.detach()))
+        self._open: tuple[Answer, Callable[[], KeptStorage]] | None = (answer, keep)
         self._kept: KeptStorage | None = None
         self._lock = threading.Lock()  # the next activation may be saved while backward reads this one
 
@@ -70,8 +69,7 @@ class Doubts:
         self._window: deque[tuple[weakref.ref[Doubt], int]] = deque()
         self._size = 0
         self._lock = threading.Lock()
-        self._kept: weakref.WeakValueDictionary[int, KeptStorage] = weakref.WeakValueDictionary()
-        self._keeping = threading.Lock()
+        self._kept = KeptStorages()
         self._closed = 0
 
     def add(self, values: Tensor, answer: Answer, pager: Pager) -> Doubt | None:
@@ -82,7 +80,7 @@ class Doubts:
         """
         if pager.budget is not None:
             return None
-        doubt = Doubt(values, answer, partial(self._keep, pager))
+        doubt = Doubt(values, answer, partial(self._kept.keep, values.detach(), pager))
         with self._lock:
             if self._closed:
                 return None
@@ -130,15 +128,6 @@ class Doubts:
             doubt.settle()
         self._window.popleft()
         self._size -= size
-
-    def _keep(self, pager: Pager, values: Tensor) -> KeptStorage:
-        """Counts a storage once, however many of its views have to stay."""
-        number = storage_id(values)
-        with self._keeping:
-            kept = self._kept.get(number)
-            if kept is None:
-                kept = self._kept[number] = KeptStorage(pager, values.untyped_storage().nbytes())
-            return kept
 
 
 def _is_known(doubt: Doubt | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import ClassVar
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from daf_core.errors import ModifiedInPlaceError
 from daf_core.memory.pager import Pager
+from daf_core.torch_internals import storage_id
 
 
 class KeptStorage:
@@ -22,6 +25,27 @@ class KeptStorage:
         # hold() raises before the fields are set where the budget is exceeded.
         if hasattr(self, "_size"):
             self._pager.let_go(self._size)
+
+
+class KeptStorages:
+    """Accounts of storages, one for each while something keeps it; of any thread."""
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakValueDictionary[int, KeptStorage] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
+        """Returns the account of the tensor's storage, however many of its views are kept.
+
+        Raises:
+            ActivationBudgetError: The storage does not fit in the budget.
+        """
+        number = storage_id(tensor)
+        with self._lock:
+            kept = self._kept.get(number)
+            if kept is None:
+                kept = self._kept[number] = KeptStorage(pager, tensor.untyped_storage().nbytes())
+            return kept
 
 
 class RawActivation:

@@ -54,9 +54,8 @@ class FlagAnswer:
     """
 
     def __init__(self, flag: Tensor) -> None:
-        self._flag = flag.to(
-            "cpu", non_blocking=True
-        )  # in pinned memory, to which a GPU copies without being waited for
+        # In pinned memory, to which a GPU copies without being waited for.
+        self._flag = flag.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record(torch.cuda.current_stream(flag.device))
 
