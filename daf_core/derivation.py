@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from daf_core.codecs import (
+    AttendedActivation,
     NormalizedActivation,
     ProductActivation,
     RawActivation,
@@ -18,14 +19,16 @@ from daf_core.codecs import (
     SignsActivation,
     StoredActivation,
     SumActivation,
+    VerbatimActivation,
 )
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.derived import Normalization, Source
 from daf_core.codecs.signs import RELU
 from daf_core.handle import Handle
 from daf_core.in_flight import InFlight
-from daf_core.saved import Node, SavedTensor
-from daf_core.torch_internals import leaf_of, packed_for, skip_nodes
+from daf_core.readers.attention import INPUTS, kernel_of
+from daf_core.saved import SavedTensor
+from daf_core.torch_internals import Node, leaf_of, packed_for, skip_nodes
 
 UnpackHook = Callable[[Any], Tensor]
 
@@ -81,6 +84,22 @@ class Derivation:
             return self._product(node, saved, mask, _dropout_scale(node._saved_p, saved.tensor), exact)
         # A result that its own node saves is the same storage, and shared.
         return None if exact else self._layer_normalized(node, saved)
+
+    def attended(self, saved: SavedTensor) -> AttendedActivation | None:
+        """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.
+
+        None where query and key are exact: so is the logsumexp then, which makes probabilities of them.
+        """
+        kernel = kernel_of(saved.site.op)
+        if kernel is None:
+            return None
+        query, key, value = (_packed(saved.node, name, self._unpack) for name in INPUTS)
+        if not all(map(_gives_values, (query, key, value))) or (_is_exact(query) and _is_exact(key)):
+            return None
+        logsumexp = _packed(saved.node, kernel.logsumexp, self._unpack)
+        if isinstance(logsumexp, RawActivation):  # some save it later; it then stays, and is not asked for
+            logsumexp.let_go()
+        return AttendedActivation()
 
     def signs_of(self, saved: SavedTensor) -> SignsActivation | None:
         """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
@@ -236,6 +255,14 @@ def _packed(node: Node, name: str, unpack: UnpackHook) -> Handle | RawActivation
     if isinstance(packed, InFlight):
         packed = packed.packed
     return packed if isinstance(packed, Handle | RawActivation) else None
+
+
+def _gives_values(packed: Handle | RawActivation | None) -> bool:
+    return packed is not None and (isinstance(packed, RawActivation) or packed.stored.whole)
+
+
+def _is_exact(packed: Handle | RawActivation | None) -> bool:
+    return not isinstance(packed, Handle) or isinstance(packed.stored, BitmaskActivation | VerbatimActivation)
 
 
 def _signs(relu: Node, unpack: UnpackHook) -> SignsActivation | None:

@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from daf_core.eligibility import LEAST_ELEMENTS
-from daf_core.saved import Node
 from daf_core.sites import Site
-from daf_core.torch_internals import has_compiled_parts, node_number
+from daf_core.torch_internals import Node, has_compiled_parts, node_number
 
 LEADING = 3
 """Operators before one of these that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from daf_core.background import BackgroundPacker
-from daf_core.codecs import RawActivation, SignsActivation
+from daf_core.codecs import AttendedActivation, RawActivation, SignsActivation
 from daf_core.codecs.slopes import GELU
 from daf_core.derivation import Derivation
 from daf_core.eligibility import Eligibility, Form
@@ -22,6 +22,7 @@ from daf_core.handle import Handle
 from daf_core.in_flight import InFlight
 from daf_core.itemized import ItemizingStore, Items
 from daf_core.memory.devices import DevicePagers
+from daf_core.readers.again import AttentionAgain
 from daf_core.saved import note
 from daf_core.sites import ModuleScopes
 from daf_core.store import ActivationStore
@@ -29,6 +30,12 @@ from daf_core.telemetry import StepRecorder
 from daf_core.torch_internals import in_backward, packed_for, run_as_written, running_node
 
 Packed = Handle | RawActivation | InFlight
+
+OF_ATTENTION = (
+    "something other than its own backward asks for what a fused attention has saved of its results: they are not "
+    "stored, but computed in backward from what its query, key and value decode to. Set precision to 'exact', which "
+    "keeps them"
+)
 
 
 class _Own(threading.local):
@@ -63,6 +70,7 @@ class Packer:
         self._store: ActivationStore | ItemizingStore = store
         self._recorder = recorder
         self._own = _Own()
+        self._attention = AttentionAgain()
 
     def pack_in_background(self, prepare: Callable[[], None], pagers: DevicePagers) -> None:
         """Has activations packed in the background until this thread's forward pass ends.
@@ -146,7 +154,12 @@ class Packer:
             ReaderError: The derivative of GELU was kept of it, and something else asks for it.
         """
         self.drain()  # a backward inside the scope lets go of nodes that packing looks at
+        return self._attention.unpack(packed, self.unpack, partial(self._decode, packed))
+
+    def _decode(self, packed: Packed) -> Tensor:
         result = packed.result() if isinstance(packed, InFlight) else packed
+        if result.gone if isinstance(result, RawActivation) else isinstance(result.stored, AttendedActivation):
+            raise ReaderError(OF_ATTENTION)
         if isinstance(result, RawActivation):
             return result.unpack()
         if not (result.stored.whole or isinstance(result.stored, SignsActivation)):  # slopes, rectified or not

@@ -6,15 +6,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from daf_core.eligibility import Form
+from daf_core.readers.attention import KERNELS, can_attend_again
 from daf_core.sites import ModuleScopes, Site
-
-Node = Any
-"""A node of the autograd graph; torch has no type for the kinds that are looked at here."""
+from daf_core.torch_internals import Node, is_being_saved
 
 
 class NormalizedResult(NamedTuple):
@@ -44,6 +43,7 @@ class SavedTensor:
         form: The form that it may take.
         site: Where it is saved.
         normalizes: Whether a normalization is saving it.
+        attends: Whether an attention is saving its result, and can compute it again.
         normalized: Where it may be derived, the latest results of normalizations, the newest first.
         ordered: Inside what it returns, the device does what this thread gives it after it has made the tensor.
         fetch: Copies values of the tensor to where they are encoded, until the next call; None where that is in place.
@@ -56,6 +56,7 @@ class SavedTensor:
     form: Form
     site: Site
     normalizes: bool
+    attends: bool
     normalized: list[NormalizedResult]
     ordered: Callable[[], AbstractContextManager[None]] = nullcontext
     fetch: Callable[[Tensor], Tensor] | None = None
@@ -68,4 +69,6 @@ def note(tensor: Tensor, form: Form, site: Site, scopes: ModuleScopes) -> SavedT
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
     reference = weakref.ref(tensor)
     normalizes = scopes.current.normalizes
-    return SavedTensor(tensor.detach(), reference, tensor._version, tensor.grad_fn, form, site, normalizes, normalized)
+    node = tensor.grad_fn
+    attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
+    return SavedTensor(tensor.detach(), reference, tensor._version, node, form, site, normalizes, attends, normalized)

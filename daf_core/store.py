@@ -125,6 +125,8 @@ class ActivationStore:
 
     def _derive(self, saved: SavedTensor, derivation: Derivation) -> StoredActivation | None:
         """Returns a recipe for a tensor that follows from what is stored."""
+        if saved.attends and not self._exact:
+            return derivation.attended(saved) or derivation.derive(saved, self._exact)
         return derivation.derive(saved, self._exact) if saved.form is Form.LOSSY else None
 
     def _encode(

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+
+Node = Any
+"""A node of the autograd graph; torch has no type for the kinds that are looked at here."""
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -107,9 +111,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class _Again(threading.local):
+    """The node that `run_again` is running in this thread."""
+
+    def __init__(self) -> None:
+        self.node: Any = None
+
+
+_again = _Again()
+
+
 def running_node() -> Any:
     """Returns the autograd node whose backward this thread is running; None where there is none."""
-    return torch._C._current_autograd_node()
+    return torch._C._current_autograd_node() if _again.node is None else _again.node
 
 
 def node_number(node: Any) -> int:
@@ -122,6 +136,19 @@ def skip_nodes(node: Any, names: Collection[str]) -> Any:
     while node is not None and node.name() in names:
         node = node.next_functions[0][0]
     return node
+
+
+def forward_operator(name: str) -> Any:
+    """Returns one of torch's own operators, below autograd's functions that users call."""
+    return getattr(torch.ops.aten, name).default
+
+
+def argument_names(name: str) -> set[str]:
+    """Returns the names of the arguments that an operator takes; none where this torch has no such operator."""
+    try:
+        return {argument.name for argument in forward_operator(name)._schema.arguments}
+    except AttributeError:
+        return set()
 
 
 def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:
@@ -204,11 +231,15 @@ def run_again(node: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | No
 
     Like autograd's engine it sums what was broadcast, and casts to the type of the input.
     """
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        together = _run_python_node(node, gradients)
-    else:
-        found = node(*gradients)
-        together = found if isinstance(found, tuple) else (found,)
+    _again.node = node  # autograd does not say so of a node that is called: it may be inside of another
+    try:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            together = _run_python_node(node, gradients)
+        else:
+            found = node(*gradients)
+            together = found if isinstance(found, tuple) else (found,)
+    finally:
+        _again.node = None
     return [_as_input(gradient, *edge) for gradient, edge in zip(together, node.next_functions, strict=True)]
 
 

@@ -1,10 +1,11 @@
 """How an activation is stored.
 
-raw, verbatim, bitmask and narrow_int are exact, planes and slopes are lossy, product, normalized and sum are not stored
-themselves but follow from others; signs are all that a ReLU asks of its result, which is rectified where others ask for
-more. rehearsed are planes or slopes, tried out.
+raw, verbatim, bitmask and narrow_int are exact, planes and slopes are lossy, product, normalized, sum and attended are
+not stored themselves but follow from others; signs are all that a ReLU asks of its result, which is rectified where
+others ask for more. rehearsed are planes or slopes, tried out.
 """
 
+from daf_core.codecs.attended import AttendedActivation
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.derived import NormalizedActivation, ProductActivation, SumActivation
@@ -18,6 +19,7 @@ from daf_core.codecs.slopes import SlopesActivation
 from daf_core.codecs.verbatim import VerbatimActivation
 
 __all__ = [
+    "AttendedActivation",
     "BitmaskActivation",
     "NarrowIntActivation",
     "NormalizedActivation",

@@ -58,6 +58,9 @@ class RawActivation:
         tensor: The saved tensor.
         kept: Accounts for its storage; None for parameters, which are no activations.
         version: Its version when it was saved; by default that of now.
+
+    Attributes:
+        gone: Whether it was given up.
     """
 
     codec: ClassVar[str] = "raw"
@@ -66,6 +69,12 @@ class RawActivation:
         self._tensor = tensor.detach()
         self._version = tensor._version if version is None else version
         self._kept = kept
+        self.gone = False
+
+    def let_go(self) -> None:
+        """Gives up the tensor: whoever saved it gets another one in its place."""
+        self._tensor, self._kept, self.gone = self._tensor.new_empty(0), None, True
+        self._version = self._tensor._version
 
     @property
     def kept(self) -> KeptStorage | None:

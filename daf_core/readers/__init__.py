@@ -1,0 +1,1 @@
+"""Operators, and what their backward asks of what they have saved."""

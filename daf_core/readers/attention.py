@@ -1,0 +1,199 @@
+"""Fused attention, run again on what its query, key and value decode to.
+
+Its backward takes the probabilities to be exp(scores - logsumexp), where the scores are those of the query and key that
+it is given. Of decoded ones, and with the logsumexp of the true ones, they do not sum to 1, and where scores are sharp
+they are off by orders of magnitude. The forward operator costs a third of attention's step, and gives a result and a
+logsumexp that belong to what was decoded: backward then makes the exact gradient of attention at those values. Neither
+has to be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daf_core.torch_internals import Node, argument_names, forward_operator
+
+INPUTS = ("query", "key", "value")
+"""Under these names all of them save what they are computed from."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The forward operator of an autograd node.
+
+    What the node does not save, such as slopes for each head, its backward does not know either: it is left at its
+    default.
+
+    Attributes:
+        operator: Its name.
+        logsumexp: The name under which the node saves that, which is the operator's second result.
+        saved: Its arguments beside the inputs and the bias, with the names under which the node saves them.
+        bias: The argument that is added to the scores; the node saves it under the same name. None where it has none.
+        fixed: Arguments that are the same wherever there is a backward.
+        drawn: The names under which the node saves where the random numbers of its dropout begin: two numbers of 64
+            bits, seed and offset, together in the first or one in each. Empty where there is no dropout, or they are
+            nobody's.
+    """
+
+    operator: str
+    logsumexp: str
+    saved: Mapping[str, str]
+    bias: str | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    drawn: tuple[str, ...] = ()
+
+    @property
+    def results(self) -> tuple[str, str]:
+        """The names under which the node saves what is computed."""
+        return "output", self.logsumexp
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names under which the node saves its inputs, and the bias if it has one."""
+        return INPUTS if self.bias is None else (*INPUTS, self.bias)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names under which the node saves its inputs and what is computed of them."""
+        return (*self.inputs, *self.results)
+
+    @property
+    def arguments(self) -> set[str]:
+        """All arguments that the operator is given."""
+        return {*self.inputs, *self.saved, *self.fixed}
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+_PLAIN = ("dropout_p", "is_causal", "scale")
+_PACKED = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", *_PLAIN)
+_SUMMED: dict[str, Any] = {"compute_log_sumexp": True}
+_SILENT: dict[str, Any] = {"return_debug_mask": False}
+_PHILOX = ("philox_seed", "philox_offset")
+
+KERNELS: dict[str, Kernel] = {
+    "ScaledDotProductFlashAttentionForCpuBackward0": Kernel(
+        "_scaled_dot_product_flash_attention_for_cpu", "logsumexp", _same(*_PLAIN), "attn_mask"
+    ),
+    "ScaledDotProductFlashAttentionBackward0": Kernel(
+        "_scaled_dot_product_flash_attention", "logsumexp", _same(*_PLAIN), None, _SILENT, ("rng_state", "unused")
+    ),
+    "ScaledDotProductEfficientAttentionBackward0": Kernel(
+        "_scaled_dot_product_efficient_attention", "log_sumexp", _same(*_PLAIN), "attn_bias", _SUMMED, _PHILOX
+    ),
+    "ScaledDotProductCudnnAttentionBackward0": Kernel(
+        "_scaled_dot_product_cudnn_attention", "logsumexp", _same(*_PLAIN), "attn_bias", _SUMMED | _SILENT, _PHILOX
+    ),
+    "ScaledDotProductFusedAttentionOverrideableBackward0": Kernel(  # of other makers, who draw as they like
+        "_scaled_dot_product_fused_attention_overrideable", "logsumexp", _same(*_PLAIN), "attn_bias", _SILENT
+    ),
+    "FlashAttentionBackward0": Kernel(
+        "_flash_attention_forward",
+        "softmax_logsumexp",
+        _same(*_PACKED, "window_size_left", "window_size_right"),
+        None,
+        _SILENT,
+        ("rng_state", "unused"),
+    ),
+    "EfficientAttentionBackward0": Kernel(
+        "_efficient_attention_forward",
+        "logsumexp",
+        {
+            **_same("cu_seqlens_q", "cu_seqlens_k", "dropout_p", "custom_mask_type", "scale"),
+            "max_seqlen_q": "max_seqlen_batch_q",
+            "max_seqlen_k": "max_seqlen_batch_k",
+        },
+        "bias",
+        _SUMMED,
+        _PHILOX,
+    ),
+    "CudnnAttentionBackward0": Kernel(
+        "_cudnn_attention_forward", "logsumexp", _same(*_PACKED), "attn_bias", _SUMMED | _SILENT, _PHILOX
+    ),
+}
+"""By the name of the autograd node. The last three get the values of nested tensors, one behind the other."""
+
+
+@lru_cache(maxsize=64)
+def kernel_of(name: str) -> Kernel | None:
+    """Returns what has to run again for an autograd node of this name; None where that is unknown.
+
+    Unknown is what is no attention, and what this torch calls otherwise: its logsumexp and inputs have to stay as they
+    are.
+    """
+    kernel = KERNELS.get(name)
+    known = set() if kernel is None else argument_names(kernel.operator)
+    return kernel if kernel is not None and kernel.arguments <= known else None
+
+
+def can_attend_again(node: Node, device: torch.device) -> bool:
+    """Says, before anything has to be computed, whether `attend_again` can give what an autograd node has computed.
+
+    Args:
+        node: Any node.
+        device: Where its inputs are.
+    """
+    kernel = kernel_of(node.name())
+    if kernel is None:
+        return False
+    return not node._saved_dropout_p or (bool(kernel.drawn) and device.type == "cuda")
+
+
+def attend_again(node: Node, *inputs: Tensor | None) -> dict[str, Tensor]:
+    """Computes what an attention has saved of its results, for other inputs, with the same dropout.
+
+    Random generators are then as they were before. The results have no graph: a fused attention has no second
+    derivative.
+
+    Args:
+        node: Its autograd node, not released; `can_attend_again` has said yes of it.
+        inputs: Query, key, value and, where the node knows one, the bias of the scores, such as a mask, or None: each
+            with the shape, strides, type and device of the node's own.
+
+    Returns:
+        The result and the logsumexp, under the names that the node has for them.
+    """
+    kernel = KERNELS[node.name()]
+    arguments = {argument: _saved(node, name) for argument, name in kernel.saved.items()}
+    arguments |= dict(zip(kernel.inputs, inputs, strict=True))
+    with torch.no_grad(), _draws_of(node, kernel, arguments["query"].device):
+        found = forward_operator(kernel.operator)(**arguments, **kernel.fixed)
+    return dict(zip(kernel.results, found, strict=False))
+
+
+def _saved(node: Node, name: str) -> Any:
+    """Returns what a node has saved; a tensor comes through whatever hook has packed it, and not to be derived."""
+    found = getattr(node, f"_saved_{name}")
+    return found.detach() if isinstance(found, Tensor) else found
+
+
+def _draws_of(node: Node, kernel: Kernel, device: torch.device) -> AbstractContextManager[None]:
+    if not node._saved_dropout_p:
+        return nullcontext()
+    numbers = [_saved(node, name).cpu().reshape(-1).view(torch.int64) for name in kernel.drawn]
+    return _drawing_from(torch.cuda.default_generators[device.index], torch.cat(numbers)[:2])
+
+
+@contextmanager
+def _drawing_from(generator: torch.Generator, start: Tensor) -> Generator[None]:
+    """Has a device's generator draw, inside, the random numbers that begin with a seed and an offset.
+
+    Args:
+        generator: The generator: its state are just these two numbers.
+        start: Both, of shape (2,) and type int64.
+    """
+    state = generator.get_state()
+    generator.set_state(start.view(torch.uint8))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
