@@ -19,7 +19,6 @@ from daf_core.codecs import (
     SignsActivation,
     StoredActivation,
     SumActivation,
-    VerbatimActivation,
 )
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.derived import Normalization, Source
@@ -262,7 +261,7 @@ def _gives_values(packed: Handle | RawActivation | None) -> bool:
 
 
 def _is_exact(packed: Handle | RawActivation | None) -> bool:
-    return not isinstance(packed, Handle) or isinstance(packed.stored, BitmaskActivation | VerbatimActivation)
+    return not isinstance(packed, Handle) or not packed.stored.lossy
 
 
 def _signs(relu: Node, unpack: UnpackHook) -> SignsActivation | None:

@@ -18,7 +18,6 @@ from daf_core.codecs.doubts import Doubts
 from daf_core.config import DAFConfig, parse_size
 from daf_core.eligibility import Eligibility
 from daf_core.errors import NothingToTrainError, StateError
-from daf_core.exact_readers import ExactReaders
 from daf_core.itemized import Items
 from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.memory.devices import DevicePagers
@@ -28,6 +27,7 @@ from daf_core.precision.audit import Auditor
 from daf_core.precision.census import Census, LastPass, Sizes
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.rehearsal import GradientError, Rehearsal
+from daf_core.readers.learning import Readers
 from daf_core.rewind import Attributes
 from daf_core.sites import ModuleScopes, follow_modules
 from daf_core.store import ActivationStore, LossyStore
@@ -72,7 +72,7 @@ class ActivationEngine:
         self._pagers = DevicePagers(self.config, links=self._backends.links)
         self._eligibility = Eligibility(model)
         self._scopes = ModuleScopes()
-        self._readers = ExactReaders(model, wanted=self.config.precision != "exact")
+        self._readers = Readers(model, wanted=self.config.precision != "exact")
         self._treatments = Treatments()
         self._hooks = follow_modules(model, self._scopes)
         self._recorder = StepRecorder()
@@ -159,6 +159,7 @@ class ActivationEngine:
             try:
                 with hook_stack.installed(packer.pack, packer.unpack), self._readers.watching():
                     loss = loss_function()
+                packer.finish()
             finally:
                 self._scopes.stop()
                 packer.end_pass()

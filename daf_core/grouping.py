@@ -22,6 +22,26 @@ _ON_ANYTHING = ("Relu", "Add", "Mul", "Silu", "Gelu", "Hardtanh", "Hardswish", "
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows along any dimension of flat values.
+
+    Attributes:
+        outer: Product of the dimensions before it.
+        length: Its length.
+        inner: Product of the dimensions after it.
+    """
+
+    outer: int
+    length: int
+    inner: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """All three, as a shape."""
+        return self.outer, self.length, self.inner
+
+
+@dataclass(frozen=True)
 class Grouping:
     """The order in which flat values are taken for scaling groups.
 
@@ -29,15 +49,31 @@ class Grouping:
         row: Elements in a row; scaling groups are rows, or equal pieces of rows.
         shape: Shape of the values in that order; None where it is theirs.
         strides: Its strides.
+        logarithms: Rows of logarithms whose probabilities sum to 1; None where they are anything else.
     """
 
     row: int
     shape: tuple[int, ...] | None = None
     strides: tuple[int, ...] = ()
+    logarithms: Rows | None = None
 
     def arrange(self, values: Tensor) -> Tensor:
         """Returns flat values in that order, a view."""
         return values if self.shape is None else values.as_strided(self.shape, self.strides)
+
+
+def logarithms_of(geometry: Geometry, dim: int) -> Grouping | None:
+    """Returns the grouping of logarithms of probabilities; None where they do not lie one after the other.
+
+    Args:
+        geometry: How the tensor lies in memory.
+        dim: The dimension of the probabilities that sum to 1, counted from the end.
+    """
+    shape = geometry.shape
+    if not geometry.row_major or not shape:
+        return None
+    rows = Rows(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim:][1:]))
+    return Grouping(geometry.row, logarithms=rows)
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,15 +17,22 @@ class Handle:
 
     Several handles may share one stored activation. Its pages are freed when the last of them dies, which is when
     autograd releases the graph's node: after its backward, or with a graph that never runs backward.
+
+    Attributes:
+        stored: The stored activation.
+        place: Where the tensor was saved; None where that is of no use.
+        reading: What the operator reads that has saved it; None where that is not known yet.
     """
 
-    __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "stored")
+    __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "place", "reading", "stored")
 
     def __init__(self, stored: StoredActivation, geometry: Geometry, saved: SavedTensor) -> None:
         self.stored = stored
         self._geometry = geometry
         self._dtype = saved.tensor.dtype
         self._device = saved.tensor.device
+        self.place = saved.place
+        self.reading = saved.reading
         self._saved = saved.reference
         self._version = saved.version
 
@@ -31,6 +40,11 @@ class Handle:
     def shape(self) -> tuple[int, ...]:
         """Shape of the saved tensor."""
         return self._geometry.shape
+
+    @property
+    def elements(self) -> int:
+        """Different elements in memory of the saved tensor."""
+        return math.prod(self._geometry.compact_shape)
 
     @property
     def is_unchanged(self) -> bool:

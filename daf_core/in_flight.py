@@ -68,9 +68,13 @@ class InFlight:
         flight: The way of the tensor.
         wait: Returns when a tensor has landed that is to be read.
         drop: Is told when autograd has let go of it before the forward pass has ended.
+
+    Attributes:
+        place: Where the tensor was saved; None where that is of no use.
+        elements: Elements of it.
     """
 
-    __slots__ = ("__weakref__", "_drop", "_flight", "_last", "_version", "_wait")
+    __slots__ = ("__weakref__", "_drop", "_flight", "_last", "_version", "_wait", "elements", "place")
 
     def __init__(self, flight: Flight, wait: Callable[[Flight], None], drop: Callable[[Flight], None]) -> None:
         assert flight.saved is not None
@@ -78,6 +82,8 @@ class InFlight:
         self._wait: Callable[[Flight], None] | None = wait
         self._drop: Callable[[Flight], None] | None = drop
         self._version = self._last = flight.saved.version
+        self.place = flight.saved.place
+        self.elements = flight.saved.tensor.numel()
 
     def __del__(self) -> None:
         if self._drop is not None:

@@ -16,6 +16,7 @@ from daf_core.handle import Handle
 from daf_core.in_flight import InFlight
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pager import Pager
+from daf_core.readers.table import Reading
 from daf_core.saved import SavedTensor
 from daf_core.sites import Site
 from daf_core.store import ActivationStore
@@ -110,6 +111,13 @@ class Items:
         if peak > known.size:
             known.size, known.place = peak, place
 
+    def change(self, handle: Handle, grown: int) -> None:
+        """Takes that an item is stored otherwise now, which has added so many bytes to those that are held."""
+        entry = next(entry for entry in self._entries if entry.packed() is handle)
+        held = entry.item.held_bytes + grown
+        entry.item = replace(entry.item, codec=handle.stored.codec, held_bytes=held)
+        entry.end, entry.holder = None, weakref.ref(handle.stored, lambda _: self._end(entry)) if held else None
+
     def name_operators(self, loss: Tensor) -> None:
         """Finds out which autograd nodes have saved what; to be called while the graph of the loss is whole."""
         names: dict[int, str] = {}
@@ -166,6 +174,17 @@ class ItemizingStore:
         item = SavedItem(saved.site, NO_OPERATOR, codec, recorder.scope_raw_bytes - raw, pager.settle() - held)
         self._items.add(item, packed, device, pager.account.peak_bytes)
         return packed
+
+    def room(self, device: torch.device) -> int:
+        """See `ActivationStore.room`."""
+        return self._store.room(device)
+
+    def store_again(self, saved: SavedTensor, handle: Handle, reading: Reading | None) -> None:
+        """See `ActivationStore.store_again`."""
+        pager: Pager = self._pagers.on(saved.tensor.device)
+        held = pager.settle()
+        self._store.store_again(saved, handle, reading)
+        self._items.change(handle, pager.settle() - held)
 
     def finish_pass(self) -> None:
         """See `ActivationStore.finish_pass`."""

@@ -6,7 +6,7 @@ import threading
 
 from torch import Tensor
 
-from daf_core.codecs import PlanesActivation, RawActivation, RehearsedActivation, SlopesActivation
+from daf_core.codecs import LogarithmsActivation, PlanesActivation, RawActivation, RehearsedActivation, SlopesActivation
 from daf_core.codecs.doubts import Doubts
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.slopes import UNGROUPED
@@ -61,10 +61,17 @@ class TrainingStore(threading.local):
         self._doubts.settle_known()
 
     def __call__(
-        self, values: Tensor, grouping: Grouping, site: Site, pager: Pager, backend: Backend, finite: bool
+        self,
+        values: Tensor,
+        grouping: Grouping,
+        site: Site,
+        pager: Pager,
+        backend: Backend,
+        finite: bool,
+        deviation: float = 0.0,
     ) -> PlanesActivation | None:
         """See `LossyStore`."""
-        precision = self._policy.precision(site)
+        precision = self._policy.precision(site, deviation)
         # Slopes would hide what is not finite.
         codec, grouping = _codec(grouping, slopes=finite and self._policy.takes_slopes(site))
         stored = None
@@ -74,6 +81,14 @@ class TrainingStore(threading.local):
             stored = codec.encode(values, grouping, precision, pager, backend, seed, finite, errors, self._doubts)
         self.census.add(site, _sizes(values, grouping, pager), stored)
         return stored
+
+    def sharpens(self, site: Site, deviation: float) -> bool:
+        """See `LossyStore`."""
+        return self._policy.precision(site, deviation) != self._policy.precision(site)
+
+    def withdraw(self, site: Site) -> None:
+        """See `LossyStore`."""
+        self.census.withdraw(site)
 
 
 class RehearsalStore:
@@ -97,7 +112,14 @@ class RehearsalStore:
         self.census = Census()
 
     def __call__(
-        self, values: Tensor, grouping: Grouping, site: Site, pager: Pager, backend: Backend, finite: bool
+        self,
+        values: Tensor,
+        grouping: Grouping,
+        site: Site,
+        pager: Pager,
+        backend: Backend,
+        finite: bool,
+        deviation: float = 0.0,
     ) -> RehearsedActivation:
         """See `LossyStore`."""
         seed = self._streams.seed(site)
@@ -113,11 +135,29 @@ class RehearsalStore:
         self.census.add(site, _sizes(values, grouping, pager))
         return activation
 
+    def sharpens(self, site: Site, deviation: float) -> bool:
+        """See `LossyStore`: it measures the bits that it is told to."""
+        return False
+
+    def withdraw(self, site: Site) -> None:
+        """See `LossyStore`."""
+        for place in reversed(range(len(self.activations))):
+            if self.activations[place][0] == site:
+                del self.activations[place]
+                self.census.withdraw(site)
+                return
+
 
 def _codec(grouping: Grouping, slopes: bool) -> tuple[type[PlanesActivation], Grouping]:
     """Returns the codec of values, or of GELU's derivative at them, and the grouping that it takes."""
+    if grouping.logarithms is not None:
+        return LogarithmsActivation, grouping
     return (SlopesActivation, UNGROUPED) if slopes else (PlanesActivation, grouping)
 
 
 def _sizes(values: Tensor, grouping: Grouping, pager: Pager) -> list[int]:
-    return PlanesActivation.sizes(values.numel(), grouping.row, values.element_size(), pager.pool.page_bytes)
+    sizes = PlanesActivation.sizes(values.numel(), grouping.row, values.element_size(), pager.pool.page_bytes)
+    if grouping.logarithms is None:
+        return sizes
+    beside = LogarithmsActivation.beside(grouping.logarithms, values.element_size())
+    return [*(min(size + beside, sizes[-1]) for size in sizes[:-1]), sizes[-1]]

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from daf_core.eligibility import Form
 from daf_core.readers.attention import KERNELS, can_attend_again
+from daf_core.readers.learning import Sighting
+from daf_core.readers.places import Place
+from daf_core.readers.table import Kind, Reading
 from daf_core.sites import ModuleScopes, Site
 from daf_core.torch_internals import Node, is_being_saved
 
@@ -42,6 +45,8 @@ class SavedTensor:
         node: The autograd node that made it; None for a leaf.
         form: The form that it may take.
         site: Where it is saved.
+        place: Where, as its reader is known by; None where that is of no use.
+        reading: What its reader reads of it; None where that is not known yet.
         normalizes: Whether a normalization is saving it.
         attends: Whether an attention is saving its result, and can compute it again.
         normalized: Where it may be derived, the latest results of normalizations, the newest first.
@@ -55,6 +60,8 @@ class SavedTensor:
     node: Node
     form: Form
     site: Site
+    place: Place | None
+    reading: Reading | None
     normalizes: bool
     attends: bool
     normalized: list[NormalizedResult]
@@ -62,13 +69,17 @@ class SavedTensor:
     fetch: Callable[[Tensor], Tensor] | None = None
 
 
-def note(tensor: Tensor, form: Form, site: Site, scopes: ModuleScopes) -> SavedTensor:
+def note(tensor: Tensor, form: Form, site: Site, sighting: Sighting, scopes: ModuleScopes) -> SavedTensor:
     """Returns what is to be known of a tensor that is being saved."""
     normalized: list[NormalizedResult] = []
     if form is Form.LOSSY:  # nothing else is derived
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
     reference = weakref.ref(tensor)
-    normalizes = scopes.current.normalizes
+    reading = sighting.reading
+    normalizes = scopes.current.normalizes or (reading is not None and reading.kind is Kind.NORMALIZED)
     node = tensor.grad_fn
     attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
-    return SavedTensor(tensor.detach(), reference, tensor._version, node, form, site, normalizes, attends, normalized)
+    return SavedTensor(
+        tensor.detach(), reference, tensor._version, node, form, site, sighting.place, reading, normalizes, attends,
+        normalized,
+    )  # fmt: skip

@@ -54,6 +54,22 @@ class Site(NamedTuple):
         return cls(module, op, save)
 
 
+class Run:
+    """Saves of one call of a module in a row at the same instructions.
+
+    Attributes:
+        at: Codes of the two innermost Python functions, and the instructions at which they are.
+        first: Number of the autograd node that saved first.
+        saves: How many they are.
+    """
+
+    __slots__ = ("at", "first", "saves")
+
+    def __init__(self) -> None:
+        self.at: tuple[tuple[int, int], tuple[int, int]] | None = None
+        self.first = self.saves = 0
+
+
 class ModuleCall:
     """A running forward of a module.
 
@@ -63,9 +79,10 @@ class ModuleCall:
         normalizes: Whether it is a normalization, by the name of its class.
         saves: Activations saved so far.
         largest: Elements of the largest of them.
+        run: The last of them that were saved in a row.
     """
 
-    __slots__ = ("kept", "largest", "name", "normalizes", "saves")
+    __slots__ = ("kept", "largest", "name", "normalizes", "run", "saves")
 
     def __init__(self, name: str, kept: bool = False, normalizes: bool = False) -> None:
         self.name = name
@@ -73,6 +90,7 @@ class ModuleCall:
         self.normalizes = normalizes
         self.saves = 0
         self.largest = 0
+        self.run = Run()
 
     def next_site(self, tensor: Tensor) -> Site:
         """Names the place at which `tensor` is being saved."""

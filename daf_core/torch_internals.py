@@ -9,6 +9,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch._C._dynamo import eval_frame
 
 Node = Any
 """A node of the autograd graph; torch has no type for the kinds that are looked at here."""
+
+_RAW = "_raw_saved_"
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -131,6 +134,26 @@ def node_number(node: Any) -> int:
     return node._sequence_nr()
 
 
+def saving_node() -> int:
+    """Returns the number of the autograd node that is saving a tensor in this thread: it is the newest there is."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+@lru_cache(maxsize=1024)
+def _fields_of(kind: type) -> tuple[str, ...]:
+    return tuple(name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW))
+
+
+def fields_of(node: Any) -> tuple[str, ...]:
+    """Returns the names under which an autograd node of torch's own saves tensors."""
+    return _fields_of(type(node))
+
+
+def field_of(node: Any, packed: object, unpack: Callable[[Any], Tensor]) -> str | None:
+    """Returns the name under which an autograd node has saved what a pack hook returned; None where it has not."""
+    return next((name for name in fields_of(node) if packed_for(node, name, unpack) is packed), None)
+
+
 def skip_nodes(node: Any, names: Collection[str]) -> Any:
     """Returns the first autograd node from `node` on, towards the leaves, with none of the names; None at the end."""
     while node is not None and node.name() in names:
@@ -158,7 +181,7 @@ def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:
     that does not tell. No unpack hook is called: that of a checkpoint would recompute a block.
     """
     try:
-        saved: Any = getattr(node, f"_raw_saved_{name}", None)
+        saved: Any = getattr(node, _RAW + name, None)
         # In this order: torch 2.13 crashes where data is asked for without hooks.
         return saved.data if getattr(saved, "unpack_hook", None) == unpack else None
     except RuntimeError:
@@ -168,33 +191,26 @@ def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:
 def all_packed(node: Any, unpack: Callable[[Any], Tensor]) -> list[object]:
     """Returns all that `packed_for` gives for an autograd node, also for what it saved as a list."""
     found: list[object] = []
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            try:
-                saved = getattr(node, name)
-                several = saved if isinstance(saved, tuple | list) else (saved,)
-                found += [each.data for each in several if getattr(each, "unpack_hook", None) == unpack]
-            except RuntimeError:  # released, or saved without hooks
-                continue
+    for name in fields_of(node):
+        try:
+            saved = getattr(node, _RAW + name)
+            several = saved if isinstance(saved, tuple | list) else (saved,)
+            found += [each.data for each in several if getattr(each, "unpack_hook", None) == unpack]
+        except RuntimeError:  # released, or saved without hooks
+            continue
     return found
 
 
 def is_being_saved(node: Any, name: str) -> bool:
     """Says whether an autograd node is saving its tensor of that name just now: a pack hook is not told who asks."""
     try:
-        saved = getattr(node, f"_raw_saved_{name}", None)
+        saved = getattr(node, _RAW + name, None)
         # Under hooks that is put in place first; without, the tensor itself is there.
         if saved is None or not hasattr(saved, "unpack_hook"):  # a torch that does not tell
             return False
         return saved.unpack_hook is None and getattr(node, f"_saved_{name}") is None
     except RuntimeError:  # it has released the tensor, or saved it without hooks and it was changed since
         return False
-
-
-def is_changed_view(node: Any) -> bool:
-    """Says whether a node made a view that an operator in place wrote through: it tells no more of which operator."""
-    following = [] if node is None else node.next_functions
-    return any(before is not None and before.name() == "torch::autograd::CopySlices" for before, _ in following)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -286,10 +302,9 @@ def order_of(node: Any) -> int:
 
 def keeps_only_for(node: Any, unpack: Callable[[Any], Tensor]) -> bool:
     """Says whether nothing that an autograd node saved goes through an unpack hook other than `unpack`."""
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            saved = getattr(node, name)
-            several = saved if isinstance(saved, tuple | list) else (saved,)
-            if any(getattr(each, "unpack_hook", None) not in (None, unpack) for each in several):
-                return False
+    for name in fields_of(node):
+        saved = getattr(node, _RAW + name)
+        several = saved if isinstance(saved, tuple | list) else (saved,)
+        if any(getattr(each, "unpack_hook", None) not in (None, unpack) for each in several):
+            return False
     return True

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/reference.md from the code: ``python docs/generate.py``."""
+"""Writes pages, and parts of pages, from the code: ``python docs/generate.py``."""
 
 import ast
 import importlib
@@ -14,10 +14,14 @@ import click
 from docstring_parser import parse
 
 from daf_core import DAFConfig, ElasticConfig, errors
+from daf_core.readers import table
 from daf_integrations.cli import main
 from daf_integrations.totals import METRICS
 
 FOLDER = Path(__file__).parent
+
+READERS_BEGIN = "<!-- Written by docs/generate.py from daf_core/readers/table.py: -->"
+READERS_END = "<!-- until here. -->"
 
 CONFIGURATION_HEAD = """# Configuration
 
@@ -219,7 +223,31 @@ def _line(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|").replace("``", "`")
 
 
-PAGES = {FOLDER / "configuration.md": configuration, FOLDER / "reference.md": reference}
+def numerics() -> str:
+    """Returns the page with its table of readers as the code has it."""
+    text = (FOLDER / "numerics.md").read_text()
+    before, _, rest = text.partition(READERS_BEGIN)
+    _, _, after = rest.partition(READERS_END)
+    return "\n".join([before + READERS_BEGIN, "", *_readers(), READERS_END + after])
+
+
+def _readers() -> list[str]:
+    rows: list[str] = []
+    for kind, places in table.listed().items():
+        names: dict[tuple[str, ...], list[str]] = {}
+        for node in dict.fromkeys(node for node, _ in places):
+            fields_of_node = tuple(field for each, field in places if each == node)
+            names.setdefault(fields_of_node, []).append(node.replace("Backward", ""))
+        said = [f"{', '.join(nodes)}: *{', '.join(those)}*" for those, nodes in names.items()]
+        rows.append(f"| {kind.value} | {'; '.join(said) or 'all others'} |")
+    return _table(("its backward reads", "autograd nodes of torch, and what they have saved"), rows)
+
+
+PAGES = {
+    FOLDER / "configuration.md": configuration,
+    FOLDER / "reference.md": reference,
+    FOLDER / "numerics.md": numerics,
+}
 
 if __name__ == "__main__":
     for file, text in PAGES.items():

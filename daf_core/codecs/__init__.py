@@ -9,11 +9,15 @@ from daf_core.codecs.attended import AttendedActivation
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.derived import NormalizedActivation, ProductActivation, SumActivation
+from daf_core.codecs.kept import KeptActivation
+from daf_core.codecs.logarithms import LogarithmsActivation
 from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.rectified import RectifiedActivation
 from daf_core.codecs.rehearsed import RehearsedActivation
+from daf_core.codecs.shape import ShapeActivation
+from daf_core.codecs.sides import SidesActivation
 from daf_core.codecs.signs import SignsActivation
 from daf_core.codecs.slopes import SlopesActivation
 from daf_core.codecs.verbatim import VerbatimActivation
@@ -21,6 +25,8 @@ from daf_core.codecs.verbatim import VerbatimActivation
 __all__ = [
     "AttendedActivation",
     "BitmaskActivation",
+    "KeptActivation",
+    "LogarithmsActivation",
     "NarrowIntActivation",
     "NormalizedActivation",
     "PlanesActivation",
@@ -28,6 +34,8 @@ __all__ = [
     "RawActivation",
     "RectifiedActivation",
     "RehearsedActivation",
+    "ShapeActivation",
+    "SidesActivation",
     "SignsActivation",
     "SlopesActivation",
     "StoredActivation",

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
+from daf_core.readers.table import Kind, Reading
 
 
 class StoredActivation(ABC):
@@ -20,10 +21,16 @@ class StoredActivation(ABC):
     Attributes:
         codec: Its name.
         whole: Whether it gives the values to whoever asks, or only what the operator that saved them makes of them.
+        lossy: Whether what it gives is not bit by bit what was stored.
     """
 
     codec: ClassVar[str]
     whole: bool = True
+    lossy: bool = True
+
+    def serves(self, reading: Reading) -> bool:
+        """Says whether it gives an operator what that reads."""
+        return not self.lossy or reading.kind is Kind.SHAPE or (self.whole and reading.takes_approximations)
 
     @abstractmethod
     def decode_into(self, out: Tensor) -> None:

@@ -19,6 +19,7 @@ class BitmaskActivation(PagedActivation):
     """A boolean, a dropout mask (float32 of two values on CPUs), or any tensor of at most two bit patterns."""
 
     codec: ClassVar[str] = "bitmask"
+    lossy = False
 
     def __init__(self, pager: Pager, lease: Lease, backend: Backend, two: TwoValues) -> None:
         super().__init__(pager, lease)

@@ -35,6 +35,7 @@ class ProductActivation(StoredActivation):
     codec: ClassVar[str] = "product"
 
     def __init__(self, factor: Source, mask: Source, scale: float | None = None) -> None:
+        self.lossy = isinstance(factor, StoredActivation) and factor.lossy
         self._factor = factor
         self._mask = mask
         self._scale = scale

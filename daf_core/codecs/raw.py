@@ -82,6 +82,11 @@ class RawActivation:
         return self._kept
 
     @property
+    def elements(self) -> int:
+        """Different elements in memory of the tensor, at most."""
+        return min(self._tensor.numel(), self._tensor.untyped_storage().nbytes() // self._tensor.element_size())
+
+    @property
     def is_unchanged(self) -> bool:
         """Whether it has the values that it was saved with."""
         return self._tensor._version == self._version

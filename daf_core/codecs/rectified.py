@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.signs import SignsActivation
+from daf_core.readers.table import Reading
 
 
 class RectifiedActivation(StoredActivation):
@@ -28,6 +29,10 @@ class RectifiedActivation(StoredActivation):
         self._signs = signs
         self.values = values
         self.whole = values.whole
+
+    @override
+    def serves(self, reading: Reading) -> bool:
+        return self.values.serves(reading)
 
     @override
     def decode_into(self, out: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.raw import RawActivation
+from daf_core.readers.table import Kind, Reading
 
 Encode = Callable[[Tensor, int, bool], StoredActivation | None]
 """Stores values at a precision, or GELU's derivative at them; None where they would stay as they are."""
@@ -36,6 +37,10 @@ class RehearsedActivation(StoredActivation):
         self._encode = encode
         self.precision: int | None = None
         self.slopes = False
+
+    @override
+    def serves(self, reading: Reading) -> bool:
+        return reading.kind is Kind.LOGARITHMS or super().serves(reading)
 
     @override
     def decode_into(self, out: Tensor) -> None:

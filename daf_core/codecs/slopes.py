@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -11,6 +12,7 @@ from daf_core.codecs.planes import PlanesActivation
 from daf_core.grouping import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pool import PagePool
+from daf_core.readers.table import Kind, Reading
 from daf_kernels import Answer, Backend, Pages, PlaneLayout, Seed
 
 GELU = "GeluBackward0"
@@ -31,6 +33,11 @@ class SlopesActivation(PlanesActivation):
 
     codec: ClassVar[str] = "slopes"
     whole = False
+
+    @override
+    def serves(self, reading: Reading) -> bool:
+        # A gradient of the gradient (create_graph=True) would differentiate the derivative.
+        return reading.kind is Kind.SHAPE or (reading.reader == GELU and not torch.is_grad_enabled())
 
     @override
     @staticmethod

@@ -21,6 +21,7 @@ class VerbatimActivation(PagedActivation):
     """What would be kept raw, on pages, from where it can move to the next tier; the tensor itself cannot move."""
 
     codec: ClassVar[str] = "verbatim"
+    lossy = False
 
     def __init__(self, pager: Pager, lease: Lease, dtype: torch.dtype) -> None:
         super().__init__(pager, lease)

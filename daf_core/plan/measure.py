@@ -77,6 +77,8 @@ class _Passes:
     def _observe(self, rows: int, repeats: int) -> Observed:
         engine = ActivationEngine(self._model, _plain(self._config))
         try:
+            # A first pass keeps some values until it is known who reads them.
+            Observer(self._model, self._blocks, engine).observe(lambda: self._loss_of(rows), False, None)
             metered = self._pair(engine, rows, metered=True)
             timed = [self._pair(engine, rows, metered=False) for _ in range(repeats)]
             return Observed(rows, planned_bits(self._config)[-1], metered, timed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from daf_core.codecs import PlanesActivation
 from daf_core.errors import StateError
@@ -14,6 +14,22 @@ from daf_core.sites import Site
 
 Sizes = Mapping[Site, Sequence[int]]
 """Bytes of each site's activations at each of `LEVELS`, and as they are."""
+
+
+class _Counted(NamedTuple):
+    """An activation.
+
+    Attributes:
+        site: Its site.
+        sizes: Its bytes at each precision, and as it is.
+        bits: The bits that it was stored with; None is exact.
+        stored: What it was stored as.
+    """
+
+    site: Site
+    sizes: Sequence[int]
+    bits: int | None
+    stored: weakref.ref[PlanesActivation] | None
 
 
 class Census:
@@ -25,16 +41,28 @@ class Census:
 
     def __init__(self) -> None:
         self.sizes: dict[Site, list[int]] = {}
-        self._stored: list[tuple[Site, int | None, weakref.ref[PlanesActivation] | None]] = []
+        self._stored: list[_Counted] = []
 
     def add(self, site: Site, sizes: Sequence[int], stored: PlanesActivation | None = None) -> None:
         """Counts an activation; None stays as it is."""
         known = self.sizes.get(site)
         self.sizes[site] = list(sizes) if known is None else [a + b for a, b in zip(known, sizes, strict=True)]
         if stored is None:
-            self._stored.append((site, None, None))
+            self._stored.append(_Counted(site, sizes, None, None))
         else:
-            self._stored.append((site, stored.precision, weakref.ref(stored)))
+            self._stored.append(_Counted(site, sizes, stored.precision, weakref.ref(stored)))
+
+    def withdraw(self, site: Site) -> None:
+        """Takes back the last activation of a site, if it is gone: others may share it."""
+        for place in reversed(range(len(self._stored))):
+            counted = self._stored[place]
+            if counted.site == site and (counted.stored is None or counted.stored() is None):
+                del self._stored[place]
+                left = [a - b for a, b in zip(self.sizes[site], counted.sizes, strict=True)]
+                self.sizes[site] = left
+                if not any(left):
+                    del self.sizes[site]
+                return
 
     def precisions(self) -> dict[Site, int | None]:
         """Returns the bits that each site has now, the fewest where it occurs several times; None is exact.
@@ -42,7 +70,7 @@ class Census:
         Of an activation that is gone, because backward has run, it is the bits that it was stored with.
         """
         found: dict[Site, int | None] = {}
-        for site, bits, reference in self._stored:
+        for site, _, bits, reference in self._stored:
             stored = None if reference is None else reference()
             bits = bits if stored is None else stored.precision
             known = found.setdefault(site, bits)
@@ -53,7 +81,7 @@ class Census:
     @property
     def held_bytes(self) -> int:
         """Bytes that they hold now."""
-        alive = [reference() for _, _, reference in self._stored if reference is not None]
+        alive = [counted.stored() for counted in self._stored if counted.stored is not None]
         return sum(stored.held_bytes for stored in alive if stored is not None)
 
 

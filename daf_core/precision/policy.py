@@ -15,6 +15,7 @@ from daf_core.precision.allocation import Choices, Frontier
 from daf_core.precision.calibration import Calibration
 from daf_core.precision.census import Sizes, checked_bits
 from daf_core.precision.importance import LEVELS, SiteErrors
+from daf_core.readers.sharpness import bits_for
 from daf_core.sites import Site
 
 UNIFORM = 4
@@ -80,20 +81,25 @@ class PrecisionPolicy:
         """Whether anything is known of any site."""
         return bool(self._errors)
 
-    def precision(self, site: Site) -> int | None:
-        """Returns the code bits for a site; None leaves its activations as they are."""
+    def precision(self, site: Site, deviation: float = 0.0) -> int | None:
+        """Returns the code bits for a site; None leaves its activations as they are.
+
+        Args:
+            site: The site.
+            deviation: Of a query or a key that is saved there: that of the scores. A plan has measured what it does.
+        """
         if site.module in self.recomputed:
             return MOST
         fixed = self._config.precision
         if fixed != "auto":
             assert fixed != "exact"
-            return fixed
+            return bits_for(fixed, deviation)
         if site in self._plan:
             return self._plan[site]
         if self._plan and site not in self._errors:
             return MOST
         unbounded = self._config.memory_budget is None and self._config.max_gradient_error is None
-        return max(UNIFORM, self._config.min_precision or 0) if unbounded else MOST
+        return bits_for(max(UNIFORM, self._config.min_precision or 0) if unbounded else MOST, deviation)
 
     def takes_slopes(self, site: Site) -> bool:
         """Says whether a site's activations are stored as codes of GELU's derivative: nothing else reads them."""

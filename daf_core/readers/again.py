@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,19 +13,29 @@ from torch import Tensor
 from daf_core.codecs import AttendedActivation
 from daf_core.handle import Handle
 from daf_core.in_flight import InFlight
-from daf_core.readers.attention import Kernel, attend_again, kernel_of
+from daf_core.readers.attention import INPUTS, Kernel, attend_again, kernel_of
+from daf_core.readers.places import Place
+from daf_core.readers.sharpness import score_deviation
 from daf_core.torch_internals import Node, packed_for, running_node
 
 Unpack = Callable[[Any], Tensor]
+
+LOOKS = 16
+"""Backward passes of an attention after which it is looked at again."""
 
 
 class AttentionAgain(threading.local):
     """Gives the backward that this thread is running a result and a logsumexp of what it gets as query, key and value.
 
     Backward unpacks all that it needs in one go, inputs first. What this keeps of it goes with the last result.
+
+    Args:
+        learn: Is told now and then how sharp an attention is, with the place of its query, or of its key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, learn: Callable[[Place, float], None]) -> None:
+        self._learn = learn
+        self._passes: Counter[Place] = Counter()
         self._of: weakref.ref[Handle] | None = None
         self._held: dict[str, Tensor] = {}
 
@@ -57,11 +68,25 @@ class AttentionAgain(threading.local):
                 self._held[name] = tensor
             return tensor
         if name not in self._held:
-            self._held |= attend_again(node, *(self._input(node, unpack, each) for each in kernel.inputs))
+            inputs = [self._input(node, unpack, each) for each in kernel.inputs]
+            self._look(node, unpack, *inputs[:2])
+            self._held |= attend_again(node, *inputs)
         result = self._held.pop(name)
         if not self._held.keys() & set(kernel.results):
             self._held.clear()
         return result
+
+    def _look(self, node: Node, unpack: Unpack, query: Tensor | None, key: Tensor | None) -> None:
+        """Measures how sharp an attention is, each time that it has run `LOOKS` times: that changes while it trains."""
+        packed: list[Any] = [packed_for(node, name, unpack) for name in INPUTS[:2]]
+        places = [place for each in packed if (place := getattr(each, "place", None)) is not None]
+        if not places or query is None or key is None:
+            return
+        self._passes[places[0]] += 1
+        if self._passes[places[0]] % LOOKS == 0:
+            deviation = score_deviation(node, query, key)
+            for place in places:
+                self._learn(place, deviation)
 
     def _input(self, node: Node, unpack: Unpack, name: str) -> Tensor | None:
         """Returns what backward got as an input; None where the node has saved none of that name."""

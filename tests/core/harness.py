@@ -217,16 +217,16 @@ class Saved(NamedTuple):
 
 def watch(engine: ActivationEngine, keep: Callable[[Any], None] = lambda packed: None) -> list[Saved]:
     """Records what the engine packs from now on: "parameter" where it passes through uncounted, else the codec."""
-    pack, seen = engine._packer.pack, []
+    pack, seen = engine._packer._pack, []
 
-    def record(tensor: Tensor) -> Any:
-        packed = pack(tensor)
+    def record(tensor: Tensor, frame: Any) -> Any:
+        packed = pack(tensor, frame)
         address = 0 if tensor.is_sparse else tensor.untyped_storage()._cdata
         seen.append(Saved(tuple(tensor.shape), tensor.dtype, address, tensor.requires_grad, form_of(packed)))
         keep(packed)
         return packed
 
-    engine._packer.pack = record
+    engine._packer._pack = record
     return seen
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf_core import ActivationBudgetError, ActivationEngine
+from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
 from daf_core.memory.account import PagerAccount
 from daf_core.memory.pool import PAGE_BYTES
+from daf_core.readers.learning import Readers
+from daf_core.readers.places import Place
+from daf_core.readers.table import Reading
 from tests.core.harness import (
     Loss,
     assert_empty,
@@ -82,12 +86,32 @@ PRECISIONS = ["exact", 8, 4]
 def make_model(name: str) -> tuple[nn.Module, Loss]:
     """Returns a fresh model, initialized the same every time, and its loss."""
     make, loss = MODELS[name]
+    _readings(loss, type(make()))
     torch.manual_seed(0)
     return make(), loss
 
 
+@cache
+def _readings(loss_of: Loss, kind: type[nn.Module]) -> Mapping[Place, Reading]:
+    """Returns what an engine learns of who reads what, of one of `MODELS`."""
+    models = [make() for make, loss in MODELS.values() if loss is loss_of]
+    engine = ActivationEngine(next(model for model in models if type(model) is kind), DAFConfig(precision=8))
+    with engine.compress():
+        loss_of(engine._model, 0)
+    READERS.append(engine._readers)
+    return engine._readers._readings
+
+
+READERS: list[Readers] = []
+"""Keeps the codes of functions alive whose addresses are in names of places."""
+
+
 def forward(engine: ActivationEngine, model: nn.Module, loss_of: Loss, step: int = 0) -> Tensor:
-    """Returns the loss of a forward pass; its dropout follows from the step."""
+    """Returns the loss of a forward pass; its dropout follows from the step.
+
+    The engine knows already who reads what: a first pass may hold more than others, which are measured here.
+    """
+    engine._readers._readings.update(_readings(loss_of, type(model)))
     torch.manual_seed(step)
     with engine.compress():
         return loss_of(model, step)

@@ -327,7 +327,7 @@ class TestTrainingGoesOn:
         assert measured is not None
         assert set(engine._last_pass.precisions.values()) <= {0, None}
         assert measured.error > 0.1
-        assert measured.cosine < (0.7 if name in ("transformer", "rnn") else 0.99)
+        assert measured.cosine < (0.7 if name == "transformer" else 0.99)
 
     @pytest.mark.parametrize("options", [{}, BOUND, {"memory_budget": 500_000}])
     def test_with_texts_of_other_lengths(self, options: dict[str, Any]) -> None:

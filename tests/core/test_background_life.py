@@ -24,6 +24,7 @@ from tests.core.harness import (
     Scale,
     assert_empty,
     assert_same,
+    backward,
     engine_for,
     gradients,
     make_model,
@@ -83,6 +84,8 @@ def test_tensor_is_kept_alive_until_it_is_packed_and_no_longer(sent: list[Flight
     """The memory is free for others before the forward pass ends."""
     model = Scale()
     engine = engine_for(model, 4, packing="workers")
+    backward(model, lambda model, _: model(normal(*LARGE)).sum(), engine)  # values wait until their reader is known
+    sent.clear()
     with Gate() as gate, engine.compress():
         x = normal(*LARGE)
         model(x)

@@ -27,7 +27,7 @@ from daf_core.memory.pager import Pager
 from daf_core.memory.pool import PAGE_BYTES, PagePool
 from daf_core.memory.spill import SpillFile
 from daf_kernels import load_backend
-from tests.core.harness import LARGE, Scale, assert_empty, engine_for, integers, normal, spill_all, watch
+from tests.core.harness import LARGE, Scale, assert_empty, engine_for, error, integers, normal, spill_all, watch
 
 CPU = torch.device("cpu")
 ROWS = Grouping(64)
@@ -230,8 +230,8 @@ def test_indices_of_max_pooling_are_narrow_and_exact() -> None:
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")], ids=str)
-def test_masked_log_probabilities_keep_exact_gradients(value: float) -> None:
-    """Log-probabilities with -inf among them stay raw, so their gradients are those of plain training."""
+def test_gradients_of_masked_log_probabilities(value: float) -> None:
+    """Of those with -inf among them the probability is decoded as 2e-9 of the largest at most; others stay raw."""
     results = []
     for compressed in (False, True):
         model = nn.Linear(1, 1)
@@ -242,8 +242,10 @@ def test_masked_log_probabilities_keep_exact_gradients(value: float) -> None:
             loss = F.nll_loss(masked.log_softmax(-1), integers(64, 128))
         loss.backward()
         results.append(model.logits.grad)
-    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
-    assert results[0].isfinite().any() or value != float("-inf")
+    if value == float("-inf"):
+        assert error([results[1]], [results[0]]) < 0.1
+    else:
+        torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
 def test_float16_overflow_reaches_the_gradient() -> None:

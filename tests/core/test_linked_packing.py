@@ -20,6 +20,7 @@ from daf_core.in_flight import Flight, InFlight
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.linked_pool import LinkedPool
 from daf_core.memory.pool import PAGE_BYTES
+from daf_core.readers.learning import EXACT_MODE
 from daf_core.saved import SavedTensor, note
 from daf_core.sites import ModuleScopes, Site
 from daf_kernels.reference_backend import ReferenceBackend
@@ -29,6 +30,7 @@ from tests.core.harness import (
     Scale,
     assert_empty,
     assert_same,
+    backward,
     engine_for,
     gradients,
     make_model,
@@ -159,6 +161,9 @@ def test_result_of_a_relu_stays_on_the_device(link: LateLink) -> None:
 
 def test_tensor_is_kept_until_it_is_packed_and_no_longer(link: LateLink, sent: list[Flight]) -> None:
     engine = engine_for(model := Scale(), 4, packing="workers")
+    backward(model, lambda model, _: model(normal(*LARGE)).sum(), engine)  # values wait until their reader is known
+    sent.clear()
+    link.copied.clear()
     with Gate() as gate, engine.compress():
         x = normal(*LARGE)
         model(x)
@@ -244,7 +249,7 @@ def test_all_that_flies_is_of_one_device() -> None:
     packer = BackgroundPacker(lambda saved: RawActivation(saved.tensor, None), lambda: None, pagers)
     flying = []
     for device in ("cpu", "cpu", "meta", "meta", "cpu"):
-        saved = note(torch.empty(*LARGE, device=device), Form.RAW, Site("", "leaf", 0), ModuleScopes())
+        saved = note(torch.empty(*LARGE, device=device), Form.RAW, Site("", "leaf", 0), EXACT_MODE, ModuleScopes())
         assert packer.admits(saved)
         packer.send(saved)
         flying.append(len(packer._window))

@@ -171,7 +171,7 @@ def test_rule_7_autocast_activations_are_compressed() -> None:
     large = [s for s in seen if len(s.shape) > 1 and s.shape[-1] > 1 and torch.Size(s.shape).numel() >= 8192]
     activations = [saved.form for saved in large if tuple(sorted(saved.shape)) not in weights]
     assert len(activations) >= 20
-    assert set(activations) <= {"planes", "bitmask", "product", "normalized"}
+    assert set(activations) <= {"planes", "bitmask", "product", "normalized", "logarithms", "raw"}
     assert engine.finish_step().ratio > 2
 
 

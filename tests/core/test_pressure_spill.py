@@ -115,8 +115,8 @@ def _accumulated(engine: ActivationEngine, model: nn.Module, loss_of: Loss, orde
     return gradients(model)
 
 
-BESIDE = {"normalized": 256, "encoder": 1024}
-"""Bytes of the statistics that a node saves beside its input: batch norm of 32 channels, layer norm of 128 rows,
+BESIDE = {"normalized": 256, "resnet": 128, "encoder": 1024}
+"""Bytes of the statistics that a node saves beside its input: batch norm of 32 and 16 channels, layer norm of 128 rows,
 from whose input and statistics its result is derived again."""
 
 

@@ -89,7 +89,7 @@ def _stored(engine: ActivationEngine, model: nn.Module, loss_of: Loss = _loss) -
 
 def _at(bits: int | None, monkeypatch: pytest.MonkeyPatch, op: str = "AddmmBackward0") -> None:
     """Stores what a linear layer gives at a precision, and everything else as it is."""
-    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site: bits if site.op == op else None)
+    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site, *_rest: bits if site.op == op else None)
 
 
 GELUS: dict[str, Function] = {"exact": nn.GELU(), "tanh": nn.GELU(approximate="tanh"), "function": F.gelu}
@@ -175,7 +175,7 @@ SHAPES: dict[str, Function] = {
 @pytest.mark.parametrize("function", SHAPES.values(), ids=SHAPES)
 def test_inputs_of_many_shapes(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any memory order, and where others use the input without saving it."""
-    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site: 8)
+    monkeypatch.setattr(PrecisionPolicy, "precision", lambda *_: 8)
     model = _Between(function)
     plain = backward(model, _loss)
     engine = _engine(model)
@@ -211,7 +211,7 @@ def test_input_with_another_reader_keeps_its_values(function: Function) -> None:
 @pytest.mark.parametrize("function", READERS.values(), ids=READERS)
 def test_reader_that_comes_later_gets_values_or_is_refused(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of the two depends on who saves first; the gradient is never a wrong one."""
-    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site: 8)
+    monkeypatch.setattr(PrecisionPolicy, "precision", lambda *_: 8)
     model = _Between(F.gelu)
     engine = _engine(model)
     model.function = function
@@ -226,7 +226,7 @@ def test_reader_that_comes_later_gets_values_or_is_refused(function: Function, m
 @pytest.mark.parametrize("first", [False, True])
 def test_reader_of_a_rectified_input_gets_values_or_is_refused(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slopes with a ReLU's signs beside them are no values either."""
-    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site: 8)
+    monkeypatch.setattr(PrecisionPolicy, "precision", lambda *_: 8)
 
     def later(x: Tensor) -> Tensor:
         x = x.relu()
@@ -386,7 +386,7 @@ class TestState:
 def test_what_is_not_finite_reaches_backward(value: float, tight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is where there is room, otherwise as the NaN that gradient scalers look for."""
 
-    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site: 8)
+    monkeypatch.setattr(PrecisionPolicy, "precision", lambda *_: 8)
     model, spoiled = nn.Linear(WIDTH, WIDTH), torch.zeros(ROWS, WIDTH)
 
     def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -460,7 +460,7 @@ def test_small_inputs_stay_as_they_are() -> None:
 
 def test_spilling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes come back from the file bit by bit."""
-    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site: 4)
+    monkeypatch.setattr(PrecisionPolicy, "precision", lambda *_: 4)
     model = _Between(F.gelu)
     found = []
     for options in ({}, {"spill_dir": tmp_path, "memory_budget": "1 MiB"}):
@@ -535,7 +535,7 @@ def test_audit_measures_what_is_stored(
     make: Callable[[], nn.Module], bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of a training step on the same rows, with everything at this many bits."""
-    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site: bits)
+    monkeypatch.setattr(PrecisionPolicy, "precision", lambda _, site, *_rest: bits)
     model = make()
     engine = _engine(model)
     plain = backward(model, _loss)

@@ -213,13 +213,14 @@ def test_machine_code_reads_what_is_unpacked() -> None:
     exact, passes = found(), {}
     for precision in ("exact", 4):
         engine = ActivationEngine(net, DAFConfig(precision=precision))
-        with engine.compress():
-            torch.manual_seed(1)
-            loss = compiled(inputs).square().mean()
-        loss.backward()
-        passes[precision] = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
-        net.zero_grad()
-        ratio = engine.finish_step().ratio
+        for _ in range(2):  # what is computed last stays exact in a first pass that cannot be watched
+            with engine.compress():
+                torch.manual_seed(1)
+                loss = compiled(inputs).square().mean()
+            loss.backward()
+            passes[precision] = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+            net.zero_grad()
+            ratio = engine.finish_step().ratio
         engine.close()
     assert torch.equal(passes["exact"], exact)
     assert 0 < error(passes[4], exact) < 0.1

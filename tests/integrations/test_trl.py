@@ -67,7 +67,7 @@ def test_audits_count_no_tokens(tmp_path: Path) -> None:
     """They call the trainer's compute_loss, which counts tokens and collects accuracies."""
     plain, compressed = run(tmp_path), run(tmp_path, DAFCallback(precision=8, audit_every=1))
     assert "daf/gradient_error" in compressed[-1]
-    assert compressed[-1]["daf/ratio"] > 3
+    assert compressed[-1]["daf/ratio"] > 2  # what the loss of TRL saves, a function of its own, stays exact
     for name in ("num_tokens", "mean_token_accuracy"):
         assert [entry[name] for entry in compressed] == [entry[name] for entry in plain]
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.exact_readers import READERS, reads_exactly
 from tests.core.harness import normal
 
 ROWS, TOKENS, WIDTH = 8, 64, 64
@@ -88,8 +86,8 @@ def test_what_is_compared_stays_exact_from_the_beginning(head: Head, precision: 
 
 @pytest.mark.parametrize("precision", [8, 4])
 @pytest.mark.parametrize("head", LED_TO.values(), ids=LED_TO)
-def test_what_leads_to_a_pole_stays_exact_once_it_is_known(head: Head, precision: int) -> None:
-    assert cosines(head, precision, 2)[1] > 0.98
+def test_what_leads_to_a_pole_stays_exact_from_the_beginning(head: Head, precision: int) -> None:
+    assert min(cosines(head, precision, 3)) > 0.98
 
 
 @pytest.mark.parametrize("head", LED_TO.values(), ids=LED_TO)
@@ -106,28 +104,6 @@ def test_a_rehearsal_knows_it_before_the_first_pass(head: Head) -> None:
     assert torch.cosine_similarity(gradient(net), exact, dim=0) > 0.98
 
 
-def test_calls_are_watched_until_all_places_are_known() -> None:
-    def head(x: Tensor) -> Tensor:
-        watching.append(len(_get_current_function_mode_stack()))
-        return (x.exp().sin() if len(watching) in (3, 4, 5) else x.sin()).mean()
-
-    watching: list[int] = []
-    net, x = Net(head), normal(ROWS, TOKENS, WIDTH)
-    engine = ActivationEngine(net, DAFConfig(precision=4))
-    for _ in range(5):
-        with engine.compress():
-            net(x).backward()
-    assert watching == [1, 0, 0, 1, 0]
-    watching.clear()
-    with ActivationEngine(net, DAFConfig(precision="exact")).compress():
-        net(x)
-    assert watching == [0], "exact mode needs none of it"
-    net.layer.compile(backend="eager")
-    with ActivationEngine(net, DAFConfig(precision=4)).compress():
-        net(x)
-    assert watching == [0, 0], "a graph would be compiled once with the watch, and once without"
-
-
 def test_what_it_knows_is_of_the_place_and_not_of_the_operator() -> None:
     """The same tensor may be stored in few bits for others."""
     net, x = Net(lambda x: x.amax(1).mean() + x.sin().mean() + x.exp().mean()), normal(ROWS, TOKENS, WIDTH)
@@ -137,46 +113,6 @@ def test_what_it_knows_is_of_the_place_and_not_of_the_operator() -> None:
             net(x).backward()
         statistics = engine.finish_step()
     assert statistics.stored_as["planes"] > 0
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "keywords", "reads"),
-    [
-        (torch.amax, (1,), {}, True),
-        (torch.Tensor.log_, (1,), {}, True),
-        (torch.max, (1, 2), {}, False),
-        (torch.max, (), {"input": 1}, True),
-        (torch.max, (1,), {"other": 2}, False),
-        (torch.Tensor.max, (1,), {"dim": 2}, False),
-        (torch.Tensor.pow, (1, 2), {}, False),
-        (torch.Tensor.pow, (1,), {"exponent": 3.0}, False),
-        (torch.Tensor.__pow__, (1, -1), {}, True),
-        (torch.Tensor.pow_, (1, 0.5), {}, True),
-        (torch.Tensor.__ipow__, (1, torch.ones(1)), {}, True),
-        (torch.Tensor.div, (1, 2), {}, False),
-        (torch.Tensor.div, (1, torch.ones(64)), {}, False),
-        (torch.Tensor.__truediv__, (1, torch.ones(4096)), {}, True),
-        (torch.Tensor.__itruediv__, (1, torch.ones(4096)), {}, True),
-        (torch.linalg.vector_norm, (1,), {"dim": 1}, False),
-        (torch.linalg.vector_norm, (1, 2), {}, False),
-        (torch.linalg.vector_norm, (1,), {"ord": float("inf")}, True),
-        (torch.norm, (1, 0.5), {}, True),
-        (F.binary_cross_entropy, (1, 2), {}, True),
-        (F.binary_cross_entropy_with_logits, (1, 2), {}, False),
-        (torch.Tensor.__init__, (), {}, False),
-        (object(), (), {}, False),
-    ],
-)
-def test_calls_are_told_by_name_and_arguments(
-    function: object, arguments: tuple[object, ...], keywords: dict[str, object], reads: bool
-) -> None:
-    assert reads_exactly(function, arguments, keywords) == reads
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_every_name_is_torch_s(name: str) -> None:
-    homes = (torch, torch.Tensor, F, torch.linalg, torch.special, torch._C._linalg)
-    assert any(hasattr(home, name) or hasattr(home, name.removeprefix("special_")) for home in homes)
 
 
 @pytest.mark.parametrize("width", [32, 64, 514])

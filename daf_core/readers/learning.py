@@ -1,0 +1,390 @@
+"""Learns who reads what is saved: at once where a node saves its result, else from the graph that is built on it.
+
+A pack hook is not told which operator saves. The autograd node that does has a number, and it is found where the
+operator returns its result, or where another tensor is saved whose graph leads to it. Until then the values wait beside
+what they were stored as, so that they can be stored as their reader needs them. From the next forward pass on the place
+is known.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from daf_core.eligibility import LEAST_ELEMENTS
+from daf_core.errors import ActivationBudgetError
+from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
+from daf_core.readers.sharpness import score_deviation
+from daf_core.readers.table import CHECKPOINT, Kind, Reading, has_pole, reading_of, reading_of_function, stops_poles
+from daf_core.readers.watch import Watch
+from daf_core.sites import ModuleCall, Site
+from daf_core.torch_internals import (
+    Node,
+    field_of,
+    fields_of,
+    has_compiled_parts,
+    is_being_saved,
+    is_leaf_node,
+    node_number,
+    packed_for,
+    saving_node,
+)
+
+if TYPE_CHECKING:
+    from daf_core.saved import SavedTensor
+
+LEADING = 3
+"""Operators before one with a pole that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
+
+NEWEST = 8
+"""Tensors of a first pass whose values wait although their reader is known: what follows may have a pole."""
+
+PATIENCE = 16
+"""Tensors of a first pass that wait at most. One whose reader is not known by then stays exact in this pass."""
+
+WAITING_BYTES = 128 << 20
+"""Bytes of values that wait at most, besides those of the last one: ten times RoBERTa-base's largest at 8 x 128."""
+
+UNREAD_PASSES = 3
+"""Forward passes after which a tensor that no backward has asked for stays exact, without being looked for."""
+
+_CLONE = "CloneBackward0"
+"""An operator in place saves a clone, which has a node of its own, made after that of the operator."""
+
+Unpack = Callable[[Any], Tensor]
+
+
+StoreAgain = Callable[["SavedTensor", Any, Reading | None], None]
+"""Stores a tensor again, which autograd has got something for, as its reader needs it; None keeps it as it is."""
+
+
+class Sighting(NamedTuple):
+    """What is known of a tensor when it is saved.
+
+    Attributes:
+        place: Where; None where nothing has to be learned of it.
+        number: The number of the autograd node that saves it.
+        reading: What that reads; None where it is not known yet.
+        fresh: Whether the place was not known before.
+    """
+
+    place: Place | None
+    number: int
+    reading: Reading | None
+    fresh: bool
+
+
+EXACT_MODE = Sighting(None, 0, None, False)
+
+
+class _Waiting:
+    """A tensor whose values wait.
+
+    Attributes:
+        sighting: What was known of it.
+        saved: The tensor; None where its values are not needed any more.
+        size: Bytes that wait.
+        packed: What autograd has got.
+        unpack: The unpack hook that belongs to it.
+        again: Stores it otherwise.
+        resolved: Whether the reader is known.
+        exact: Whether it stays exact whoever reads it.
+    """
+
+    __slots__ = ("again", "exact", "packed", "resolved", "saved", "sighting", "size", "unpack")
+
+    def __init__(
+        self, saved: SavedTensor, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain
+    ) -> None:
+        self.saved: SavedTensor | None = saved
+        self.sighting = sighting
+        self.size = saved.tensor.untyped_storage().nbytes()
+        self.packed = weakref.ref(packed)
+        self.unpack = unpack
+        self.again = again
+        self.resolved = sighting.reading is not None
+        self.exact = False
+
+    def settle(self, reading: Reading | None) -> None:
+        """Takes what reads it; None has it stay as it is, whoever reads it."""
+        self.resolved = True
+        if self.exact:
+            return
+        if self.saved is not None and (packed := self.packed()) is not None:
+            self.again(self.saved, packed, reading)
+        if reading is None or reading.kind is Kind.EXACT:
+            self.exact = True
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Lets go of the values: they are not needed any more."""
+        self.saved, self.size = None, 0
+
+
+class _Own(threading.local):
+    """What a thread's forward pass has saved that is not known yet.
+
+    Attributes:
+        unknown: Whether a place was new in the last pass.
+        showing: Whether a graph is being looked through.
+        waiting: It, in order.
+        unresolved: By the number of the node that has saved it.
+    """
+
+    def __init__(self) -> None:
+        self.unknown, self.showing = True, False
+        self.waiting: deque[_Waiting] = deque()
+        self.unresolved: dict[int, list[_Waiting]] = {}
+
+
+class Readers:
+    """Knows what the operators of a model read of what they save.
+
+    Args:
+        model: Where a part of it is compiled nothing is watched: a graph would be compiled again without the watch.
+        wanted: Whether anything is stored that is not exact.
+    """
+
+    def __init__(self, model: nn.Module, wanted: bool) -> None:
+        self._model = model
+        self._wanted = wanted
+        self._places = Places()
+        self._readings: dict[Place, Reading] = {}
+        self._unread: dict[Place, int] = {}
+        self._own = _Own()
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Watches what runs inside where there is something to learn: wrap it around a forward pass."""
+        unknown = self._own.unknown or not self._readings
+        if not (self._wanted and unknown) or has_compiled_parts(self._model):
+            yield
+            return
+        self._own.unknown = False
+        with Watch(self.show):
+            yield
+
+    def see(self, tensor: Tensor, call: ModuleCall, site: Site, frame: FrameType | None, unpack: Unpack) -> Sighting:
+        """Returns what is known of a tensor that is being saved.
+
+        Args:
+            tensor: The tensor as autograd saves it.
+            call: The call of a module that is running.
+            site: Where it is saved.
+            frame: The innermost Python function that is running, but for DAF's.
+            unpack: The unpack hook that belongs to what autograd gets.
+        """
+        if not self._wanted:
+            return EXACT_MODE
+        number = saving_node()
+        if (function := function_that_saves(frame)) is not None:
+            return Sighting(None, number, reading_of_function(function), False)
+        if is_checkpoint(frame):
+            return Sighting(None, number, CHECKPOINT, False)
+        node = tensor.grad_fn
+        if site.op == _CLONE and node_number(node) == number:
+            number -= 1
+        place = self._places.name(frame, call, site.op, number)
+        reading = self._readings.get(place)
+        if reading is not None:
+            return Sighting(place, number, reading, False)
+        if node is not None and not is_leaf_node(node) and node_number(node) == number:
+            field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
+            if field:
+                reading = self._learn(place, reading_of(node, field))
+                if has_pole(node, partial(_is_large, node, unpack)):
+                    self._lead(node, unpack)
+        return Sighting(place, number, reading, True)
+
+    def show(self, node: Node) -> None:
+        """Looks through a graph for nodes that have saved what waits."""
+        own, unresolved = self._own, self._own.unresolved
+        if not unresolved or node is None or own.showing:
+            return
+        own.showing = True
+        try:
+            self._look_through(node, unresolved)
+        finally:
+            own.showing = False
+
+    def _look_through(self, node: Node, unresolved: dict[int, list[_Waiting]]) -> None:
+        oldest, seen, pending = min(unresolved), set[int](), [node]
+        while pending and unresolved:
+            node = pending.pop()
+            if node is None or is_leaf_node(node) or (number := node_number(node)) < oldest or number in seen:
+                continue
+            seen.add(number)
+            if number in unresolved:
+                self._resolve(node, unresolved.pop(number))
+            pending += [following for following, _ in node.next_functions]
+
+    def wait(
+        self, saved: SavedTensor, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain, room: int
+    ) -> None:
+        """Has a tensor wait that was stored at a place that was not known.
+
+        Args:
+            saved: The tensor.
+            sighting: What is known of it.
+            packed: What autograd gets in its place.
+            unpack: The unpack hook that belongs to it.
+            again: Stores it as its reader needs it.
+            room: Bytes that the budget leaves.
+        """
+        own = self._own
+        own.unknown = True
+        waiting = _Waiting(saved, sighting, packed, unpack, again)
+        own.waiting.append(waiting)
+        if not waiting.resolved:
+            own.unresolved.setdefault(sighting.number, []).append(waiting)
+        while len(own.waiting) > NEWEST and own.waiting[0].resolved:
+            own.waiting.popleft()
+        while len(own.waiting) > PATIENCE:
+            self._spare(own.waiting.popleft())
+        self._make_room(min(room, WAITING_BYTES))
+
+    def end_pass(self) -> None:
+        """Ends a forward pass: what nothing that was saved leads to stays exact in this one."""
+        own = self._own
+        try:
+            for waiting in [*own.waiting]:
+                if not waiting.resolved:
+                    self._spare(waiting)
+        finally:
+            self.forget_pass()
+
+    def forget_pass(self) -> None:
+        """Lets go of what waits."""
+        self._own.waiting.clear()
+        self._own.unresolved.clear()
+
+    def read(self, packed: object, place: Place | None, node: Node, unpack: Unpack) -> Reading | None:
+        """Takes that a node's backward asks for something; returns what it reads of it, None where that is not its own.
+
+        Args:
+            packed: What it asks for.
+            place: Where it was saved; None where nothing is to be learned of that.
+            node: The node.
+            unpack: The unpack hook.
+        """
+        field = field_of(node, packed, unpack)
+        if field is None:
+            return None
+        large = partial(_is_large, node, unpack)
+        reading = reading_of(node, field, large)
+        if place is not None:
+            self._learn(place, reading)
+            if has_pole(node, large):
+                self._lead(node, unpack)
+        return reading
+
+    def _resolve(self, node: Node, found: list[_Waiting]) -> None:
+        unpack = found[0].unpack
+        large = partial(_is_large, node, unpack)
+        fields = [field_of(node, packed, unpack) if (packed := each.packed()) is not None else None for each in found]
+        values = {field: each.saved.tensor for field, each in zip(fields, found, strict=True) if each.saved is not None}
+        deviation = 0.0
+        if "query" in values and "key" in values:
+            deviation = score_deviation(node, values["query"], values["key"])
+        for field, waiting in zip(fields, found, strict=True):
+            reading = reading_of(node, field or "", large)
+            if field in ("query", "key"):
+                reading = replace(reading, deviation=deviation)
+            assert waiting.sighting.place is not None
+            waiting.settle(self._learn(waiting.sighting.place, reading))
+            if stops_poles(node):
+                waiting.let_go()
+        if has_pole(node, large):
+            self._lead(node, unpack)
+
+    def sharpen(self, place: Place, deviation: float) -> None:
+        """Takes the deviation of the scores of an attention whose query or key is saved at a place."""
+        known = self._readings.get(place)
+        if known is not None and known.kind is Kind.ATTENTION:
+            self._readings[place] = replace(known, deviation=deviation)
+
+    def _learn(self, place: Place, reading: Reading) -> Reading:
+        """Remembers what reads at a place; where that is not always the same, it is the most exact."""
+        known = self._readings.get(place)
+        if known is not None and known.kind is not reading.kind:
+            both = known.takes_approximations and reading.takes_approximations
+            reading = Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)
+        elif known is not None and (known.bounds, known.dim) != (reading.bounds, reading.dim):
+            reading = Reading(Kind.EXACT, reading.reader)
+        self._readings[place] = reading
+        return reading
+
+    def _lead(self, node: Node, unpack: Unpack) -> None:
+        """Keeps exact what the last operators before a node have saved.
+
+        A softmax, say, saves the probabilities whose logarithm is taken. The gradient that it gets is large where they
+        are small, and what it multiplies that by has to fit.
+        """
+        waiting = {id(each.packed()): each for each in self._own.waiting}
+        for packed in _led_by(node, unpack):
+            place = getattr(packed, "place", None)
+            if place is not None:
+                self._readings[place] = Reading(Kind.EXACT, node.name())
+            if (found := waiting.get(id(packed))) is not None:
+                found.settle(None)
+
+    def _spare(self, waiting: _Waiting) -> None:
+        """Has a tensor stay exact whose reader is not known, and what leads to it: it may have a pole."""
+        node, unpack = None if waiting.saved is None else waiting.saved.node, waiting.unpack
+        self._own.unresolved.pop(waiting.sighting.number, None)
+        place = waiting.sighting.place
+        if waiting.resolved or place is None:
+            return
+        self._unread[place] = self._unread.get(place, 0) + 1
+        if self._unread[place] >= UNREAD_PASSES:
+            self._readings.setdefault(place, Reading(Kind.EXACT, "nothing"))
+        others = {id(each.packed()): each for each in self._own.waiting}
+        if node is not None:
+            for packed in _led_by(node, unpack, beginning=True):
+                if (found := others.get(id(packed))) is not None and found.resolved:
+                    found.settle(None)
+        with suppress(ActivationBudgetError):  # its codes stay, and whoever reads them is looked at in backward
+            waiting.settle(None)
+
+    def _make_room(self, room: int) -> None:
+        """Lets go of values whose reader is known, the oldest first.
+
+        Those whose reader is not known are those of the operator that is running, which keeps them alive as well.
+        """
+        known = [each for each in self._own.waiting if each.resolved]
+        total = sum(each.size for each in known)
+        for waiting in known:
+            if total <= room:
+                return
+            total -= waiting.size
+            self._own.waiting.remove(waiting)
+
+
+def _led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[object]:
+    """Yields what the last operators before a node have saved; with `beginning`, the node is one of them."""
+    pending: list[tuple[Node, int]] = [(node, 0)]
+    for step, (node, saved) in enumerate(pending):
+        found = []
+        if step or beginning:
+            if is_leaf_node(node) or stops_poles(node):
+                continue
+            found = [packed for name in fields_of(node) if (packed := packed_for(node, name, unpack)) is not None]
+            yield from found
+        saved += bool(found)
+        if saved < LEADING and len(pending) < 4 * NEWEST:
+            pending += [(following, saved) for following, _ in node.next_functions if following is not None]
+
+
+def _is_large(node: Node, unpack: Unpack, field: str) -> bool:
+    """Says whether what a node has saved of a name holds so many values that it may be stored in few bits."""
+    packed: Any = packed_for(node, field, unpack)
+    return packed is not None and packed.elements >= LEAST_ELEMENTS

@@ -1,0 +1,89 @@
+"""Where an operator saves a tensor: a name by which the next forward pass knows who reads what."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+from torch.utils import checkpoint
+
+from daf_core.readers.watch import unwatched
+from daf_core.sites import ModuleCall
+
+_CHECKPOINT = checkpoint.__file__
+
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class Place(NamedTuple):
+    """A place in the program at which autograd saves a tensor.
+
+    A site would be too little: a branch that is taken in a later step may save there for another operator.
+
+    Attributes:
+        module: Qualified name of the innermost module whose forward is running.
+        op: Name of the autograd node that made the tensor, or "leaf".
+        codes: Addresses of the code of the two innermost Python functions.
+        instructions: Where they are.
+        node: Number of the node that saves, from the first one that has saved there on: C++ may make several.
+        save: Number of the save, from there on.
+    """
+
+    module: str
+    op: str
+    codes: tuple[int, int]
+    instructions: tuple[int, int]
+    node: int
+    save: int
+
+
+class Places:
+    """Names places. It keeps the codes of functions alive whose addresses are in names."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, CodeType] = {}
+
+    def name(self, frame: FrameType | None, call: ModuleCall, op: str, number: int) -> Place:
+        """Names the place of the next save.
+
+        Args:
+            frame: The innermost Python function that is running, but for DAF's.
+            call: The call of a module that is running.
+            op: Name of the autograd node that made what is saved.
+            number: Number of the autograd node that saves.
+        """
+        inner = unwatched(frame)
+        outer = None if inner is None else unwatched(inner.f_back)
+        codes = self._code(inner), self._code(outer)
+        at = codes, (inner.f_lasti if inner else 0, outer.f_lasti if outer else 0)
+        run = call.run
+        if run.at != at:
+            run.at, run.first, run.saves = at, number, 0
+        place = Place(call.name, op, codes, at[1], number - run.first, run.saves)
+        run.saves += 1
+        return place
+
+    def _code(self, frame: FrameType | None) -> int:
+        if frame is None:
+            return 0
+        address = id(frame.f_code)
+        if address not in self._codes:
+            self._codes[address] = frame.f_code
+        return address
+
+
+def calling_frame() -> FrameType | None:
+    """Returns the function that has called the one that asks."""
+    return sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+
+
+def is_checkpoint(frame: FrameType | None) -> bool:
+    """Says whether a checkpoint is saving its inputs, where `frame` is the innermost function: no node does."""
+    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+
+
+def function_that_saves(frame: FrameType | None) -> type | None:
+    """Returns the ``torch.autograd.Function`` that is saving, where `frame` is the innermost function."""
+    return frame.f_locals.get("cls") if frame is not None and frame.f_code is _APPLY else None

@@ -1,0 +1,315 @@
+"""What an operator's backward may read of each tensor that the operator has saved: one table, for all of DAF.
+
+An autograd node and a field of it name a saved tensor, by the names of torch's derivatives.yaml: `MulBackward0` saves
+`self` and `other`. Most derivatives multiply by what they read, and an error of it is as large in the gradient. What is
+not listed here is read exactly: by operators that compare a value with their result (`amax`), divide by it (`log`),
+have an edge of their domain (`acos`) or subtract values that are almost equal (losses), and by what DAF does not know.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from daf_core.torch_internals import Node
+
+
+class Kind(enum.Enum):
+    """What a backward reads of a saved tensor."""
+
+    EXACT = "the values as they are"
+    APPROXIMATE = "values that may be approximate"
+    NORMALIZED = "approximate values; a row beside others that spread far more stays exact"
+    ATTENTION = "approximate query, key and value, of which the result is computed again"
+    LOGARITHMS = "logarithms of probabilities, which keep the gradient's relative error"
+    SIDES = "on which side of a bound each value lies, as one bit"
+    SHAPE = "the shape alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Where the derivative of an operator is another one than elsewhere.
+
+    Attributes:
+        low: The lower bound, or minus infinity.
+        high: The upper bound, or infinity.
+        closed: Whether a value on a bound is inside.
+    """
+
+    low: float
+    high: float
+    closed: bool = False
+
+    def inside(self, values: Tensor) -> Tensor:
+        """Returns True for each value inside."""
+        if self.closed:
+            return (values >= self.low) & (values <= self.high)
+        return (values > self.low) & (values < self.high)
+
+    def examples(self) -> tuple[float, float]:
+        """Returns a value inside and one outside, far enough from the bounds for any floating-point type."""
+        finite = [bound for bound in (self.low, self.high) if math.isfinite(bound)]
+        away = max(1.0, *map(abs, finite))
+        within = sum(finite) / 2 if len(finite) == 2 else self.low + away if self.low in finite else self.high - away
+        return within, self.high + away if self.high in finite else self.low - away
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one operator reads of one tensor that it has saved.
+
+    Attributes:
+        kind: What it reads.
+        reader: Name of its autograd node.
+        bounds: Of `Kind.SIDES`.
+        dim: Of `Kind.LOGARITHMS`: the dimension along which the probabilities sum to 1, counted from the end.
+        deviation: Of a query or a key: the deviation of the scores of one query, where that is known.
+    """
+
+    kind: Kind
+    reader: str
+    bounds: Bounds | None = None
+    dim: int = 0
+    deviation: float = 0.0
+
+    @property
+    def takes_approximations(self) -> bool:
+        """Whether values of few bits will do."""
+        return self.kind in (Kind.APPROXIMATE, Kind.NORMALIZED, Kind.ATTENTION)
+
+
+def _fields(listed: str) -> dict[tuple[str, str], None]:
+    """Reads lines of node names, without their "Backward", and their fields: ``Mul0 Addcmul0: self other``."""
+    lines = [line.partition(":") for line in listed.strip().splitlines()]
+    return {
+        (_full(node), field): None for nodes, _, fields in lines for node in nodes.split() for field in fields.split()
+    }
+
+
+def _full(short: str) -> str:
+    return f"{short[:-1]}Backward{short[-1]}"
+
+
+# The gradient of each is linear in what is read, or a smooth function of it with a bounded derivative.
+_APPROXIMATE = (
+    _fields("""
+    Mul0 Matmul0 LinalgCross0: self other
+    Mm0 Bmm0 GroupedMm0: self mat2
+    Addmm0: mat1 mat2
+    Addbmm0 Baddbmm0: batch1 batch2
+    Addmv0: mat vec
+    Addr0: vec1 vec2
+    Mv0: self vec
+    Dot0: self tensor
+    Vdot0: self other
+    Addcmul0: tensor1 tensor2
+    Lerp1: self end weight
+    Trilinear0: i1 i2 i3
+    Linear0 Convolution0 Convolution1 ConvolutionOverrideable0 NnpackSpatialConvolution0: input weight
+    ConvDepthwise2D0 ConvDepthwise3D0 ConvTbc0 CudnnConvolution0 CudnnConvolutionTranspose0 SlowConv2D0: self weight
+    SlowConv3D0 SlowConvDilated2D0 SlowConvDilated3D0 SlowConvTranspose2D0 SlowConvTranspose3D0: self weight
+    MiopenConvolution0 MiopenConvolutionTranspose0 MiopenDepthwiseConvolution0: self weight
+    MpsConvolution0 MpsConvolutionTranspose0: self weight
+    Gelu0 Silu0 Mish0 Softplus0 Elu0 Celu0 Glu0 Hardswish0 Sin0 Cos0 Atan0 Asinh0: self
+    Sigmoid0 Tanh0 Softmax0 SafeSoftmax0 MaskedSoftmax0 Elu1 Celu1 Exp0 Exp20 Expm10: result
+    LogSigmoid0: self buffer
+    Var0 VarMean0 Std0 StdMean0: self
+    GridSampler2D0 GridSampler3D0 GridSampler2DCpuFallback0: input
+    CudnnGridSampler0: self
+    EmbeddingBag0: per_sample_weights
+    MkldnnRnnLayer0 CudnnRnn0 MiopenRnn0: input result0
+""")
+    | {
+        # Of the gradients that such operators make, for a gradient of the gradient.
+        (f"{node}BackwardBackward0", field): None
+        for node, fields in {
+            "Convolution": "grad_output input weight",
+            "Linear": "grad_output self weight",
+            "Gelu": "grad_output self",
+            "Sigmoid": "grad_output output",
+            "Tanh": "grad_output output",
+            "NativeLayerNorm": "grad_out",
+        }.items()
+        for field in fields.split()
+    }
+    | {("SoftmaxBackwardDataBackward0", field): None for field in ("grad_output", "output")}
+)
+
+_NORMALIZED = _fields("""
+    NativeLayerNorm0 NativeGroupNorm0 FusedRmsNorm0 NativeBatchNorm0 CudnnBatchNorm0 MiopenBatchNorm0: input
+    NativeBatchNormLegit0 NativeBatchNormLegit1 NativeBatchNormLegitNoTraining0 BatchNormWithUpdate0: input
+    BatchNormNoUpdate0: input
+""")
+
+_ATTENTION = _fields("""
+    ScaledDotProductFlashAttentionForCpu0 ScaledDotProductFlashAttention0: query key value output
+    ScaledDotProductEfficientAttention0 ScaledDotProductCudnnAttention0: query key value output
+    ScaledDotProductFusedAttentionOverrideable0: query key value output
+    FlashAttention0 EfficientAttention0 CudnnAttention0: query key value output
+""")
+
+_LOGARITHMS = _fields("LogSoftmax0: result")
+
+# Backward asks these for their size, or for where the gradient goes, which their indices say.
+_SHAPE = _fields("""
+    NllLoss0 NllLoss2D0 Gather0 Take0 MaskedSelect0 MaxPool2DWithIndices0 MaxPool3DWithIndices0: self
+    AdaptiveMaxPool2D0 AdaptiveMaxPool3D0 FractionalMaxPool2D0 FractionalMaxPool3D0 AvgPool2D0 AvgPool3D0: self
+    AdaptiveAvgPool2D0 AdaptiveAvgPool3D0: self
+    ReflectionPad1D0 ReflectionPad2D0 ReflectionPad3D0: self
+    ReplicationPad1D0 ReplicationPad2D0 ReplicationPad3D0: self
+""")
+
+_POSITIVE = Bounds(0.0, math.inf)
+
+
+def _between(low: str, high: str, closed: bool = False) -> Callable[[Node], Bounds]:
+    """Returns what reads the bounds of a node from its attributes; one without a name, or that is None, is infinite."""
+
+    def read(node: Node) -> Bounds:
+        least, most = (getattr(node, f"_saved_{name}", None) for name in (low, high))
+        return Bounds(-math.inf if least is None else least, math.inf if most is None else most, closed)
+
+    return read
+
+
+_SIDES: dict[tuple[str, str], Callable[[Node], Bounds]] = {
+    (_full("Relu0"), "result"): lambda _: _POSITIVE,
+    (_full("LeakyRelu0"), "self"): lambda _: _POSITIVE,
+    (_full("LeakyRelu1"), "result"): lambda _: _POSITIVE,
+    (_full("Threshold0"), "self"): _between("threshold", ""),
+    (_full("Threshold1"), "self"): _between("threshold", ""),
+    (_full("Hardtanh0"), "self"): _between("min_val", "max_val"),
+    (_full("Hardsigmoid0"), "self"): lambda _: Bounds(-3.0, 3.0),
+    (_full("Clamp1"), "self"): _between("min", "max", closed=True),
+    (_full("ClampMin0"), "self"): _between("min", "", closed=True),
+    (_full("ClampMax0"), "self"): _between("", "max", closed=True),
+    (_full("Hardshrink0"), "self"): lambda node: Bounds(-node._saved_lambd, node._saved_lambd, closed=True),
+    (_full("Softshrink0"), "self"): lambda node: Bounds(-node._saved_lambd, node._saved_lambd, closed=True),
+}
+
+_KINDS: dict[tuple[str, str], Kind] = {
+    **dict.fromkeys(_APPROXIMATE, Kind.APPROXIMATE),
+    **dict.fromkeys(_NORMALIZED, Kind.NORMALIZED),
+    **dict.fromkeys(_ATTENTION, Kind.ATTENTION),
+    **dict.fromkeys(_LOGARITHMS, Kind.LOGARITHMS),
+    **dict.fromkeys(_SIDES, Kind.SIDES),
+    **dict.fromkeys(_SHAPE, Kind.SHAPE),
+}
+
+
+def listed() -> Mapping[Kind, Sequence[tuple[str, str]]]:
+    """Returns the autograd nodes and fields of each kind, without those that depend on a node's arguments."""
+    return {kind: [place for place, found in _KINDS.items() if found is kind] for kind in Kind}
+
+
+# A part of the model is computed again from what a checkpoint has saved, and so is its gradient. A compiled graph is
+# not looked into.
+_FUNCTIONS = (
+    "torch.utils.checkpoint.CheckpointFunction",
+    "torch.utils.checkpoint._NoopSaveInputs",
+    "daf_core.rewrites.gated._GatedProduct",
+    "daf_core.rewrites.attention._DroppedAttention",
+)
+_COMPILED = "CompiledFunction"
+
+# Their gradient is without bound where a value that they read is small, or at an edge of the domain.
+_POLES = {
+    node
+    for node, _ in _fields("""
+    Log0 Log20 Log100 Log1P0 Logit0 Xlogy0 Xlogy1 Xlogy2 SpecialXlog1Py0 SpecialXlog1Py1 SpecialXlog1Py2: self
+    SpecialEntr0 SpecialNdtri0 Sqrt0 Rsqrt0 Reciprocal0 Acos0 Asin0 Acosh0 Atanh0 Erfinv0 Atan20 Hypot0: self
+    Lgamma0 Digamma0 Polygamma0 Polygamma1 Mvlgamma0 BinaryCrossEntropy0 Cdist0 EuclideanDist0: self
+    Logsumexp0 Logaddexp0 Logaddexp20 Logcumsumexp0 Prod0 Prod1 Cumprod0: self
+""")
+}
+
+_STOPS = (
+    *("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution", "Native", "Cudnn", "Fused", "Mean", "Sum", "Var"),
+    *("ScaledDotProduct", "FlashAttention", "EfficientAttention", "Gelu", "Silu"),
+)
+"""What begins the names of nodes behind which no value is small because one before it is: they sum many, or are used as
+activation functions alone."""
+
+
+def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda _field: True) -> Reading:
+    """Returns what a node reads of a field.
+
+    Args:
+        node: An autograd node that has its saved values.
+        field: The name under which it has saved the tensor; "" where that is unknown.
+        is_large: Says whether what it saved of a name is so large that it may be stored in few bits.
+    """
+    name = node.name()
+    kind = _KINDS.get((name, field), Kind.EXACT)
+    if kind is Kind.SIDES:
+        bounds = _SIDES[name, field](node)
+        # Two infinite bounds, or a NaN, are none.
+        one_sided = math.isfinite(bounds.low) or math.isfinite(bounds.high)
+        return Reading(kind, name, bounds) if one_sided else Reading(Kind.EXACT, name)
+    if kind is Kind.LOGARITHMS:
+        return Reading(kind, name, dim=_from_end(node))
+    if kind is Kind.EXACT and _multiplies(node, name, field, is_large):
+        kind = Kind.APPROXIMATE
+    return Reading(kind, name)
+
+
+def reading_of_function(function: type) -> Reading:
+    """Returns what a ``torch.autograd.Function`` reads of what it has saved."""
+    known = f"{function.__module__}.{function.__qualname__}" in _FUNCTIONS or function.__name__ == _COMPILED
+    return Reading(Kind.APPROXIMATE if known else Kind.EXACT, f"{function.__name__}Backward")
+
+
+CHECKPOINT = Reading(Kind.APPROXIMATE, "checkpoint")
+"""What is recomputed from the inputs of a checkpoint belongs to them as they are decoded, as does its gradient."""
+
+
+def has_pole(node: Node, is_large: Callable[[str], bool]) -> bool:
+    """Says whether a node's gradient is without bound where a value that it has read is small, or at an edge.
+
+    Args:
+        node: Any autograd node.
+        is_large: As for `reading_of`.
+    """
+    name = node.name()
+    if name in _POLES:
+        return True
+    if name in _DIVISIONS:
+        return is_large("other")
+    return name in _POWERS and not _to_natural(node)
+
+
+def stops_poles(node: Node) -> bool:
+    """Says whether a node's result is no closer to a pole because one value before it is."""
+    return node.name().startswith(_STOPS)
+
+
+_DIVISIONS = (_full("Div0"), _full("Div2"), _full("Addcdiv0"))
+_POWERS = (_full("Pow0"), _full("Pow1"), _full("Pow2"))
+_NORMS = (_full("LinalgVectorNorm0"), _full("Norm0"), _full("Norm1"), _full("Norm2"), _full("Norm3"))
+
+
+def _multiplies(node: Node, name: str, field: str, is_large: Callable[[str], bool]) -> bool:
+    """Says whether a node multiplies by a field for the arguments that it has: it depends on more than its name."""
+    if name in _DIVISIONS:  # the dividend, of a divisor that is exact since it is small
+        return field == "self" and name != _full("Addcdiv0") and not is_large("other")
+    if name == _full("Pow0"):
+        return _to_natural(node)
+    if name in _NORMS:  # values over their root of squares
+        return field == "self" and getattr(node, "_saved_ord", getattr(node, "_saved_p", 2)) in (2, None)
+    return False
+
+
+def _to_natural(node: Node) -> bool:
+    """Says whether an exponent is a natural number: the derivative then has no pole."""
+    exponent = getattr(node, "_saved_exponent", None) if node.name() == _full("Pow0") else None
+    return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
+
+
+def _from_end(node: Node) -> int:
+    """Returns a node's dimension, counted from the end: torch shows one below zero as an unsigned number."""
+    dim = node._saved_dim
+    return dim - (1 << 64) if dim >= 1 << 63 else dim - len(node._input_metadata[0].shape)

@@ -1,0 +1,62 @@
+"""Sees what torch's functions return: the graph that they have built tells who has saved what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function
+from typing_extensions import override
+
+from daf_core.torch_internals import Node
+
+_HANDLE: CodeType = handle_torch_function.__code__
+
+
+class Watch(TorchFunctionMode):
+    """Calls a function with each autograd node that torch's functions return results of. It takes 2 us a call.
+
+    Args:
+        show: The function.
+    """
+
+    def __init__(self, show: Callable[[Node], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():  # a function is compiled that the model calls: it is no part of it
+            return result
+        for tensor in _tensors(result):
+            self._show(tensor.grad_fn)
+        return result
+
+
+_WATCH: CodeType = Watch.__torch_function__.__code__
+
+
+def unwatched(frame: FrameType | None) -> FrameType | None:
+    """Returns the function that would be running if nothing was watched, where `frame` is.
+
+    A function of torch's that is written in Python is called once more by the watch, with two functions between.
+    """
+    while frame is not None and frame.f_code is _WATCH:
+        frame = frame.f_back
+        if frame is not None and frame.f_code is _HANDLE and frame.f_back is not None:
+            frame = frame.f_back.f_back
+    return frame
+
+
+def _tensors(result: object) -> Iterator[Tensor]:
+    if type(result) in (Tensor, nn.Parameter):
+        yield result  # pyright: ignore[reportReturnType]
+    elif isinstance(result, tuple | list):
+        for each in result:  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(each)  # pyright: ignore[reportUnknownArgumentType]
