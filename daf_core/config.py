@@ -17,6 +17,7 @@ MinPrecision = Literal[0, 1, 2, 4, 8]
 Rounding = Literal["nearest", "stochastic"]
 BackendName = Literal["auto", "reference"]
 Packing = Literal["auto", "device", "workers"]
+ChunkedLoss = Literal["auto", True, False]
 BudgetScope = Literal["step", "activations"]
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]?b?|[kmgtp]ib|bytes?)\s*", re.IGNORECASE)
@@ -96,6 +97,12 @@ class DAFConfig:
             is changed in place after it was saved is an error in backward, as without DAF. It packs what a GPU saves on
             the CPU, and keeps it in host memory. "auto" is "device" for a GPU, and on a CPU the faster of both, by
             measurement, where torch leaves cores idle. Bytes and gradients are the same.
+        chunked_loss: Computes the loss of language models in chunks of logits, from the hidden states, so that logits
+            never exist as a whole in training; loss and gradients differ by rounding alone, and who reads the logits
+            before the optimizer's step gets them. "auto" does so where the model is recognized, a causal one of
+            transformers with that library's own loss, and `precision` is not "exact"; True always, with an error where
+            it is not recognized; False never. Trainers and `prepare` apply it; an `ActivationEngine` by itself does
+            not.
         elastic: Trains in each step only what pays, within a share of a step's time or memory; an `ElasticConfig`, or a
             mapping of its fields such as ``{"time": 0.6}``. None trains everything in each step.
 
@@ -115,6 +122,7 @@ class DAFConfig:
     seed: int = 0
     backend: BackendName = "auto"
     packing: Packing = "auto"
+    chunked_loss: ChunkedLoss = "auto"
     elastic: ElasticConfig | None = None
 
     def __new__(cls, *_args: object, **options: object) -> DAFConfig:
@@ -127,6 +135,7 @@ class DAFConfig:
         _check_choice("rounding", self.rounding, get_args(Rounding))
         _check_choice("backend", self.backend, get_args(BackendName))
         _check_choice("packing", self.packing, get_args(Packing))
+        _check_choice("chunked_loss", self.chunked_loss, get_args(ChunkedLoss))
         _check_choice("budget_covers", self.budget_covers, get_args(BudgetScope))
         _check_seed(self.seed)
         _check_bound(self.max_gradient_error, self.precision, self.audit_every)

@@ -36,7 +36,7 @@ class StateError(DAFError, ValueError):
 
 
 class ReaderError(DAFError, RuntimeError):
-    """An activation is asked for by an operator that it was not kept for."""
+    """What is asked for was not kept: an activation by another operator, or the gradient of logits."""
 
 
 class AuditError(DAFError, RuntimeError):

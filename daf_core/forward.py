@@ -13,6 +13,10 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Gets a forward and its arguments, and returns what it returns."""
 
 
+_WRAPPER = "_daf_wrapper"
+"""Attribute of a function that says which wrapper made it."""
+
+
 class ForwardWrapper:
     """Runs something around a model's forward until `remove`.
 
@@ -27,6 +31,7 @@ class ForwardWrapper:
     def __init__(self, model: nn.Module, around: Around) -> None:
         self.model = model
         self._replaced = vars(model).get("forward")
+        self._bound: object = None
         model.forward = self._wrapped(model.forward, around)
 
     def remove(self) -> None:
@@ -35,6 +40,10 @@ class ForwardWrapper:
             del self.model.forward
         else:
             self.model.forward = self._replaced
+
+    def is_leftover(self, function: object, module: nn.Module) -> bool:
+        """Says whether a function is this wrapper's, and a module a copy of the model: it runs what was wrapped."""
+        return function is self._bound and module is not self.model
 
     def _wrapped(self, forward: Callable[..., Any], around: Around) -> Callable[..., Any]:
         function = getattr(forward, "__func__", None)
@@ -52,4 +61,23 @@ class ForwardWrapper:
                 return function(module, *args, **kwargs)
             return around(functools.partial(function, module), args, kwargs)
 
+        setattr(bound, _WRAPPER, self)
+        self._bound = bound
         return MethodType(bound, self.model)
+
+
+def runs_own_forward(module: nn.Module) -> bool:
+    """Says whether a module runs the forward of its class.
+
+    A copy of a module that was wrapped, or one that was read from a pickle, does so by way of an attribute.
+    """
+    forward = vars(module).get("forward")
+    function = type(module).forward if forward is None else getattr(forward, "__func__", None)
+    if forward is not None and getattr(forward, "__self__", None) is not module:
+        return False
+    while function is not type(module).forward:
+        wrapper = getattr(function, _WRAPPER, None)
+        if not isinstance(wrapper, ForwardWrapper) or not wrapper.is_leftover(function, module):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True

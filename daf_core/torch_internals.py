@@ -109,6 +109,11 @@ def is_tracing() -> bool:
     return torch._C._is_tracing()
 
 
+def is_transforming() -> bool:
+    """Says whether this thread is inside of ``torch.func.grad``, `vmap` or the like."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def in_backward() -> bool:
     """Says whether this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1

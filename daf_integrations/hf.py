@@ -157,7 +157,7 @@ class DAFCallback(TrainerCallback, ExportableState):
         if self._session.runner is not None:
             step = functools.partial(self._planned, compute_loss, weakref.ref(trainer))
             self._patches.append(_Patch(trainer, "training_step", step))
-        elif self.config.elastic is not None:
+        elif self.config.elastic is not None or self._session.chunks_loss:
             self._patches.append(_Patch(trainer, "training_step", self._guarded))
 
     @contextmanager

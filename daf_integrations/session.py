@@ -18,7 +18,6 @@ from daf_core import (
     ActivationEngine,
     AuditError,
     DAFConfig,
-    DAFError,
     GradientError,
     HooksActiveError,
     StateError,
@@ -29,6 +28,7 @@ from daf_core.elastic.course import ElasticStep
 from daf_core.elastic.training import ElasticTraining
 from daf_core.hook_stack import refuse_foreign_hooks
 from daf_core.plan.runner import StepRunner
+from daf_core.rewrites.loss_option import chunk_loss
 from daf_integrations.description import describe, title
 from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
 from daf_integrations.totals import RunTotals
@@ -92,6 +92,7 @@ class DAFSession:
         self.runner: StepRunner | None = None
         self._elastic: ElasticTraining | None = None
         self._elastic_state: Mapping[str, Any] | None = elastic_state
+        self._undo_loss: Callable[[], None] | None = None
         self._plan: str | None = None
         self._trained: str | None = None
         self._parameters: frozenset[int] = frozenset()
@@ -105,7 +106,8 @@ class DAFSession:
             outer: The model as it is called, if that is something around it.
 
         Raises:
-            ConfigError: Steps are to be planned, or training to be elastic, and this model's cannot.
+            ConfigError: Steps are to be planned, training to be elastic or the loss computed in chunks, and this
+                model's cannot.
             ElasticError: Elastic training cannot go on within the share that is asked for now.
             HooksActiveError: Saved-tensor hooks of someone else are active.
             NothingToTrainError: No parameter requires a gradient.
@@ -120,13 +122,14 @@ class DAFSession:
         # Not `outer or model`: a compiled model asks the model inside for its length.
         called = model if outer is None else outer
         try:
+            self._undo_loss = chunk_loss(self.config, called)
             if self.config.elastic is not None:
                 self._elastic = ElasticTraining(model, called, self._engine, self.config.elastic)
                 if self._elastic_state is not None:
                     self._elastic.load(self._elastic_state)
             if self.config.plans_steps:
                 self.runner = StepRunner(called, model, self._engine, self.config, self._elastic)
-        except DAFError:
+        except BaseException:
             self.detach()
             raise
         self._parameters = frozenset(map(id, model.parameters()))
@@ -145,6 +148,9 @@ class DAFSession:
             self._engine_state = self._engine.state_dict()
             self._engine.close()
             self._engine = None
+        if self._undo_loss is not None:
+            self._undo_loss()
+            self._undo_loss = None
 
     def begin_step(self) -> None:
         """Begins an optimizer step, unless one has begun already; to be called while no graph of the model is alive."""
@@ -174,6 +180,11 @@ class DAFSession:
         if step is not None:
             self.totals.add_elastic(step)
             self._recent.add_elastic(step)
+
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether the model's loss may be computed in chunks."""
+        return self._undo_loss is not None
 
     @property
     def covering(self) -> DAFSession | None:

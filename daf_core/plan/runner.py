@@ -23,7 +23,7 @@ from daf_core.plan.planner import Plan
 from daf_core.plan.retry import is_out_of_memory, with_retries
 from daf_core.plan.snapshot import Snapshot
 from daf_core.plan.steps import Batch, StepPlanner
-from daf_core.rewrites.operators import OperatorRewrites
+from daf_core.rewrites.operators import KINDS, LOSS, OperatorRewrites
 from daf_core.undisturbed import devices_of
 
 LossFunction = Callable[[Any], Tensor]
@@ -59,7 +59,7 @@ class StepRunner:
         self._engine = engine
         self._unsplittable: str | None = None
         self._weighting = Weighting(model)
-        self._rewrites = OperatorRewrites(inner)
+        self._rewrites = OperatorRewrites(inner, KINDS - {LOSS} if config.chunked_loss is False else KINDS)
         if config.precision != "exact":
             self._rewrites.apply()
         relieve = partial(release_memory, devices_of(inner))

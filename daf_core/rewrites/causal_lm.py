@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeGuard
@@ -13,22 +14,30 @@ from torch.nn import functional
 from daf_core.forward import ForwardWrapper
 from daf_core.rewrites.chunked_loss import linear_cross_entropy_sum
 from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
-from daf_core.rewrites.rewrite import Undo, is_bare, qualified_name
-from daf_core.torch_internals import is_tracing
-
-_MODEL = "transformers.modeling_utils.PreTrainedModel"
-_LOSS = "transformers.loss.loss_utils.ForCausalLMLoss"
+from daf_core.rewrites.rewrite import Undo, is_watched
+from daf_core.rewrites.updates import Updates
+from daf_core.torch_internals import is_tracing, is_transforming
 
 
 class ChunkedCausalLMLoss:
-    """The loss of a causal language model, from its lazy logits.
+    """The loss of a causal language model, from its lazy logits. Copies and pickles of it are the function it replaces.
 
     Args:
         original: transformers' ``ForCausalLMLoss``. It computes the loss of logits that are there.
+        remove: Makes the model the one it was.
+
+    Attributes:
+        holders: How many want the model to be rewritten.
     """
 
-    def __init__(self, original: Callable[..., Tensor]) -> None:
+    def __init__(self, original: Callable[..., Tensor], remove: Callable[[], None]) -> None:
         self._original = original
+        self.remove = remove
+        self.holders = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Needs nothing of DAF where a pickle is read."""
+        return operator.getitem, ((self._original,), 0)
 
     def __call__(
         self,
@@ -60,54 +69,66 @@ class ChunkedCausalLMLoss:
         return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
 
-def find_head(model: nn.Module) -> nn.Linear | None:
-    """Returns the output projection of a causal language model, or None where its loss stays as it is.
-
-    Args:
-        model: Any module.
-    """
-    if not any(qualified_name(base) == _MODEL for base in type(model).__mro__):
-        return None
-    owner: Any = model
-    head = owner.get_output_embeddings()
-    if type(head) is not nn.Linear or not is_bare(head) or type(head.weight) is not nn.Parameter:
-        return None
-    return head if qualified_name(owner.loss_function) == _LOSS else None
-
-
 def rewrite_loss(model: nn.Module, head: nn.Linear) -> Undo:
     """Makes a model compute its loss without logits while it trains.
+
+    A model that is rewritten already stays so until everybody has undone it.
 
     Args:
         model: The model.
         head: Its output projection, from `find_head`.
 
     Returns:
-        What undoes it.
+        What undoes it; to be called once.
     """
-    owner: Any = model
-    previous = vars(model).get("_loss_function")
-    wrapper = ForwardWrapper(head, partial(_project, head))
-    owner.loss_function = ChunkedCausalLMLoss(owner.loss_function)
+    present = vars(model).get("_loss_function")
+    loss = present if isinstance(present, ChunkedCausalLMLoss) else _install(model, head)
+    loss.holders += 1
 
     def undo() -> None:
-        wrapper.remove()
-        del owner._loss_function
-        if previous is not None:
-            owner._loss_function = previous
+        loss.holders -= 1
+        if not loss.holders:
+            loss.remove()
 
     return undo
 
 
-def _project(head: nn.Linear, forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _install(model: nn.Module, head: nn.Linear) -> ChunkedCausalLMLoss:
+    owner: Any = model
+    previous = vars(model).get("_loss_function")
+    updates = Updates(head.parameters())
+    wrapper = ForwardWrapper(head, partial(_project, head, updates))
+
+    def remove() -> None:
+        wrapper.remove()
+        if vars(model).get("_loss_function") is not loss:
+            return  # the user has set another one meanwhile
+        del owner._loss_function
+        if previous is not None:
+            owner._loss_function = previous
+
+    loss = owner.loss_function = ChunkedCausalLMLoss(owner.loss_function, remove)
+    return loss
+
+
+def _project(
+    head: nn.Linear,
+    updates: Updates,
+    forward: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor:
     """Returns lazy logits where the output projection is being trained through."""
-    if kwargs or len(args) != 1 or not _trains(head, args[0]):
+    own = updates.watch(head.parameters()) and not is_watched(head)
+    if kwargs or len(args) != 1 or not own or not _trains(head, args[0]):
         return forward(*args, **kwargs)
-    return LazyLogits.of(LogitsSource(args[0], head.weight, head.bias))
+    return LazyLogits.of(LogitsSource(args[0], head.weight, head.bias, updates))
 
 
 def _trains(head: nn.Linear, hidden: Tensor) -> bool:
-    if not head.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_tracing():
+    if not head.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if is_tracing() or is_transforming():
         return False
     source = LogitsSource(hidden, head.weight, head.bias)
     tensors = source.inputs
@@ -132,5 +153,6 @@ def _is_pending(logits: Tensor, vocab_size: int, targets: Tensor) -> TypeGuard[L
 def _summed_loss(source: LogitsSource, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Returns the sum of losses, and how many labels count."""
     hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
+    source.gave_loss = True
     total = linear_cross_entropy_sum(hidden, source.weight, source.bias, targets, ignore_index, source.dtype)
     return total, (targets != ignore_index).sum()

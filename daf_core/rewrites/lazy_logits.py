@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import Self
 
-from daf_core.errors import ModifiedInPlaceError
+from daf_core.errors import ModifiedInPlaceError, ReaderError
+from daf_core.rewrites.updates import Updates
 
 _METADATA: set[Any] = {
     Tensor.dim,
@@ -34,6 +35,8 @@ _METADATA: set[Any] = {
 }
 """What is known of logits that were not computed."""
 
+_OF_GRADIENTS: set[Any] = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad}
+
 _WITHOUT_AUTOCAST = (torch.float64, torch.complex64, torch.complex128)
 
 
@@ -44,14 +47,20 @@ class LogitsSource:
         hidden: Hidden states, (..., hidden size), as autograd recorded them.
         weight: Weight of the projection, (vocabulary, hidden size).
         bias: Its bias, (vocabulary,), or None.
+        updates: Counts the steps of optimizers that train weight or bias; None if nobody does.
+
+    Attributes:
+        gave_loss: Whether the loss was computed from the hidden states, so that logits have no gradient.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, updates: Updates | None = None) -> None:
         self.hidden = hidden
         self.weight = weight
         self.bias = bias
         self.dtype = _result_dtype(hidden)
-        self._versions = [tensor._version for tensor in self.inputs]
+        self.gave_loss = False
+        self._updates = updates
+        self._state = self._current_state()
         self._logits: Tensor | None = None
 
     @property
@@ -88,14 +97,17 @@ class LogitsSource:
         """Hidden states, weight and, if there is one, bias."""
         return [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
 
+    def _current_state(self) -> tuple[Any, ...]:
+        versions = [(tensor._version, tensor.data_ptr()) for tensor in self.inputs]
+        return versions, None if self._updates is None else self._updates.count
+
     def _check(self) -> None:
-        versions = [tensor._version for tensor in self.inputs]
         released = any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self.inputs)
-        if versions != self._versions or released:
+        if released or self._current_state() != self._state:
             raise ModifiedInPlaceError(
                 "these logits were not computed in the forward pass, as the loss needed none, and the weight of the "
                 "output projection or the hidden states have changed since, as in an optimizer's step. Read them "
-                "before that, or undo the rewrite of the loss (OperatorRewrites.undo)"
+                "before that, or set chunked_loss=False"
             )
 
 
@@ -134,6 +146,8 @@ class LazyLogits(Tensor):
     ) -> Any:
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})
+        if func in _OF_GRADIENTS:
+            _refuse_gradient([*args, *(kwargs or {}).values()])
         again = _again(func, args, kwargs)
         if again is not None:
             return again
@@ -182,6 +196,21 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> L
     if func is Tensor.float:
         return lazy if lazy.dtype is torch.float32 else LazyLogits.of(lazy.source, torch.float32)
     return LazyLogits.of(lazy.source, lazy.dtype) if func in (Tensor.clone, torch.clone) else None
+
+
+def _refuse_gradient(values: Iterable[Any]) -> None:
+    """Refuses what would find no gradient, and say nothing.
+
+    Raises:
+        ReaderError: One of these logits is not what the loss was computed from.
+    """
+    for value in values:
+        if isinstance(value, list | tuple):
+            _refuse_gradient(cast("Iterable[Any]", value))
+        elif isinstance(value, LazyLogits) and value.source.gave_loss:
+            raise ReaderError(
+                "these logits have no gradient, as the loss was computed from the hidden states. Set chunked_loss=False"
+            )
 
 
 def _replaced(value: Any, compute: Callable[[LazyLogits], Tensor]) -> Any:

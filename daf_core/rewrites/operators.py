@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from torch import nn
 
 from daf_core.rewrites.attention_modules import drops_attention, rewrite_attention
-from daf_core.rewrites.causal_lm import find_head, rewrite_loss
+from daf_core.rewrites.causal_heads import find_head
+from daf_core.rewrites.causal_lm import rewrite_loss
 from daf_core.rewrites.gated import find_gate, rewrite_gated
 from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
 from daf_core.rewrites.rewrite import Rewrite, Undo
 from daf_core.torch_internals import is_compiled
+
+LOSS = "causal-lm-loss"
 
 _Named = tuple[str, nn.Module]
 
@@ -20,8 +23,11 @@ REASONS = {
     "attention-dropout": "a mask of one byte; probabilities are computed again in backward",
     "gelu": "one operator, which saves its input alone",
     "gated-mlp": "the gate's activation is computed again in backward",
-    "causal-lm-loss": "computed in chunks, so that the logits never exist as a whole in training",
+    LOSS: "computed in chunks, so that the logits never exist as a whole in training",
 }
+
+KINDS = frozenset(REASONS)
+"""What can be rewritten."""
 
 
 class OperatorRewrites:
@@ -34,16 +40,17 @@ class OperatorRewrites:
 
     Args:
         model: The model; inside of a wrapper such as PEFT's or DistributedDataParallel's as well.
+        kinds: Of `KINDS`, those that are looked for.
 
     Attributes:
         found: What can be rewritten.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._steps: list[tuple[str, str, Callable[[], Undo]]] = list(_find(model))
+    def __init__(self, model: nn.Module, kinds: Collection[str] = KINDS) -> None:
+        self._steps: list[tuple[str, str, Callable[[], Undo]]] = list(_find(model, kinds))
         self._undo: list[Undo] = []
-        kinds = dict.fromkeys(kind for kind, _, _ in self._steps)
-        self.found: tuple[Rewrite, ...] = tuple(Rewrite(kind, self._names(kind), REASONS[kind]) for kind in kinds)
+        found = dict.fromkeys(kind for kind, _, _ in self._steps)
+        self.found: tuple[Rewrite, ...] = tuple(Rewrite(kind, self._names(kind), REASONS[kind]) for kind in found)
 
     @property
     def applied(self) -> bool:
@@ -64,25 +71,25 @@ class OperatorRewrites:
         return tuple(name for found, name, _ in self._steps if found == kind)
 
 
-def _find(model: nn.Module) -> Iterator[tuple[str, str, Callable[[], Undo]]]:
+def _find(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, str, Callable[[], Undo]]]:
     """Yields the kind of each rewrite, the name of the module and what installs it."""
-    modules = list(_outside_of_graphs(model))
+    modules = list(outside_of_graphs(model))
     names = {module: name for name, module in modules}
     heads: set[nn.Module] = set()
     for name, module in modules:
-        form, gate, head = find_gelu(module), find_gate(module), find_head(module)
-        if form is not None:
+        if "gelu" in kinds and (form := find_gelu(module)) is not None:
             yield "gelu", name, partial(rewrite_gelu, module, form)
-        if gate is not None:
+        if "gated-mlp" in kinds and (gate := find_gate(module)) is not None:
             yield "gated-mlp", name, partial(rewrite_gated, module, gate)
-        if drops_attention(module):
+        if "attention-dropout" in kinds and drops_attention(module):
             yield "attention-dropout", name, partial(rewrite_attention, module)
+        head = find_head(module) if LOSS in kinds else None
         if head in names and head not in heads:
             heads.add(head)
-            yield "causal-lm-loss", names[head], partial(rewrite_loss, module, head)
+            yield LOSS, names[head], partial(rewrite_loss, module, head)
 
 
-def _outside_of_graphs(model: nn.Module) -> Iterator[_Named]:
+def outside_of_graphs(model: nn.Module) -> Iterator[_Named]:
     """Yields modules with their names as `named_modules` does, but for what torch.compile compiles."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from daf_core.forward import runs_own_forward
 from daf_core.torch_internals import hooks_of
 
 Undo = Callable[[], None]
@@ -36,7 +37,12 @@ def qualified_name(thing: object) -> str:
 
 def is_bare(module: nn.Module) -> bool:
     """Says whether a module runs the forward of its class, and nobody looks on: no hooks but those of DAF."""
-    return not ("forward" in vars(module) or is_parametrized(module) or any(map(_is_foreign, hooks_of(module))))
+    return runs_own_forward(module) and not is_parametrized(module) and not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Says whether a module has hooks that are not DAF's."""
+    return any(map(_is_foreign, hooks_of(module)))
 
 
 def _is_foreign(hook: Any) -> bool:

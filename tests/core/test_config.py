@@ -19,7 +19,7 @@ from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError
 PRECISIONS = r"allowed: 'auto', 'exact', 8, 4, 2, 1$"
 NAMES = (
     "precision, max_gradient_error, audit_every, rounding, memory_budget, budget_covers, min_precision, spill_dir, "
-    "pool_growth, seed, backend, packing, elastic"
+    "pool_growth, seed, backend, packing, chunked_loss, elastic"
 )
 SEED = r"give an integer from 0 to 2\*\*64 - 1$"
 SIZE = r'is not a size; give a positive number of bytes or a size such as "400MB" or "1\.5GiB", or'
@@ -50,6 +50,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rounding": None}, r"^rounding=None .*'nearest', 'stochastic'$"),
     ({"backend": "cuda"}, r"^backend='cuda' is not allowed; allowed: 'auto', 'reference'$"),
     ({"packing": "gpu"}, r"^packing='gpu' is not allowed; allowed: 'auto', 'device', 'workers'$"),
+    ({"chunked_loss": "yes"}, r"^chunked_loss='yes' is not allowed; allowed: 'auto', True, False$"),
+    ({"chunked_loss": 1}, r"^chunked_loss=1 is not allowed; allowed: 'auto', True, False$"),
+    ({"chunked_loss": None}, r"^chunked_loss=None is not allowed; allowed: 'auto', True, False$"),
     ({"seed": -1}, rf"^seed=-1 is not allowed; {SEED}"),
     ({"seed": 2**64}, rf"^seed=18446744073709551616 .*{SEED}"),
     ({"seed": True}, rf"^seed=True .*{SEED}"),
@@ -243,6 +246,7 @@ OPTIONS: dict[str, Any] = {
     "seed": st.integers(0, 2**64 - 1),
     "backend": st.sampled_from(["auto", "reference"]),
     "packing": st.sampled_from(["auto", "device", "workers"]),
+    "chunked_loss": st.sampled_from(["auto", True, False]),
 }
 AUDITED = {"audit_every": st.integers(1, 10**6), "max_gradient_error": st.floats(0, 1, exclude_min=True)}
 configs = st.one_of(

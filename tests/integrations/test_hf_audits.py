@@ -148,7 +148,9 @@ class TestLowCosine:
     ) -> None:
         """Said once, as long as it stays low; training goes on."""
         monkeypatch.setattr(PrecisionPolicy, "precision", lambda *_: 0)
-        trainer = make_trainer(DAFCallback(audit_every=1), model=gpt2(), max_steps=4, learning_rate=0.03)
+        trainer = make_trainer(
+            DAFCallback(audit_every=1, chunked_loss=False), model=gpt2(), max_steps=4, learning_rate=0.03
+        )
         run(trainer)
         [warning] = daf_records(caplog)
         first = _entries(trainer)[1]

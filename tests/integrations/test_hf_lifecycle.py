@@ -159,6 +159,7 @@ class TestCheckpoints:
             "seed": 0,
             "backend": "auto",
             "packing": "auto",
+            "chunked_loss": "auto",
             "elastic": None,
         }
         assert state["attributes"]["totals"]["steps"] == 2
