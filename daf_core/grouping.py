@@ -29,15 +29,17 @@ class Rows:
         outer: Product of the dimensions before it.
         length: Its length.
         inner: Product of the dimensions after it.
+        dim: The dimension, counted from the end.
     """
 
     outer: int
     length: int
     inner: int
+    dim: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """All three, as a shape."""
+        """The shape of values that are rows along the second dimension."""
         return self.outer, self.length, self.inner
 
 
@@ -72,7 +74,7 @@ def logarithms_of(geometry: Geometry, dim: int) -> Grouping | None:
     shape = geometry.shape
     if not geometry.row_major or not shape:
         return None
-    rows = Rows(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim:][1:]))
+    rows = Rows(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim:][1:]), dim)
     return Grouping(geometry.row, logarithms=rows)
 
 

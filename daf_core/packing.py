@@ -223,7 +223,7 @@ class Packer:
             return
         node = running_node()
         name = None if node is None else node.name()
-        if reading is not None and reading.reader == name and reading.takes_approximations and stored.whole:
+        if stored.whole and reading is not None and reading.is_certain_for(name):
             return
         found = None
         if node is not None:

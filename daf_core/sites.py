@@ -54,22 +54,6 @@ class Site(NamedTuple):
         return cls(module, op, save)
 
 
-class Run:
-    """Saves of one call of a module in a row at the same instructions.
-
-    Attributes:
-        at: Codes of the two innermost Python functions, and the instructions at which they are.
-        first: Number of the autograd node that saved first.
-        saves: How many they are.
-    """
-
-    __slots__ = ("at", "first", "saves")
-
-    def __init__(self) -> None:
-        self.at: tuple[tuple[int, int], tuple[int, int]] | None = None
-        self.first = self.saves = 0
-
-
 class ModuleCall:
     """A running forward of a module.
 
@@ -79,10 +63,10 @@ class ModuleCall:
         normalizes: Whether it is a normalization, by the name of its class.
         saves: Activations saved so far.
         largest: Elements of the largest of them.
-        run: The last of them that were saved in a row.
+        saved_at: How many were saved by each instruction of the program, by its name.
     """
 
-    __slots__ = ("kept", "largest", "name", "normalizes", "run", "saves")
+    __slots__ = ("kept", "largest", "name", "normalizes", "saved_at", "saves")
 
     def __init__(self, name: str, kept: bool = False, normalizes: bool = False) -> None:
         self.name = name
@@ -90,7 +74,7 @@ class ModuleCall:
         self.normalizes = normalizes
         self.saves = 0
         self.largest = 0
-        self.run = Run()
+        self.saved_at: dict[object, int] = {}
 
     def next_site(self, tensor: Tensor) -> Site:
         """Names the place at which `tensor` is being saved."""

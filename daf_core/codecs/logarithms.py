@@ -96,7 +96,9 @@ class LogarithmsActivation(PlanesActivation):
 
     @override
     def serves(self, reading: Reading) -> bool:
-        return reading.kind is Kind.LOGARITHMS or super().serves(reading)
+        if reading.kind is Kind.LOGARITHMS:
+            return reading.dim == self._rows.dim
+        return super().serves(reading)
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:

@@ -36,12 +36,12 @@ class SidesActivation(StoredActivation):
 
     @classmethod
     def encode(cls, values: Tensor, bounds: Bounds, pager: Pager, backend: Backend) -> Self | None:
-        """Takes the sides of `values`; None where one is not finite.
+        """Takes the sides of `values`; None where one is not finite, or of a type that does not hold the bounds.
 
         Raises:
             ActivationBudgetError: The bits do not fit in the budget.
         """
-        if not math.isfinite(values.sum(dtype=torch.float64)):
+        if not math.isfinite(values.sum(dtype=torch.float64)) or bounds.are_rounded(values.dtype):
             return None
         inside = BitmaskActivation.encode(bounds.inside(values), pager, backend)
         return None if inside is None else cls(inside, bounds)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -53,6 +53,9 @@ PATIENCE = 16
 
 WAITING_BYTES = 128 << 20
 """Bytes of values that wait at most, besides those of the last one: ten times RoBERTa-base's largest at 8 x 128."""
+
+MOST_PLACES = 1 << 16
+"""Places that are remembered at most: a program that writes its own code anew has new ones in every pass."""
 
 UNREAD_PASSES = 3
 """Forward passes after which a tensor that no backward has asked for stays exact, without being looked for."""
@@ -134,7 +137,7 @@ class _Own(threading.local):
     """What a thread's forward pass has saved that is not known yet.
 
     Attributes:
-        unknown: Whether a place was new in the last pass.
+        unknown: Whether in the last pass something was saved whose reader was not found.
         showing: Whether a graph is being looked through.
         waiting: It, in order.
         unresolved: By the number of the node that has saved it.
@@ -165,12 +168,9 @@ class Readers:
     @contextmanager
     def watching(self) -> Generator[None]:
         """Watches what runs inside where there is something to learn: wrap it around a forward pass."""
-        unknown = self._own.unknown or not self._readings
-        if not (self._wanted and unknown) or has_compiled_parts(self._model):
-            yield
-            return
+        unknown = self._wanted and (self._own.unknown or not self._readings)
         self._own.unknown = False
-        with Watch(self.show):
+        with Watch(self.show) if unknown and not has_compiled_parts(self._model) else nullcontext():
             yield
 
     def see(self, tensor: Tensor, call: ModuleCall, site: Site, frame: FrameType | None, unpack: Unpack) -> Sighting:
@@ -193,7 +193,7 @@ class Readers:
         node = tensor.grad_fn
         if site.op == _CLONE and node_number(node) == number:
             number -= 1
-        place = self._places.name(frame, call, site.op, number)
+        place = self._places.name(frame, call, site.op)
         reading = self._readings.get(place)
         if reading is not None:
             return Sighting(place, number, reading, False)
@@ -241,7 +241,6 @@ class Readers:
             room: Bytes that the budget leaves.
         """
         own = self._own
-        own.unknown = True
         waiting = _Waiting(saved, sighting, packed, unpack, again)
         own.waiting.append(waiting)
         if not waiting.resolved:
@@ -255,6 +254,8 @@ class Readers:
     def end_pass(self) -> None:
         """Ends a forward pass: what nothing that was saved leads to stays exact in this one."""
         own = self._own
+        if len(self._readings) > MOST_PLACES:
+            self._places, self._readings, self._unread = Places(), {}, {}
         try:
             for waiting in [*own.waiting]:
                 if not waiting.resolved:
@@ -264,6 +265,7 @@ class Readers:
 
     def forget_pass(self) -> None:
         """Lets go of what waits."""
+        self._own.unknown |= bool(self._own.unresolved)
         self._own.waiting.clear()
         self._own.unresolved.clear()
 
@@ -320,6 +322,8 @@ class Readers:
             reading = Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)
         elif known is not None and (known.bounds, known.dim) != (reading.bounds, reading.dim):
             reading = Reading(Kind.EXACT, reading.reader)
+        elif known is not None and not reading.deviation:
+            reading = replace(reading, deviation=known.deviation)
         self._readings[place] = reading
         return reading
 
@@ -344,6 +348,7 @@ class Readers:
         place = waiting.sighting.place
         if waiting.resolved or place is None:
             return
+        self._own.unknown = True
         self._unread[place] = self._unread.get(place, 0) + 1
         if self._unread[place] >= UNREAD_PASSES:
             self._readings.setdefault(place, Reading(Kind.EXACT, "nothing"))

@@ -27,15 +27,14 @@ class Place(NamedTuple):
         op: Name of the autograd node that made the tensor, or "leaf".
         codes: Addresses of the code of the two innermost Python functions.
         instructions: Where they are.
-        node: Number of the node that saves, from the first one that has saved there on: C++ may make several.
-        save: Number of the save, from there on.
+        save: Number of the save at this place, within the call of the module: C++ may make several nodes there, and a
+            loop or a helper may come there again.
     """
 
     module: str
     op: str
     codes: tuple[int, int]
     instructions: tuple[int, int]
-    node: int
     save: int
 
 
@@ -45,25 +44,20 @@ class Places:
     def __init__(self) -> None:
         self._codes: dict[int, CodeType] = {}
 
-    def name(self, frame: FrameType | None, call: ModuleCall, op: str, number: int) -> Place:
+    def name(self, frame: FrameType | None, call: ModuleCall, op: str) -> Place:
         """Names the place of the next save.
 
         Args:
             frame: The innermost Python function that is running, but for DAF's.
             call: The call of a module that is running.
             op: Name of the autograd node that made what is saved.
-            number: Number of the autograd node that saves.
         """
         inner = unwatched(frame)
         outer = None if inner is None else unwatched(inner.f_back)
         codes = self._code(inner), self._code(outer)
-        at = codes, (inner.f_lasti if inner else 0, outer.f_lasti if outer else 0)
-        run = call.run
-        if run.at != at:
-            run.at, run.first, run.saves = at, number, 0
-        place = Place(call.name, op, codes, at[1], number - run.first, run.saves)
-        run.saves += 1
-        return place
+        instructions = inner.f_lasti if inner else 0, outer.f_lasti if outer else 0
+        save = call.saved_at[codes, instructions] = call.saved_at.get((codes, instructions), -1) + 1
+        return Place(call.name, op, codes, instructions, save)
 
     def _code(self, frame: FrameType | None) -> int:
         if frame is None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from daf_core.torch_internals import Node
@@ -50,6 +51,10 @@ class Bounds:
             return (values >= self.low) & (values <= self.high)
         return (values > self.low) & (values < self.high)
 
+    def are_rounded(self, dtype: torch.dtype) -> bool:
+        """Says whether a type does not hold them: operators differ in whether they round them before they compare."""
+        return any(float(torch.tensor(bound, dtype=dtype)) != bound for bound in (self.low, self.high))
+
     def examples(self) -> tuple[float, float]:
         """Returns a value inside and one outside, far enough from the bounds for any floating-point type."""
         finite = [bound for bound in (self.low, self.high) if math.isfinite(bound)]
@@ -68,6 +73,7 @@ class Reading:
         bounds: Of `Kind.SIDES`.
         dim: Of `Kind.LOGARITHMS`: the dimension along which the probabilities sum to 1, counted from the end.
         deviation: Of a query or a key: the deviation of the scores of one query, where that is known.
+        varies: Whether the same operator reads otherwise where it has other arguments.
     """
 
     kind: Kind
@@ -75,11 +81,16 @@ class Reading:
     bounds: Bounds | None = None
     dim: int = 0
     deviation: float = 0.0
+    varies: bool = False
 
     @property
     def takes_approximations(self) -> bool:
         """Whether values of few bits will do."""
         return self.kind in (Kind.APPROXIMATE, Kind.NORMALIZED, Kind.ATTENTION)
+
+    def is_certain_for(self, reader: str | None) -> bool:
+        """Says whether a node of a name takes approximations, whatever its arguments."""
+        return self.reader == reader and self.takes_approximations and not self.varies
 
 
 def _fields(listed: str) -> dict[tuple[str, str], None]:
@@ -247,14 +258,13 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
     kind = _KINDS.get((name, field), Kind.EXACT)
     if kind is Kind.SIDES:
         bounds = _SIDES[name, field](node)
-        # Two infinite bounds, or a NaN, are none.
-        one_sided = math.isfinite(bounds.low) or math.isfinite(bounds.high)
-        return Reading(kind, name, bounds) if one_sided else Reading(Kind.EXACT, name)
+        told = not math.isnan(bounds.low + bounds.high) and (math.isfinite(bounds.low) or math.isfinite(bounds.high))
+        return Reading(kind, name, bounds) if told else Reading(Kind.EXACT, name)
     if kind is Kind.LOGARITHMS:
         return Reading(kind, name, dim=_from_end(node))
     if kind is Kind.EXACT and _multiplies(node, name, field, is_large):
         kind = Kind.APPROXIMATE
-    return Reading(kind, name)
+    return Reading(kind, name, varies=name in (*_DIVISIONS, *_POWERS, *_NORMS))
 
 
 def reading_of_function(function: type) -> Reading:

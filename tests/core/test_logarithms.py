@@ -1,0 +1,260 @@
+"""Logarithms of probabilities in few bits keep the gradient of the cross entropy, however sure a model is."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf_core import ActivationEngine
+from tests.core.harness import assert_empty, engine_for, error, integers, normal, outside_bytes
+
+BOUNDS = {8: 0.005, 4: 0.02, 2: 0.06}
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def gradient(loss: Loss, scores: Tensor, engine: ActivationEngine | None = None) -> Tensor:
+    """Returns the gradient of a loss for its scores."""
+    leaf = scores.clone().requires_grad_()
+    if engine is None:
+        value = loss(leaf)
+    else:
+        with engine.compress():
+            value = loss(leaf)
+    (found,) = torch.autograd.grad(value, leaf)
+    return found
+
+
+def fresh(bits: int = 4, **options: Any) -> ActivationEngine:
+    return engine_for(nn.Linear(1, 1), bits, **options)
+
+
+def errors(loss: Loss, scores: Tensor, bits: int, passes: int = 2) -> list[float]:
+    """Returns the errors of a first pass and of later ones; logarithms must have been stored in few bits."""
+    exact, engine = gradient(loss, scores), fresh(bits)
+    found: list[float] = []
+    for _ in range(passes):
+        found.append(error([gradient(loss, scores, engine)], [exact]))
+        assert engine.finish_step().stored_as["logarithms"] > 0
+    assert_empty(engine)
+    return found
+
+
+def sure(rows: int, words: int, probability: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Returns scores, and targets that have about a probability."""
+    scores, targets = normal(rows, words), integers(words, rows)
+    others = scores.scatter(1, targets[:, None], -torch.inf).logsumexp(1)
+    target_scores = others + math.log(probability / (1 - probability))
+    return scores.scatter(1, targets[:, None], target_scores[:, None]).to(dtype), targets
+
+
+PROBABILITIES = [0.0003, 0.003, 0.03, 0.3, 0.5, 0.9, 0.99, 0.999, 0.9999]
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("probability", PROBABILITIES)
+def test_the_error_does_not_grow_with_probability(probability: float, bits: int) -> None:
+    scores, targets = sure(32, 1000, probability)
+    assert max(errors(lambda x: F.cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("words", [500, 2048, 10_007, 50_000])
+def test_any_number_of_words(words: int, bits: int) -> None:
+    for probability in (0.001, 0.99):
+        scores, targets = sure(16, words, probability)
+        assert max(errors(lambda x, targets=targets: F.cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("mask", [-65504.0, -1e9, -torch.inf])
+@pytest.mark.parametrize("probability", [0.01, 0.9, 0.999])
+def test_masked_words_spoil_nothing(probability: float, mask: float, bits: int) -> None:
+    scores, targets = sure(32, 1000, probability)
+    masked = (normal(32, 1000, seed=3) > 0).scatter(1, targets[:, None], torch.zeros(32, 1, dtype=torch.bool))
+    scores = scores.masked_fill(masked, mask)
+    exact, engine = gradient(lambda x: F.cross_entropy(x, targets), scores), fresh(bits)
+    for _ in range(2):
+        found = gradient(lambda x: F.cross_entropy(x, targets), scores, engine)
+        assert error([found], [exact]) < BOUNDS[bits]
+        assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("shape", [(64, 48, 40), (24, 32, 20, 24)])
+def test_any_dimension(shape: tuple[int, ...], dim: int, bits: int) -> None:
+    scores = normal(*shape) * 3
+    best = scores.argmax(dim, keepdim=True)
+    found = errors(lambda x: -x.log_softmax(dim).gather(dim, best).mean(), scores, bits)
+    assert max(found) < 2 * BOUNDS[bits]
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+def test_maps_of_classes(bits: int) -> None:
+    scores, targets = normal(4, 21, 16, 16) * 3, integers(21, 4, 16, 16)
+    assert max(errors(lambda x: F.cross_entropy(x, targets), scores, bits)) < 2 * BOUNDS[bits]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.transpose(1, 2),
+        lambda x: x.transpose(0, 2),
+        lambda x: x[:, ::2],
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x.unflatten(2, (2, 24)).permute(0, 3, 2, 1),
+    ],
+    ids=["transposed", "turned", "holes", "permuted", "four"],
+)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_any_layout(layout: Callable[[Tensor], Tensor], dim: int) -> None:
+    scores = normal(32, 64, 48) * 3
+
+    def loss(x: Tensor) -> Tensor:
+        viewed = layout(x)
+        return -viewed.log_softmax(dim).gather(dim, viewed.detach().argmax(dim, keepdim=True)).mean()
+
+    assert max(errors(loss, scores, 4)) < 0.04
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("probability", [0.003, 0.5, 0.9])
+def test_types_of_half_the_size(probability: float, bits: int, dtype: torch.dtype) -> None:
+    scores, targets = sure(32, 1000, probability, dtype)
+    found = errors(lambda x: F.cross_entropy(x, targets), scores, bits)
+    assert max(found) < BOUNDS[bits] + 0.02
+
+
+@pytest.mark.parametrize("words", [2, 3, 5, 8, 9, 10, 16])
+def test_few_words_stay_right(words: int) -> None:
+    """Where what stays exact is as much as all of it, all of it does."""
+    rows = 16384 // words
+    scores, targets = normal(rows, words) * 4, integers(words, rows)
+    exact, engine = gradient(lambda x: F.cross_entropy(x, targets), scores), fresh(4)
+    for _ in range(2):
+        found = gradient(lambda x: F.cross_entropy(x, targets), scores, engine)
+        assert error([found], [exact]) < 0.02
+    if words < 10:
+        assert torch.equal(found, exact)  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked": lambda x: x.index_fill(0, torch.tensor([3, 7]), -torch.inf),
+    "no number": lambda x: x.index_fill(0, torch.tensor([3]), torch.nan),
+    "one of no number": lambda x: x.masked_fill(torch.arange(x.numel()).view(x.shape) == 1234, torch.nan),
+    "infinite": lambda x: x.masked_fill(torch.arange(x.numel()).view(x.shape) == 1234, torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("bits", [8, 2])
+def test_rows_that_are_spoiled_stay_so(name: str, bits: int) -> None:
+    scores, targets = sure(32, 1000, 0.9)
+    scores = SPOILED[name](scores)
+    exact, engine = gradient(lambda x: F.cross_entropy(x, targets), scores), fresh(bits)
+    assert exact.isnan().any()
+    for _ in range(2):
+        found = gradient(lambda x: F.cross_entropy(x, targets), scores, engine)
+        assert torch.equal(found.isnan(), exact.isnan())
+        assert error([found.nan_to_num()], [exact.nan_to_num()]) < BOUNDS[bits]
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+def test_all_bytes_are_counted(bits: int) -> None:
+    """Beside the planes are 8 logarithms of a row, their places, and a sum, each of 4 bytes."""
+    rows, words = 64, 1000
+    scores, targets = sure(rows, words, 0.9)
+    engine, leaf = fresh(bits), scores.clone().requires_grad_()
+    for _ in range(2):
+        with engine.compress():
+            value = leaf.log_softmax(-1)
+            loss = value.gather(1, targets[:, None]).sum()
+            node: Any = value.grad_fn
+            del value
+            gc.collect()
+        beside = outside_bytes(engine)
+        stored = node._raw_saved_result.data.stored
+        assert stored.codec == "logarithms"
+        assert stored.held_bytes == engine.held_bytes - beside + rows * (8 * 8 + 4)
+        assert beside >= rows * (8 * 8 + 4)
+        assert engine.leased_pages > 0
+        assert engine.held_bytes < scores.nbytes
+        loss.backward()
+        del loss, node, stored
+        assert_empty(engine)
+
+
+def test_a_budget_takes_planes() -> None:
+    """Error grows, and what is exact stays: the gradient of sure rows is still that of the target."""
+    scores, targets = sure(64, 4000, 0.99)
+    exact = gradient(lambda x: F.cross_entropy(x, targets), scores)
+    engine = fresh(8, memory_budget=160 << 10)
+    for _ in range(3):
+        found = gradient(lambda x: F.cross_entropy(x, targets), scores, engine)
+        statistics = engine.finish_step()
+        assert statistics.held_bytes <= 160 << 10
+        assert statistics.dropped_planes > 0
+        assert error([found], [exact]) < 0.1
+    assert_empty(engine)
+
+
+def test_rounding_at_random_is_repeatable() -> None:
+    scores, targets = sure(32, 1000, 0.9)
+    found = [
+        [gradient(lambda x: F.cross_entropy(x, targets), scores, engine) for _ in range(3)]
+        for engine in (fresh(2, seed=seed, rounding="stochastic") for seed in (5, 5, 6))
+    ]
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not torch.equal(found[0][1], found[2][1])
+    assert not torch.equal(found[0][1], found[0][2])
+
+
+def test_others_may_read_them_too() -> None:
+    scores, targets = sure(64, 1000, 0.9)
+    weights = normal(64, 1000, seed=4).mul(0.01).requires_grad_()
+
+    def loss(x: Tensor) -> Tensor:
+        found = x.log_softmax(-1)
+        return F.nll_loss(found, targets) + (found * weights).mean() + F.nll_loss(found * 1.5, targets)
+
+    exact = gradient(loss, scores)
+    leaf = scores.clone().requires_grad_()
+    (of_weights,) = torch.autograd.grad(loss(leaf), weights)
+    engine = fresh(8)
+    for _ in range(3):
+        assert error([gradient(loss, scores, engine)], [exact]) < 0.01
+        with engine.compress():
+            value = loss(leaf)
+        assert error(list(torch.autograd.grad(value, [weights])), [of_weights]) < 0.05
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize(
+    "options",
+    [{"label_smoothing": 0.1}, {"reduction": "sum"}, {"ignore_index": 3}, {"weight": torch.arange(1000) % 7.0}],
+)
+def test_options_of_the_cross_entropy(options: dict[str, Any], bits: int) -> None:
+    scores, targets = sure(32, 1000, 0.9)
+    targets[::5] = options.get("ignore_index", 0)
+    assert max(errors(lambda x: F.cross_entropy(x, targets, **options), scores, bits)) < 2 * BOUNDS[bits]
+
+
+def test_probabilities_of_a_row_sum_to_one() -> None:
+    scores, _ = sure(64, 1000, 0.5)
+    engine, leaf = fresh(2), scores.clone().requires_grad_()
+    with engine.compress():
+        value: Any = leaf.log_softmax(-1)
+    decoded = value.grad_fn._saved_result
+    assert not torch.equal(decoded, value)
+    assert torch.allclose(decoded.exp().sum(-1), torch.ones(64), atol=1e-5)
+    best, places = value.topk(8)
+    assert torch.equal(decoded.gather(-1, places), best)
