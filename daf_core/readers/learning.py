@@ -137,7 +137,7 @@ class _Own(threading.local):
     """What a thread's forward pass has saved that is not known yet.
 
     Attributes:
-        unknown: Whether in the last pass something was saved whose reader was not found.
+        unknown: Whether a place was new in the last pass: others may be in the next one.
         showing: Whether a graph is being looked through.
         waiting: It, in order.
         unresolved: By the number of the node that has saved it.
@@ -241,6 +241,7 @@ class Readers:
             room: Bytes that the budget leaves.
         """
         own = self._own
+        own.unknown = True
         waiting = _Waiting(saved, sighting, packed, unpack, again)
         own.waiting.append(waiting)
         if not waiting.resolved:
@@ -265,7 +266,6 @@ class Readers:
 
     def forget_pass(self) -> None:
         """Lets go of what waits."""
-        self._own.unknown |= bool(self._own.unresolved)
         self._own.waiting.clear()
         self._own.unresolved.clear()
 
@@ -348,7 +348,6 @@ class Readers:
         place = waiting.sighting.place
         if waiting.resolved or place is None:
             return
-        self._own.unknown = True
         self._unread[place] = self._unread.get(place, 0) + 1
         if self._unread[place] >= UNREAD_PASSES:
             self._readings.setdefault(place, Reading(Kind.EXACT, "nothing"))
