@@ -8,6 +8,7 @@ is known.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from daf_core.eligibility import LEAST_ELEMENTS
+from daf_core.eligibility import STATISTIC_SHARE
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
 from daf_core.readers.sharpness import score_deviation
@@ -77,7 +78,7 @@ class Sighting(NamedTuple):
         place: Where; None where nothing has to be learned of it.
         number: The number of the autograd node that saves it.
         reading: What that reads; None where it is not known yet.
-        fresh: Whether the place was not known before.
+        fresh: Whether the place was not known before, or its reader may read otherwise this time.
     """
 
     place: Place | None
@@ -114,13 +115,13 @@ class _Waiting:
         self.packed = weakref.ref(packed)
         self.unpack = unpack
         self.again = again
-        self.resolved = sighting.reading is not None
+        self.resolved = sighting.reading is not None and not sighting.reading.varies
         self.exact = False
 
     def settle(self, reading: Reading | None) -> None:
         """Takes what reads it; None has it stay as it is, whoever reads it."""
         self.resolved = True
-        if self.exact:
+        if self.exact or (reading is not None and reading == self.sighting.reading):
             return
         if self.saved is not None and (packed := self.packed()) is not None:
             self.again(self.saved, packed, reading)
@@ -195,15 +196,16 @@ class Readers:
             number -= 1
         place = self._places.name(frame, call, site.op)
         reading = self._readings.get(place)
-        if reading is not None:
-            return Sighting(place, number, reading, False)
+        if reading is not None and reading.kind is not Kind.LOGARITHMS:
+            return Sighting(place, number, reading, reading.varies)
+        known = reading is not None
         if node is not None and not is_leaf_node(node) and node_number(node) == number:
             field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
             if field:
                 reading = self._learn(place, reading_of(node, field))
                 if has_pole(node, partial(_is_large, node, unpack)):
                     self._lead(node, unpack)
-        return Sighting(place, number, reading, True)
+        return Sighting(place, number, reading, not known)
 
     def show(self, node: Node) -> None:
         """Looks through a graph for nodes that have saved what waits."""
@@ -241,7 +243,7 @@ class Readers:
             room: Bytes that the budget leaves.
         """
         own = self._own
-        own.unknown = True
+        own.unknown |= sighting.reading is None or not sighting.reading.varies
         waiting = _Waiting(saved, sighting, packed, unpack, again)
         own.waiting.append(waiting)
         if not waiting.resolved:
@@ -284,7 +286,11 @@ class Readers:
         large = partial(_is_large, node, unpack)
         reading = reading_of(node, field, large)
         if place is not None:
-            self._learn(place, reading)
+            known = self._readings.get(place)
+            if known is not None and known.bounds != reading.bounds:  # no graph has shown that in the forward pass
+                self._readings[place] = Reading(Kind.EXACT, reading.reader)
+            else:
+                self._learn(place, reading)
             if has_pole(node, large):
                 self._lead(node, unpack)
         return reading
@@ -303,7 +309,7 @@ class Readers:
                 reading = replace(reading, deviation=deviation)
             assert waiting.sighting.place is not None
             waiting.settle(self._learn(waiting.sighting.place, reading))
-            if stops_poles(node):
+            if stops_poles(node) or waiting.sighting.reading is not None:
                 waiting.let_go()
         if has_pole(node, large):
             self._lead(node, unpack)
@@ -320,8 +326,6 @@ class Readers:
         if known is not None and known.kind is not reading.kind:
             both = known.takes_approximations and reading.takes_approximations
             reading = Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)
-        elif known is not None and (known.bounds, known.dim) != (reading.bounds, reading.dim):
-            reading = Reading(Kind.EXACT, reading.reader)
         elif known is not None and not reading.deviation:
             reading = replace(reading, deviation=known.deviation)
         self._readings[place] = reading
@@ -346,7 +350,7 @@ class Readers:
         node, unpack = None if waiting.saved is None else waiting.saved.node, waiting.unpack
         self._own.unresolved.pop(waiting.sighting.number, None)
         place = waiting.sighting.place
-        if waiting.resolved or place is None:
+        if waiting.resolved or place is None or waiting.sighting.reading is not None:
             return
         self._unread[place] = self._unread.get(place, 0) + 1
         if self._unread[place] >= UNREAD_PASSES:
@@ -389,6 +393,9 @@ def _led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[obj
 
 
 def _is_large(node: Node, unpack: Unpack, field: str) -> bool:
-    """Says whether what a node has saved of a name holds so many values that it may be stored in few bits."""
+    """Says whether what a node has saved of a name is no statistic of its result, such as a sum for each row.
+
+    It is asked relative to the result: batches differ in size, and so do rehearsals.
+    """
     packed: Any = packed_for(node, field, unpack)
-    return packed is not None and packed.elements >= LEAST_ELEMENTS
+    return packed is not None and packed.elements * STATISTIC_SHARE >= math.prod(node._input_metadata[0].shape)

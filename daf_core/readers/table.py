@@ -53,14 +53,18 @@ class Bounds:
 
     def are_rounded(self, dtype: torch.dtype) -> bool:
         """Says whether a type does not hold them: operators differ in whether they round them before they compare."""
-        return any(float(torch.tensor(bound, dtype=dtype)) != bound for bound in (self.low, self.high))
+        finite = [bound for bound in (self.low, self.high) if math.isfinite(bound)]
+        most = torch.finfo(dtype).max
+        return any(abs(bound) > most or float(torch.tensor(bound, dtype=dtype)) != bound for bound in finite)
 
     def examples(self) -> tuple[float, float]:
-        """Returns a value inside and one outside, far enough from the bounds for any floating-point type."""
-        finite = [bound for bound in (self.low, self.high) if math.isfinite(bound)]
-        away = max(1.0, *map(abs, finite))
-        within = sum(finite) / 2 if len(finite) == 2 else self.low + away if self.low in finite else self.high - away
-        return within, self.high + away if self.high in finite else self.low - away
+        """Returns a value inside and one outside, which any floating-point type tells from the bounds."""
+        low, high = self.low, self.high
+        beyond = math.inf if math.isfinite(high) else -math.inf
+        if math.isfinite(low) and math.isfinite(high):
+            return low / 2 + high / 2, beyond
+        within = low + max(1.0, abs(low)) if math.isfinite(low) else high - max(1.0, abs(high))
+        return within if abs(within) <= torch.finfo(torch.float16).max else -beyond, beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +263,7 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
     if kind is Kind.SIDES:
         bounds = _SIDES[name, field](node)
         told = not math.isnan(bounds.low + bounds.high) and (math.isfinite(bounds.low) or math.isfinite(bounds.high))
-        return Reading(kind, name, bounds) if told else Reading(Kind.EXACT, name)
+        return Reading(kind, name, bounds, varies=bounds != _POSITIVE) if told else Reading(Kind.EXACT, name)
     if kind is Kind.LOGARITHMS:
         return Reading(kind, name, dim=_from_end(node))
     if kind is Kind.EXACT and _multiplies(node, name, field, is_large):

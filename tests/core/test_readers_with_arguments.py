@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -87,18 +87,21 @@ def test_that_change_are_an_error_once_or_right(function: str) -> None:
     assert max(step(net, engine) for _ in range(2)) < 0.03
 
 
-def test_a_dimension_that_changes_is_an_error_once() -> None:
+def test_a_dimension_may_change() -> None:
+    """The node tells it when it saves its result."""
     scores = nn.Linear(1, 1)
     scores.weight = nn.Parameter(normal(256, 256))
     engine = engine_for(scores, 4)
     for dim in (-1, -1, 0):
-        with engine.compress():
-            loss = -F.log_softmax(scores.weight * 1, dim).diagonal().sum()
-        if dim:
+        found: list[list[Tensor]] = []
+        for compressed in (False, True):
+            scores.weight.grad = None
+            with engine.compress() if compressed else nullcontext():
+                loss = -F.log_softmax(scores.weight * 1, dim).diagonal().sum()
             loss.backward()
-        else:
-            with pytest.raises(ReaderError, match="stored as logarithms"):
-                loss.backward()
+            assert scores.weight.grad is not None
+            found.append([scores.weight.grad])
+        assert error(found[1], found[0]) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -137,3 +140,42 @@ def test_a_bound_that_is_no_number() -> None:
     assert x.grad is not None
     assert plain.grad is not None
     assert torch.equal(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize("audited", [False, True])
+def test_divisors_of_rows_are_statistics_in_batches_of_any_size(audited: bool) -> None:
+    """A rehearsal of a few rows, or a short batch, says the same of them as a long one."""
+    net = nn.Linear(64, 64)
+    engine = engine_for(net, 8)
+
+    def loss(rows: int) -> Tensor:
+        y = net(normal(rows, 64))
+        return (y / y.norm(dim=-1, keepdim=True)).sin().square().mean()
+
+    if audited:
+        with engine.rehearse(lambda: loss(600)) as rehearsal:
+            del rehearsal
+    for rows in (64, 5000, 100, 6000):
+        net.zero_grad()
+        loss(rows).backward()
+        expected = gradients(net)
+        net.zero_grad()
+        with engine.compress():
+            value = loss(rows)
+        value.backward()
+        assert error(gradients(net), expected) < 0.03
+        assert engine.finish_step().stored_as.get("planes", 0) >= (rows > 100)
+
+
+def test_bounds_that_change_in_each_step_are_followed() -> None:
+    net = nn.Linear(64, 64)
+    engine = engine_for(net, 8)
+    for bound in (0.5, 0.4, 0.3, torch.finfo(torch.float32).max):
+        results: list[list[Tensor]] = []
+        for compressed in (False, True):
+            net.zero_grad()
+            with engine.compress() if compressed else nullcontext():
+                value = net(normal(128, 64)).clamp(-bound, bound).sin().square().mean()
+            value.backward()
+            results.append(gradients(net))
+        assert error(results[1], results[0]) < 0.03

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from daf_core import ActivationEngine, DAFConfig
 from daf_core.eligibility import Eligibility
 from daf_core.engine import REHEARSED_ELEMENTS, REHEARSED_PAGE_BYTES
 from daf_core.memory.devices import DevicePagers
-from daf_core.readers import learning
 
 Bits = Literal["exact", 8, 4, 2]
 
@@ -156,13 +154,6 @@ def _projected(outputs: list[Tensor], leaves: Sequence[Tensor], create_graph: bo
     return torch.autograd.grad(outputs, leaves, weights, create_graph=create_graph, allow_unused=True)
 
 
-@contextmanager
-def readers_of_small_tensors() -> Generator[None]:
-    """Has calls be judged, inside, as if small tensors were stored in few bits."""
-    with patch.object(learning, "LEAST_ELEMENTS", REHEARSED_ELEMENTS):
-        yield
-
-
 def _plain(problem: Problem) -> list[Tensor]:
     try:
         expected, again = gradient(problem), gradient(problem)
@@ -181,13 +172,12 @@ def _compare(case: Case, problem: Problem, expected: list[Tensor], bits: Bits) -
     errors, identical, coded = list[float](), True, 0
     engine = engine_of(problem, bits)
     try:
-        with readers_of_small_tensors() if problem.small else nullcontext():
-            for _ in range(PASSES):
-                found = gradient(problem, engine)
-                errors.append(relative_error(found, expected))
-                identical = identical and _same(found, expected)
-                stored = engine.finish_step().stored_as
-                coded = max(coded, sum(count for codec, count in stored.items() if codec not in AS_IT_WAS))
+        for _ in range(PASSES):
+            found = gradient(problem, engine)
+            errors.append(relative_error(found, expected))
+            identical = identical and _same(found, expected)
+            stored = engine.finish_step().stored_as
+            coded = max(coded, sum(count for codec, count in stored.items() if codec not in AS_IT_WAS))
     except Exception as error:
         return Result(case.name, case.group, bits, raised=_brief(error))
     finally:
