@@ -393,9 +393,6 @@ def _led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[obj
 
 
 def _is_large(node: Node, unpack: Unpack, field: str) -> bool:
-    """Says whether what a node has saved of a name is no statistic of its result, such as a sum for each row.
-
-    It is asked relative to the result: batches differ in size, and so do rehearsals.
-    """
+    """Says whether what a node has saved of a name is no statistic of its result: relative to it, as batches differ."""
     packed: Any = packed_for(node, field, unpack)
     return packed is not None and packed.elements * STATISTIC_SHARE >= math.prod(node._input_metadata[0].shape)

@@ -150,7 +150,7 @@ def test_divisors_of_rows_are_statistics_in_batches_of_any_size(audited: bool) -
 
     def loss(rows: int) -> Tensor:
         y = net(normal(rows, 64))
-        return (y / y.norm(dim=-1, keepdim=True)).sin().square().mean()
+        return (y / y.norm(dim=-1, keepdim=True))[:, :8].sin().mean()
 
     if audited:
         with engine.rehearse(lambda: loss(600)) as rehearsal:
