@@ -20,6 +20,7 @@ from daf_core.errors import (
     ReaderError,
     SpillError,
     StateError,
+    TraceError,
     UnsupportedDeviceError,
 )
 from daf_core.precision.rehearsal import GradientError
@@ -48,5 +49,6 @@ __all__ = [
     "SpillError",
     "StateError",
     "StepStatistics",
+    "TraceError",
     "UnsupportedDeviceError",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
@@ -12,18 +13,11 @@ from torch import Tensor
 
 from daf_core.errors import MicroBatchError
 
-SHARE = 1 / 8
-"""Part of a batch that an audit uses: with a forward and two backward passes on it every 100 steps, audits take 0.2% of
-the time of training."""
-
-LEAST_ROWS = 2
-"""Batch normalization and contrastive losses have no use for a single row."""
-
 IGNORED = -100
 """The label of a token that a loss leaves out."""
 
-LEAST_LENGTH = 16
-"""Tokens that are left of a text at the least."""
+_BOUNDS = re.compile(r"(^|\.)cu_?seq", re.IGNORECASE)
+"""Names of tensors that say where texts begin which lie one after the other in a row, as FlashAttention takes them."""
 
 
 def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -45,8 +39,18 @@ def has_rows(batch: Any) -> bool:
     return next(tensors_in(batch), None) is not None
 
 
+def text_bounds(batch: Any) -> list[Tensor]:
+    """Returns the tensors that say where each of several texts in one row begins and the last one ends, if any do."""
+    return [tensor for name, tensor in named_tensors(batch) if _BOUNDS.search(name) and tensor.dim() == 1]
+
+
 def rows_of(batch: Any) -> int | None:
-    """Returns the number of rows, which is the first dimension that most tensors have; None without tensors."""
+    """Returns the number of rows, which is the first dimension that most tensors have; None without tensors.
+
+    Texts that lie one after the other, with their bounds beside them, are one row.
+    """
+    if text_bounds(batch):
+        return 1
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch))
     return sizes.most_common(1)[0][0] if sizes else None
 
@@ -101,55 +105,7 @@ def take(batch: Any, rows: slice | list[int], size: int | None = None) -> Any:
             return value
         return type(value)(value[rows] if isinstance(rows, slice) else (value[row] for row in rows))
 
-    return _map(batch, cut)
-
-
-def few_rows(batch: Any, share: float = SHARE) -> Any:
-    """Returns the first rows of a batch, with as many elements as `share` of it; at least `LEAST_ROWS`.
-
-    Where these are more than the share, and all tensors of two dimensions or more have the same first two, as token
-    ids, masks and labels of one length have, texts are cut to where most labels count.
-
-    Args:
-        batch: Tensors in mappings, lists and tuples of any depth; the rows are the first dimension that most of them
-            have. Others stay whole, as do values of other types.
-        share: Part of the batch, between 0 and 1.
-    """
-    size = rows_of(batch)
-    if size is None:
-        return batch
-    rows = min(max(int(size * share), LEAST_ROWS), size)
-    length = _common_length(list(tensors_in(batch)), size) if size * share < rows else None
-    kept = _tensor_rows(batch, rows, size)
-    return kept if length is None else short_texts(kept, int(length * size * share / rows))
-
-
-def short_texts(batch: Any, length: int) -> Any:
-    """Returns a batch of texts cut to where most labels count; any other batch as it is.
-
-    Args:
-        batch: Tensors in mappings, lists and tuples of any depth.
-        length: Tokens that are kept of each row; at least `LEAST_LENGTH`.
-    """
-    tensors, size = list(tensors_in(batch)), rows_of(batch)
-    whole = None if size is None else _common_length(tensors, size)
-    kept = max(length, LEAST_LENGTH)
-    if size is None or whole is None or whole <= kept:
-        return batch
-    start = _start(tensors, size, kept)
-
-    def cut(value: Any) -> Any:
-        per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == size
-        return value[:, start : start + kept] if per_token else value
-
-    return _map(batch, cut)
-
-
-def _tensor_rows(batch: Any, rows: int, size: int) -> Any:
-    def cut(value: Any) -> Any:
-        return value[:rows] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
-
-    return _map(batch, cut)
+    return map_values(batch, cut)
 
 
 def _one_each(value: Any, size: int | None) -> bool:
@@ -159,29 +115,10 @@ def _one_each(value: Any, size: int | None) -> bool:
     return all(tensor.shape[0] != size for tensor in tensors_in(value))
 
 
-def _start(tensors: list[Tensor], rows: int, kept: int) -> int:
-    """Returns where the `kept` tokens begin in which the fewest labels are ignored: those of a prompt are."""
-    for tensor in tensors:
-        if tensor.dim() > 1 and bool((tensor == IGNORED).any()):
-            counted = (tensor[:rows] != IGNORED).sum(0).cumsum(0)
-            inside = counted[kept - 1 :].clone()
-            inside[1:] -= counted[:-kept]
-            return int(inside.argmax())
-    return 0
-
-
-def _common_length(tensors: list[Tensor], size: int) -> int | None:
-    """Returns the second dimension of a batch of texts; None for anything else."""
-    shapes = {tensor.shape for tensor in tensors if tensor.shape[0] == size and tensor.dim() > 1}
-    texts = len(shapes) == 1 and not any(tensor.is_floating_point() for tensor in tensors if tensor.dim() > 1)
-    shape = shapes.pop() if texts else ()
-    return shape[1] if len(shape) == 2 else None
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Changes a value, or what is inside of one that stays the same."""
+def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Changes a value, or what is inside of a container that stays the same; containers are made anew."""
     changed = change(value)
-    return changed if changed is not value else _rebuilt(value, partial(_map, change=change))
+    return changed if changed is not value else _rebuilt(value, partial(map_values, change=change))
 
 
 def _rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:

@@ -30,10 +30,10 @@ from daf_core.precision.rehearsal import GradientError, Rehearsal
 from daf_core.readers.learning import Readers
 from daf_core.rewind import Attributes
 from daf_core.sites import ModuleScopes, follow_modules
+from daf_core.snapshots.measurement import Measurement
 from daf_core.store import ActivationStore, LossyStore
 from daf_core.telemetry import StepRecorder, StepStatistics
 from daf_core.treatments import Treatments
-from daf_core.undisturbed import undisturbed
 
 REHEARSED_ELEMENTS = 128
 REHEARSED_PAGE_BYTES = 128
@@ -67,7 +67,7 @@ class ActivationEngine:
     def __init__(self, model: nn.Module, config: DAFConfig | None = None) -> None:
         self.config = config or DAFConfig()
         _check_trainable(model)
-        self._model = model
+        self._model, self.measurement = model, Measurement(model)
         self._backends = Backends(model, self.config)
         self._pagers = DevicePagers(self.config, links=self._backends.links)
         self._eligibility = Eligibility(model)
@@ -135,8 +135,9 @@ class ActivationEngine:
     def rehearse(self, loss_function: Callable[[], Tensor]) -> Generator[Rehearsal]:
         """Runs a forward pass whose gradient can be taken at any precision, to measure errors.
 
-        Training is not disturbed: random generators, buffers and gradients stay as they are. All activations are kept
-        exactly meanwhile, so it takes the memory of plain training on the rows that the function uses.
+        Training is not disturbed: `Measurement` says what is taken back, and gradients stay as they are. All
+        activations are kept exactly meanwhile, so it takes the memory of plain training on the rows that the function
+        uses.
 
         Args:
             loss_function: Returns a scalar loss of a few rows of the current batch.
@@ -144,6 +145,7 @@ class ActivationEngine:
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
             ActivationBudgetError: The activations of so many rows do not fit in the memory budget.
+            TraceError: See `Measurement.running`.
         """
         hook_stack.refuse_foreign_hooks()
         self._backends.follow()
@@ -153,7 +155,7 @@ class ActivationEngine:
         pagers = DevicePagers(self._room_left(), REHEARSED_PAGE_BYTES, to_host=False)
         packer = self._make_packer(eligibility, pagers, store, StepRecorder())
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        with undisturbed(self._model), torch.enable_grad():
+        with self.measurement.running(), torch.enable_grad():
             eligibility.refresh()
             self._scopes.start()
             try:
@@ -192,6 +194,7 @@ class ActivationEngine:
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
             ActivationBudgetError: The activations of so many rows do not fit, as they are, in the memory budget.
+            TraceError: See `Measurement.running`.
         """
         started = time.perf_counter()
         with self.rehearse(loss_function) as rehearsal:

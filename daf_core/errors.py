@@ -39,6 +39,10 @@ class ReaderError(DAFError, RuntimeError):
     """What is asked for was not kept: an activation by another operator, or the gradient of logits."""
 
 
+class TraceError(DAFError, RuntimeError):
+    """What is measured beside training would change the model."""
+
+
 class AuditError(DAFError, RuntimeError):
     """The gradient error that `max_gradient_error` bounds cannot be measured."""
 

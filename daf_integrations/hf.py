@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 from typing_extensions import override
 
 from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
-from daf_integrations.aside import KeptAttributes, attributes_kept
+from daf_core.snapshots.attributes import Attributes, attributes_kept
 from daf_integrations.innermost import innermost
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
@@ -230,7 +230,7 @@ class DAFCallback(TrainerCallback, ExportableState):
             # Tokens and metrics that trainers count are those of the attempt that had enough memory.
             try:
                 with self._uninstalled_on_error():
-                    return runner.run(inputs, loss_of, step, KeptAttributes(trainer, private=True).restore)
+                    return runner.run(inputs, loss_of, step, Attributes(trainer, private=True).restore)
             finally:
                 self._session.lift()
 

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from daf_core import AuditError
 from daf_core.batches import has_rows
-from daf_integrations.aside import attributes_kept
+from daf_core.snapshots.attributes import attributes_kept
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

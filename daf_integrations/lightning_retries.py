@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from daf_integrations.aside import KeptAttributes
+from daf_core.snapshots.attributes import Attributes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -25,8 +25,8 @@ class Counts:
         parts = list(module.modules())
         metrics = [part for part in parts if isinstance(part, Metric)]
         # Torch's and Lightning's own attributes are private.
-        self._kept = [KeptAttributes(part) for part in parts if hasattr(part, "training_step")]
-        self._kept += [KeptAttributes(metric, private=True) for metric in metrics]
+        self._kept = [Attributes(part) for part in parts if hasattr(part, "training_step")]
+        self._kept += [Attributes(metric, private=True) for metric in metrics]
         self._states = [(state, state.detach().clone()) for metric in metrics for state in _states(metric)]
 
     def restore(self) -> None:

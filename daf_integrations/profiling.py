@@ -14,8 +14,8 @@ from daf_core.engine import ActivationEngine
 from daf_core.errors import ModelError, ProfileError
 from daf_core.itemized import PACKING, SavedItem
 from daf_core.plan.curve import Curve, record_step
+from daf_core.snapshots.measurement import measuring
 from daf_core.telemetry import StepStatistics
-from daf_core.undisturbed import undisturbed
 from daf_integrations.sizing import Sized
 
 MODEL = "(the model itself)"
@@ -140,7 +140,7 @@ def _engine(sized: Sized, precision: Precision) -> ActivationEngine:
 def _pass(sized: Sized, precision: Precision) -> Pass:
     engine = _engine(sized, precision)
     try:
-        with undisturbed(sized.model), engine.itemized() as items, engine.compress():
+        with measuring(sized.model), engine.itemized() as items, engine.compress():
             loss = sized.loss(sized.batch)
         if not loss.requires_grad:
             raise ModelError("no gradient flows from the loss to the model; return the loss itself, not loss.detach()")

@@ -23,12 +23,12 @@ from daf_core import (
     StateError,
     StepStatistics,
 )
-from daf_core.batches import SHARE, few_rows
 from daf_core.elastic.course import ElasticStep
 from daf_core.elastic.training import ElasticTraining
 from daf_core.hook_stack import refuse_foreign_hooks
 from daf_core.plan.runner import StepRunner
 from daf_core.rewrites.loss_option import chunk_loss
+from daf_core.samples import SHARE, few_rows
 from daf_integrations.description import describe, title
 from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
 from daf_integrations.totals import RunTotals

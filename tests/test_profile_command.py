@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from benchmarks.saved_bytes import saved_bytes
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.undisturbed import undisturbed
+from daf_core.snapshots.measurement import measuring
 from daf_integrations.cli import main
 from daf_integrations.model_options import precision_of
 from daf_integrations.profile_command import profile as command
@@ -135,7 +135,7 @@ def test_columns_add_up_to_the_ledger_of_a_step(case: str, precision: str) -> No
     sized, ledger = build(workload_of(*CASES[case])), dict[str, Any]()
     for column, bits in (("exact_bytes", "exact"), ("held_bytes", precision)):
         engine = ActivationEngine(sized.model, DAFConfig(precision=precision_of(bits)))
-        with undisturbed(sized.model), engine.compress():
+        with measuring(sized.model), engine.compress():
             loss = sized.loss(sized.batch)
         loss.backward()
         del loss

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from daf_core.batches import IGNORED, rows_of, short_texts, take, tensors_in
+from daf_core.batches import IGNORED, rows_of, take, tensors_in
 from daf_core.errors import DAFError, MicroBatchError
 from daf_core.parts.laws import Law, counts_of, ignoring, safest, weights
+from daf_core.samples import short_texts
+from daf_core.snapshots.measurement import measuring
 from daf_core.torch_internals import is_compiled
-from daf_core.undisturbed import undisturbed
 
 MOST_ROWS = 4
 """Rows that are tried."""
@@ -109,7 +110,7 @@ def matching_laws(
     if size < 2:
         raise MicroBatchError(f"a batch of {size} rows cannot be cut into parts; give one of two rows or more")
     sample, count = _sample(batch, size)
-    with undisturbed(model), _evaluated(model), _alone(model), _tolerance(model) as tolerances, torch.no_grad():
+    with measuring(model), _evaluated(model), _alone(model), _tolerance(model) as tolerances, torch.no_grad():
         # A copy: Trainer.compute_loss takes the labels out of the batch where it computes the loss itself.
         whole = _loss(loss_function, take(sample, list(range(count)), count))
         single = [_loss(loss_function, take(sample, [row], count)) for row in range(count)]

@@ -13,9 +13,9 @@ from typing_extensions import override
 from daf_core.engine import ActivationEngine
 from daf_core.memory.pool import PAGE_BYTES
 from daf_core.plan.meter import TensorMeter
-from daf_core.plan.observation import gradients_aside
+from daf_core.snapshots.gradients import gradients_aside
+from daf_core.snapshots.measurement import measuring
 from daf_core.torch_internals import in_backward
-from daf_core.undisturbed import undisturbed
 
 
 class Point(NamedTuple):
@@ -87,7 +87,7 @@ def record_step(model: nn.Module, loss_function: Callable[[], Tensor], engine: A
         engine: Compresses what is saved; one that has not compressed anything yet, as its pool has the size of what is
             in use then. None leaves it to autograd.
     """
-    with undisturbed(model), gradients_aside(model):
+    with measuring(model), gradients_aside(model):
         with RecordingMeter(int if engine is None else _pages_of(model, engine)) as meter:
             with nullcontext() if engine is None else engine.compress():
                 loss = loss_function()

@@ -78,7 +78,7 @@ class _Passes:
         engine = ActivationEngine(self._model, _plain(self._config))
         try:
             # A first pass keeps some values until it is known who reads them.
-            Observer(self._model, self._blocks, engine).observe(lambda: self._loss_of(rows), False, None)
+            Observer(self._model, self._blocks, engine).observe(lambda: self._loss_of(rows), False, None, timed=False)
             metered = self._pair(engine, rows, metered=True)
             timed = [self._pair(engine, rows, metered=False) for _ in range(repeats)]
             return Observed(rows, planned_bits(self._config)[-1], metered, timed)

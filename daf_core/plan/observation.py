@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -17,8 +17,8 @@ from daf_core.memory.pool import PAGE_BYTES
 from daf_core.plan.blocks import Block
 from daf_core.plan.meter import MemoryMeter
 from daf_core.plan.recompute import Recomputation
+from daf_core.snapshots.gradients import gradients_aside
 from daf_core.torch_internals import in_backward
-from daf_core.undisturbed import undisturbed
 
 Kind = Literal["before", "forward", "head", "backward", "recompute"]
 
@@ -95,7 +95,7 @@ class Observation:
 class Observer:
     """Runs forward and backward passes of a model and watches its blocks.
 
-    Training is not disturbed: random generators, buffers and gradients stay as they are.
+    Training is not disturbed: `Measurement` says what is taken back, and gradients stay as they are.
 
     Args:
         model: The model.
@@ -108,20 +108,26 @@ class Observer:
         self._blocks = blocks
         self._engine = engine
 
-    def observe(self, loss_function: Callable[[], Tensor], recompute: bool, meter: MemoryMeter | None) -> Observation:
+    def observe(
+        self, loss_function: Callable[[], Tensor], recompute: bool, meter: MemoryMeter | None, timed: bool = True
+    ) -> Observation:
         """Runs a pass.
 
         Args:
             loss_function: Returns the loss.
             recompute: Whether all blocks are recomputed.
             meter: Measures memory, which takes time; None for times.
+            timed: See `Measurement.running`; the first pass of an engine is not.
+
+        Raises:
+            TraceError: See `Measurement.running`.
         """
         trace = _Trace(self._engine, meter)
         recomputation = Recomputation(self._blocks, trace.recompute)
         recomputation.select(range(len(self._blocks)) if recompute else ())
         with ExitStack() as stack:
             stack.callback(recomputation.select, ())
-            stack.enter_context(undisturbed(self._model))
+            stack.enter_context(self._engine.measurement.running(timed))
             stack.enter_context(gradients_aside(self._model))
             stack.enter_context(self._engine.prompt())  # as in the steps that are planned, which keep a budget
             for number, block in enumerate(self._blocks):
@@ -196,29 +202,6 @@ def synchronized_time() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-@contextmanager
-def gradients_aside(model: nn.Module) -> Generator[None]:
-    """Puts gradients of zero in place of those there are, so that a pass adds none to them and none to memory.
-
-    Hooks that wait for gradients see none of it: they may be those of an optimizer that steps in backward.
-    """
-    before = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.requires_grad]
-    # Torch has no public way to ask for hooks, and keeps the dictionary itself.
-    hooks = [found for parameter, _ in before if (found := getattr(parameter, "_post_accumulate_grad_hooks", None))]
-    contents = [dict(found) for found in hooks]
-    for found in hooks:
-        found.clear()
-    for parameter, _ in before:
-        parameter.grad = torch.zeros_like(parameter)
-    try:
-        yield
-    finally:
-        for found, content in zip(hooks, contents, strict=True):
-            found.update(content)
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 def _first_with_gradient(output: object) -> Tensor | None:

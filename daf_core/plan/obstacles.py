@@ -8,8 +8,8 @@ from torch import nn
 
 from daf_core.errors import ConfigError
 from daf_core.plan.ranks import communication
+from daf_core.snapshots.rng_and_buffers import devices_of
 from daf_core.torch_internals import is_compiled
-from daf_core.undisturbed import devices_of
 
 
 def refuse_unplannable(model: nn.Module, inner: nn.Module) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from daf_core.plan.meter import meter_on
-from daf_core.plan.observation import gradients_aside, synchronized_time
+from daf_core.plan.observation import synchronized_time
 from daf_core.plan.timeline import Forecast
-from daf_core.undisturbed import undisturbed
+from daf_core.snapshots.gradients import gradients_aside
+from daf_core.snapshots.measurement import Measurement
 
 REPEATS = 2
 """Passes whose shortest time counts."""
@@ -41,10 +42,11 @@ def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int
 
 def _measured(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int) -> tuple[float, int]:
     """Returns seconds and peak bytes of a forward and backward pass."""
-    with undisturbed(model), gradients_aside(model):
-        with meter_on(next(model.parameters()).device) as meter:
-            loss_of(rows).backward()
-            peak = meter.take_peak()
+    measurement = Measurement(model)
+    with measurement.running(), gradients_aside(model), meter_on(next(model.parameters()).device) as meter:
+        loss_of(rows).backward()
+        peak = meter.take_peak()
+    with measurement.running(timed=True), gradients_aside(model):
         return min(_seconds(loss_of, rows) for _ in range(REPEATS)), peak
 
 

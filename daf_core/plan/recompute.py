@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from daf_core.forward import ForwardWrapper
 from daf_core.plan.blocks import Block
+from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers
 from daf_core.torch_internals import in_backward
-from daf_core.undisturbed import Buffers, RandomNumbers
 
 Watch = Callable[[int, bool], None]
 """Is told of a recomputation: the block's number, and whether it begins or ends."""

@@ -15,7 +15,7 @@ import torch
 from daf_core.errors import PeerMemoryError
 from daf_core.memory.release import release_caches
 from daf_core.plan.ranks import agree
-from daf_core.plan.snapshot import Snapshot
+from daf_core.snapshots.step import Snapshot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -21,10 +21,11 @@ from daf_core.plan import ranks
 from daf_core.plan.obstacles import refuse_unplannable
 from daf_core.plan.planner import Plan
 from daf_core.plan.retry import is_out_of_memory, with_retries
-from daf_core.plan.snapshot import Snapshot
 from daf_core.plan.steps import Batch, StepPlanner
 from daf_core.rewrites.operators import KINDS, LOSS, OperatorRewrites
-from daf_core.undisturbed import devices_of
+from daf_core.samples import copied
+from daf_core.snapshots.rng_and_buffers import devices_of
+from daf_core.snapshots.step import Snapshot
 
 LossFunction = Callable[[Any], Tensor]
 
@@ -168,7 +169,7 @@ def described(batch: Any, loss_function: LossFunction) -> Batch:
 
     def loss_of(count: int) -> Tensor:
         try:
-            return loss_function(take(batch, slice(0, count), rows))
+            return loss_function(copied(take(batch, slice(0, count), rows)))
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.plan.retry import with_retries
-from daf_core.plan.snapshot import Snapshot
+from daf_core.snapshots.step import Snapshot
 from tests.core.harness import Loss, gradients, trainable
 
 CPU_TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400000000 bytes."

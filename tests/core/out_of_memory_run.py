@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from daf_core.plan.retry import with_retries
-from daf_core.plan.snapshot import Snapshot
+from daf_core.snapshots.step import Snapshot
 
 ROOM = 700 << 20
 """Bytes that may be mapped beside what is when training begins: activations take 12 x 72 MB, their inputs 12 x 32."""

@@ -21,8 +21,8 @@ from daf_core.errors import PeerMemoryError
 from daf_core.memory.release import release_memory
 from daf_core.plan.ranks import obstacle
 from daf_core.plan.retry import is_out_of_memory, with_retries
-from daf_core.plan.snapshot import Snapshot
-from daf_core.undisturbed import RandomNumbers
+from daf_core.snapshots.rng_and_buffers import RandomNumbers
+from daf_core.snapshots.step import Snapshot
 from tests.core import failing, pressure
 from tests.core.failing import CPU_TEXT, ERRORS, Fuse
 from tests.core.harness import LARGE, Scale, assert_same, engine_for, make_model, normal

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from daf_core import ActivationEngine
 from daf_core.precision.calibration import calibrate
-from daf_core.undisturbed import undisturbed
+from daf_core.snapshots.measurement import measuring
 from tests.core.harness import Loss, assert_empty, assert_same, engine_for, gradients, make_model, normal, trainable
 
 GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[], Any]]] = {
@@ -34,7 +34,7 @@ class Failure(BaseException):
 
 def _aside(model: nn.Module, run: Callable[[], object], fails: bool) -> None:
     """Runs a function aside of training; an exception must come through."""
-    with pytest.raises(Failure) if fails else nullcontext(), undisturbed(model):
+    with pytest.raises(Failure) if fails else nullcontext(), measuring(model):
         run()
         _fail_if(fails)
 
@@ -64,7 +64,7 @@ def test_random_numbers_go_on(seed: Callable[[int], Any], draw: Callable[[], Any
 def test_random_numbers_aside_are_those_of_training() -> None:
     """The generators are not seeded anew: dropout aside is that of the step that follows."""
     torch.manual_seed(3)
-    with undisturbed(nn.Identity()):
+    with measuring(nn.Identity()):
         aside = torch.rand(4)
     assert torch.equal(aside, torch.rand(4))
 
@@ -95,7 +95,7 @@ def test_buffer_that_two_modules_share_comes_back() -> None:
     """Once, and with what it held before the first of them changed it."""
     model = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3)])
     model[1].running_mean = model[0].running_mean
-    with undisturbed(model):
+    with measuring(model):
         for norm in model:
             norm(1 + normal(8, 3))
         assert model[0].running_mean.all()
@@ -126,7 +126,7 @@ def test_buffers_come_back_however_they_were_changed(name: str, change: Callable
     """Written where no version counts it, or another tensor in their place, as moving averages often do."""
     model = _Buffers()
     before = {known: (buffer, buffer.clone()) for known, buffer in model.named_buffers()}
-    with undisturbed(model):
+    with measuring(model):
         change(model, name)
         assert not torch.equal(getattr(model, name), before[name][1])
     for known, (buffer, values) in before.items():
@@ -138,7 +138,7 @@ def test_buffer_without_a_storage_of_its_own() -> None:
     """A sparse matrix, such as a graph's, is no obstacle."""
     model = nn.Module()
     model.register_buffer("adjacency", torch.eye(4).to_sparse())
-    with undisturbed(model):
+    with measuring(model):
         model.adjacency.mul_(2)
     assert torch.equal(model.adjacency.to_dense(), torch.eye(4))
 
@@ -148,20 +148,18 @@ def test_buffers_that_did_not_change_are_not_written() -> None:
     model = nn.BatchNorm1d(3)
     weight = nn.Parameter(torch.ones(3))
     loss = (weight * model.running_var).sum()
-    with undisturbed(model):
+    with measuring(model):
         model.eval()
         model(normal(8, 3))
     loss.backward()
     assert torch.equal(weight.grad, torch.ones(3))
 
 
-def test_parameters_are_left_to_what_runs() -> None:
-    """Only what nobody asked to change comes back."""
+def test_gradients_are_left_to_what_runs() -> None:
+    """Who measures decides what becomes of them."""
     model = nn.Linear(2, 2)
-    with undisturbed(model), torch.no_grad():
-        model.weight.fill_(3.0)
+    with measuring(model):
         model.weight.grad = torch.ones(2, 2)
-    assert torch.equal(model.weight, torch.full((2, 2), 3.0))
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from daf_core.plan.ranks import agree, obstacle, reduce_gradients, unsynchronized
 from daf_core.plan.retry import with_retries
-from daf_core.plan.snapshot import Snapshot
+from daf_core.snapshots.step import Snapshot
 
 STEPS = 3
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.utils.generic import ModelOutput
 
-from daf_core.batches import LEAST_LENGTH, SHARE, few_rows
+from daf_core.samples import LEAST_LENGTH, SHARE, few_rows
 
 
 class Pair(NamedTuple):

@@ -1,10 +1,9 @@
-"""Takes random generators and buffers back to an earlier moment, and runs a model aside of its training with that."""
+"""Random generators and buffers as they are now, and their way back."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -49,20 +48,6 @@ class Buffers:
             setattr(module, name, _restored(buffer, before))
 
 
-@contextmanager
-def undisturbed(model: nn.Module) -> Generator[None]:
-    """Gives random generators and the model's buffers (running statistics) back as they were.
-
-    Gradients and parameters are left to what runs inside.
-    """
-    numbers, buffers = RandomNumbers(devices_of(model)), Buffers(model)
-    try:
-        yield
-    finally:
-        numbers.restore()
-        buffers.restore()
-
-
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Returns the devices that parameters of the model are on."""
     return {parameter.device for parameter in model.parameters()}
@@ -81,10 +66,12 @@ def _restored(buffer: Tensor, before: Tensor) -> Tensor:
     """Returns the buffer with its content of before, written where it has changed: a graph may need what has not.
 
     Contents are compared because batch normalization updates its running statistics without counting a version. They
-    are written without counting one, too. A sparse buffer, or one of another size, is replaced.
+    are written without counting one, too. A sparse buffer is replaced.
     """
-    if buffer.layout is not torch.strided or buffer.shape != before.shape:
+    if buffer.layout is not torch.strided:
         return before.clone()
+    if buffer.shape != before.shape:
+        buffer.data = before.clone()
     if not torch.equal(_bytes(buffer), _bytes(before)):
         buffer.data.copy_(before)
     return buffer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from daf_core.undisturbed import Buffers, RandomNumbers, devices_of
+from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_of
 
 if TYPE_CHECKING:
     from daf_core.engine import ActivationEngine

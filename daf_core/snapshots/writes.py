@@ -1,0 +1,97 @@
+"""Tensors that are written in place: kept as they were from the moment before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from daf_core.torch_internals import storage_id
+
+
+class Writes(TorchDispatchMode):
+    """Copies those of some tensors that an operator inside writes to, just before it does.
+
+    Each operator takes about 10 us more. Kernels that write to tensors without saying so in their schema are not seen,
+    such as those of batch normalization, which write to buffers, and those that get addresses.
+
+    Args:
+        tensors: The tensors, with their names.
+    """
+
+    # Operators such as flex_attention call others, and pass through.
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self._names = {storage_id(tensor): name for name, tensor in tensors if has_storage(tensor)}
+        self._copies: dict[int, Copy] = {}
+
+    @property
+    def written(self) -> set[str]:
+        """The names of the tensors that were written to."""
+        return {self._names[number] for number in self._copies}
+
+    def restore(self) -> None:
+        """Puts back what the tensors held."""
+        for copy in self._copies.values():
+            copy.restore()
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for tensor in _written(schema, args, kwargs or {}):
+                number = storage_id(tensor) if has_storage(tensor) else None
+                if number in self._names and number not in self._copies:
+                    self._copies[number] = Copy(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+class Copy:
+    """What a tensor's whole storage holds now."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._read, self._write = _access(tensor)
+        self._before = self._read()
+
+    def restore(self) -> None:
+        """Puts it back."""
+        self._write(self._before)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Says whether a tensor's values lie in a storage, as those of sparse ones and of type meta do not."""
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _access(tensor: Tensor) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Returns what reads and what writes a tensor: one of another class has its values elsewhere than it says."""
+    if type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
+        storage = tensor.untyped_storage()
+
+        def write(before: torch.UntypedStorage) -> None:
+            if storage.nbytes() != before.nbytes():
+                storage.resize_(before.nbytes())
+            storage.copy_(before)
+
+        return storage.clone, write
+    values = tensor.detach()
+    return values.clone, values.copy_
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yields the tensors among an operator's arguments that it writes to."""
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        yield from (
+            each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, Tensor)
+        )

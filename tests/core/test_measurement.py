@@ -1,0 +1,234 @@
+"""What a forward pass may change, and that a measurement leaves no trace of it."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daf_core import TraceError
+from daf_core.snapshots.measurement import Measurement, measuring
+
+
+class Counter:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.calls, self.inner = 0, {"seen": [0]}
+
+
+@dataclass
+class Record:
+    """Plain data."""
+
+    values: list[int] = field(default_factory=list)
+
+
+class Slots:
+    """An object without a dictionary of attributes."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Keeping(nn.Module):
+    """Keeps a bit of everything, and changes some of it in each forward pass."""
+
+    created: ClassVar[int] = 0
+    shared: ClassVar[list[int]] = [0]
+
+    def __init__(self, change: Callable[[Keeping], object]) -> None:
+        super().__init__()
+        self.change = [change]
+        self.linear = nn.Linear(2, 2)
+        self.codebook = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("range", torch.zeros(2))
+        self.calls, self.ready, self.name = 0, False, "a"
+        self.items, self.table, self.recent, self.kinds = [1], {"x": [1]}, deque([1], maxlen=2), {1}
+        self.mean, self.means = torch.zeros(2), [torch.zeros(2)]
+        self.array = np.zeros(3)
+        self.numbers = (random.Random(1), np.random.default_rng(1), np.random.RandomState(1))
+        self.generator = torch.Generator().manual_seed(1)
+        self.counter, self.record, self.space = Counter(), Record(), SimpleNamespace(calls=0)
+        self.hidden = [nn.BatchNorm1d(2)]
+        self.slots, self.steps = Slots(), iter(range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change[0](self)
+        return self.linear(x)
+
+
+def _inner(model: Keeping) -> Any:
+    return model.hidden[0]
+
+
+def _in_place(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any]]] = {
+    "number": (lambda model: setattr(model, "calls", model.calls + 1), lambda model: model.calls),
+    "flag": (lambda model: setattr(model, "ready", True), lambda model: model.ready),
+    "new attribute": (lambda model: setattr(model, "late", 1), lambda model: hasattr(model, "late")),
+    "deleted attribute": (lambda model: delattr(model, "name"), lambda model: getattr(model, "name", None)),
+    "list": (lambda model: model.items.append(1), lambda model: [*model.items]),
+    "list in a dictionary": (lambda model: model.table["x"].append(1), lambda model: str(model.table)),
+    "dictionary": (lambda model: model.table.update(y=1), lambda model: str(model.table)),
+    "deque": (lambda model: model.recent.extend([2, 3]), lambda model: [*model.recent]),
+    "set": (lambda model: model.kinds.add(2), lambda model: {*model.kinds}),
+    "tensor in place": (lambda model: model.mean.add_(1), lambda model: model.mean.tolist()),
+    "tensor behind autograd": (lambda model: model.mean.data.add_(1), lambda model: model.mean.tolist()),
+    "part of a tensor": (lambda model: model.mean[1:].add_(1), lambda model: model.mean.tolist()),
+    "result in a tensor": (
+        lambda model: torch.add(torch.ones(2), 1, out=model.mean),
+        lambda model: model.mean.tolist(),
+    ),
+    "several tensors": (lambda model: torch.ops.aten._foreach_add_(model.means, 1), lambda model: model.means[0].tolist()),
+    "another tensor": (lambda model: setattr(model, "mean", model.mean + 1), lambda model: model.mean.tolist()),
+    "tensor in a list": (lambda model: model.means[0].add_(1), lambda model: model.means[0].tolist()),
+    "array": (lambda model: np.add(model.array, 1, out=model.array), lambda model: model.array.tolist()),
+    "random.Random": (lambda model: model.numbers[0].random(), lambda model: model.numbers[0].getstate()),
+    "numpy's generator": (
+        lambda model: model.numbers[1].random(),
+        lambda model: str(model.numbers[1].bit_generator.state),
+    ),
+    "numpy's state": (lambda model: model.numbers[2].rand(), lambda model: str(model.numbers[2].get_state()[2])),
+    "torch's generator": (
+        lambda model: torch.rand(1, generator=model.generator),
+        lambda model: model.generator.get_state().tolist(),
+    ),
+    "object": (lambda model: setattr(model.counter, "calls", 1), lambda model: model.counter.calls),
+    "in an object": (lambda model: model.counter.inner["seen"].append(1), lambda model: str(model.counter.inner)),
+    "data class": (lambda model: model.record.values.append(1), lambda model: str(model.record)),
+    "namespace": (lambda model: setattr(model.space, "calls", 1), lambda model: model.space.calls),
+    "class": (lambda _: setattr(Keeping, "created", Keeping.created + 1), lambda _: Keeping.created),
+    "list of a class": (lambda _: Keeping.shared.append(1), lambda _: [*Keeping.shared]),
+    "new in a class": (lambda _: setattr(Keeping, "late", 1), lambda _: hasattr(Keeping, "late")),
+    "weight": (lambda model: _in_place(model.linear.weight), lambda model: model.linear.weight.tolist()),
+    "weight behind autograd": (
+        lambda model: model.linear.weight.data.mul_(2),
+        lambda model: model.linear.weight.tolist(),
+    ),
+    "codebook": (lambda model: model.codebook.copy_(torch.zeros(3)), lambda model: model.codebook.tolist()),
+    "another weight": (
+        lambda model: setattr(model, "codebook", nn.Parameter(torch.zeros(3))),
+        lambda model: model.codebook.tolist(),
+    ),
+    "buffer": (lambda model: model.range.copy_(torch.ones(2)), lambda model: model.range.tolist()),
+    "larger buffer": (lambda model: model.range.resize_(5), lambda model: [*model.range.shape]),
+    "new buffer": (lambda model: model.register_buffer("late", torch.ones(1)), lambda model: [*model._buffers]),
+    "module": (lambda model: model.add_module("late", nn.Identity()), lambda model: [*model._modules]),
+    "replaced module": (lambda model: setattr(model, "linear", nn.Linear(2, 2)), lambda model: id(model.linear)),
+    "mode": (lambda model: model.eval(), lambda model: [module.training for module in model.modules()]),
+    "hook": (lambda model: model.register_forward_hook(print), lambda model: len(model._forward_hooks)),
+    "module in a list": (lambda model: setattr(_inner(model), "eps", 1.0), lambda model: _inner(model).eps),
+    "statistics of one": (
+        lambda model: _inner(model).running_mean.add_(1),
+        lambda model: _inner(model).running_mean.tolist(),
+    ),
+}
+
+
+@pytest.fixture(params=CHANGES)
+def keeping(request: pytest.FixtureRequest) -> tuple[Keeping, Callable[[Keeping], Any]]:
+    change, read = CHANGES[request.param]
+    return Keeping(change), read
+
+
+def _run(model: nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_pass_changes_comes_back(keeping: tuple[Keeping, Callable[[Keeping], Any]], fails: bool) -> None:
+    """Also where the pass fails."""
+    model, read = keeping
+    before = read(model)
+    with pytest.raises(KeyError) if fails else nullcontext(), measuring(model):
+        _run(model)
+        assert read(model) != before
+        if fails:
+            raise KeyError
+    assert read(model) == before
+
+
+def test_it_comes_back_where_time_is_measured(keeping: tuple[Keeping, Callable[[Keeping], Any]]) -> None:
+    """Operators are not looked at then: what they write to is known from the run before."""
+    model, read = keeping
+    before, measurement = read(model), Measurement(model)
+    for timed in (False, True, True):
+        with measurement.running(timed):
+            _run(model)
+            assert read(model) != before
+        assert read(model) == before
+
+
+def test_it_is_known_by_name(keeping: tuple[Keeping, Callable[[Keeping], Any]]) -> None:
+    """What is not put back as buffers are is told from what a pass leaves as it is."""
+    model, read = keeping
+    measurement, before = Measurement(model), read(model)
+    with measurement.running():
+        model.linear(torch.ones(1, 2))
+    assert not measurement.changed
+    with measurement.running():
+        _run(model)
+    assert read(model) == before
+    assert measurement.changed or any("range" in name for name, _ in model.named_buffers())
+
+
+def test_same_objects_come_back() -> None:
+    """Others may refer to them."""
+    model = Keeping(lambda model: (model.items.append(1), setattr(model, "mean", model.mean + 1)))
+    items, mean, weight = model.items, model.mean, model.linear.weight
+    version = weight._version
+    with measuring(model):
+        _run(model)
+        weight.data.add_(1)
+    assert model.items is items
+    assert model.mean is mean
+    assert model.linear.weight is weight
+    assert weight._version == version
+
+
+TRACES: dict[str, Callable[[Any], object]] = {
+    "slots": lambda model: setattr(model.slots, "calls", model.slots.calls + 1),
+    "steps": lambda model: next(model.steps),
+    "linear.weight": lambda model: np.add.at(model.linear.weight.detach().numpy(), 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_what_cannot_come_back_is_named(name: str) -> None:
+    """The first time, and from then on before anything runs."""
+    model, runs = Keeping(TRACES[name]), 0
+    measurement = Measurement(model)
+    expected = rf"changes {re.escape(name)} in a way that cannot be taken back"
+    for _ in range(3):
+        with pytest.raises(TraceError, match=expected), measurement.running():  # noqa: PT012 later ones raise at once
+            runs += 1
+            _run(model)
+    assert runs == 1
+
+
+def test_parameters_that_a_first_run_makes() -> None:
+    """There is nothing to take back to."""
+    model = nn.Sequential(nn.LazyLinear(2))
+    expected = r"0\.weight has no values yet.*Run one batch through the model"
+    with pytest.raises(TraceError, match=expected), measuring(model):
+        raise AssertionError
+    model(torch.ones(1, 2))
+    with measuring(model):
+        model(torch.ones(1, 2))
