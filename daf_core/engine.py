@@ -179,6 +179,10 @@ class ActivationEngine:
         """Has the next step be audited in place of this one, which does not train what others do."""
         self._auditor.postpone()
 
+    def forget_audits(self) -> None:
+        """Forgets what audits have found: they have measured something else than what is trained."""
+        self._policy.forget()
+
     def audit(self, loss_function: Callable[[], Tensor]) -> GradientError | None:
         """Measures the error of the compressed gradient, and adapts the precision of each site to what it finds.
 

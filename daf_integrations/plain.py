@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from daf_core import ConfigError, DAFConfig
+from daf_integrations.own_loss import loss_in
 from daf_integrations.settings import configured
-from daf_integrations.training import Training, loss_in, training_of, trainings
+from daf_integrations.training import Training, training_of, trainings
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -29,12 +29,10 @@ from daf_core.hook_stack import refuse_foreign_hooks
 from daf_core.plan.runner import StepRunner
 from daf_core.rewrites.loss_option import chunk_loss
 from daf_core.samples import SHARE, few_rows
+from daf_integrations.audit_warnings import AuditWarnings
 from daf_integrations.description import describe, title
 from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
 from daf_integrations.totals import RunTotals
-
-LOW_COSINE = 0.5
-"""Of the angle between compressed and exact gradient; below it a step goes mostly elsewhere, and a warning says so."""
 
 LEAST_SHARE = 1 / 1024
 """Part of a batch below which an audit is given up that does not fit in the memory budget."""
@@ -82,10 +80,9 @@ class DAFSession:
         self.totals = totals or RunTotals()
         self._engine_state = engine_state
         self._share: float | None = SHARE
-        self._unmeasured = self._tried = False
         self._called = False
         self._obstacle: str | None = None
-        self._warned = False
+        self._warnings = AuditWarnings(config)
         self.last_step: StepStatistics | None = None
         self._recent = RunTotals()
         self._engine: ActivationEngine | None = None
@@ -217,8 +214,10 @@ class DAFSession:
         finally:
             _thread.session = outer
 
-    def audit(self, model: nn.Module, batch: Any, loss_function: Callable[[Any], Tensor]) -> None:
+    def audit(self, model: nn.Module, batch: Any, loss_function: Callable[[Any], Tensor]) -> bool:
         """Measures the error of the gradient on a few rows, where that is due and a gradient is recorded.
+
+        Says whether it was measured.
 
         Does nothing inside a scope or audit that covers the model. To be called before the forward pass of a step,
         outside of `scope`.
@@ -232,26 +231,28 @@ class DAFSession:
             AuditError: It cannot be measured, and `max_gradient_error` is set.
         """
         if self._engine is None or self.covering:
-            return
+            return False
         if not self._called:
             self._called, self._obstacle = True, audit_obstacle(model)
             warn_of_large_graphs(model)
         if not self._audit_due:
-            return
+            return False
         if self._elastic is not None and not self._elastic.trains_most:
             self._engine.postpone_audit()  # what is not trained here would not be measured
-            return
+            return False
         if self._keeps_all:
-            return
+            return False
         if self._obstacle is not None:
             self.give_up_audits(self._obstacle)
-            return
+            return False
         try:
-            self._warn(self._audit(self._engine, batch, loss_function))
+            self._warnings.add(self._audit(self._engine, batch, loss_function), self.totals)
         except HooksActiveError:
             raise
         except Exception as error:  # whatever a model does with a part of a batch: training must not end for it
             self.give_up_audits(repr(error), error)
+            return False
+        return True
 
     def give_up_audits(self, reason: str, cause: Exception | None = None) -> None:
         """Trains on without audits, where one is due that is not possible, and says so once.
@@ -259,8 +260,27 @@ class DAFSession:
         Raises:
             AuditError: `max_gradient_error` is set.
         """
-        if not self._audit_due:
-            return
+        if self._audit_due:
+            self._give_up_audits(reason, cause)
+
+    def retract_audits(self, reason: str | None) -> None:
+        """Forgets what audits have found, as they measured something else than what is trained.
+
+        Args:
+            reason: Why they cannot measure it, so that training goes on without; None where they can from now on.
+
+        Raises:
+            AuditError: `max_gradient_error` is set, and there is a reason.
+        """
+        if self._engine is not None:
+            self._engine.forget_audits()
+        for totals in (self.totals, self._recent):
+            totals.audits = totals.audits_above = 0
+            totals.gradient_error = totals.gradient_cosine = None
+        if reason is not None:
+            self._give_up_audits(reason)
+
+    def _give_up_audits(self, reason: str, cause: Exception | None = None) -> None:
         reason = f"DAF cannot measure the error of the gradient on a part of the batch: {reason}"
         if self.config.max_gradient_error is not None:
             raise AuditError(f"{reason}. max_gradient_error cannot be kept without; leave it out") from cause
@@ -291,31 +311,6 @@ class DAFSession:
                     if self._share < LEAST_SHARE:
                         raise
                     self._share /= 2
-
-    def _warn(self, measured: GradientError | None) -> None:
-        if measured is None:
-            first, self._tried = not self._tried, True  # before the first pass nothing is known of what it stores
-            if not self._unmeasured and (self.config.max_gradient_error is not None or not first):
-                log.warning(
-                    "DAF could not measure the error of the gradient: on a part of the batch the gradient is zero or "
-                    "not finite. Until it can, precision is chosen without it"
-                )
-                self._unmeasured = True
-            return
-        bound = self.config.max_gradient_error
-        self.totals.audits += 1
-        self.totals.audits_above += bound is not None and measured.error > bound
-        low = measured.cosine < LOW_COSINE
-        if low and not self._warned:
-            log.warning(
-                "DAF's compressed gradient differs from the exact one by %.0f%% of its length, and the cosine of the "
-                "angle between them is %.2f: training will be slow or fail. Raise memory_budget or precision",
-                100 * measured.error,
-                measured.cosine,
-            )
-        elif bound is not None and measured.error > bound:
-            log.warning("DAF measured a gradient error of %.3g; max_gradient_error=%.3g", measured.error, bound)
-        self._warned = low
 
     def finish_backward(self) -> None:
         """A backward pass ended inside of `scope`: what is saved next counts as another forward pass."""

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from daf_core import AuditError, DAFConfig, ProfileError
+from daf_core import DAFConfig, ProfileError
 from daf_core.forward import ForwardWrapper
 from daf_integrations.innermost import innermost
+from daf_integrations.own_loss import LossWatch, loss_in
 from daf_integrations.session import DAFSession
 from daf_integrations.totals import RunTotals
 
@@ -28,6 +29,11 @@ LossFunction = Callable[[Any], Tensor]
 
 NOT_SPLIT = (
     "a loop that calls the model itself keeps its batches whole; daf_integrations.step(model, batch) splits them"
+)
+
+OTHER_LOSS = (
+    "backward ran on something else than the loss that the model returns. daf_integrations.step(model, batch, "
+    "loss_function) measures that of loss_function"
 )
 
 log = getLogger("daf")
@@ -72,6 +78,8 @@ class Training:
         self.session.attach(self.model, model)
         self.ending = Ending(self.session.start_line(), self.session.totals)
         self._passes = self._unseen = 0
+        self._loss_name: str | None = None
+        self._watch: LossWatch | None = None
         self._aside = False
         self._forward = ForwardWrapper(model, self._compressed)
         _trainings.add(self)
@@ -150,6 +158,7 @@ class Training:
         if self._passes:
             self.session.finish_step()
             self._passes = 0
+            self._check_audit()
         elif self.session.last_step is None and not self.ending.covered:
             self._unseen += 1
             if self._unseen == UNSEEN_STEPS:
@@ -175,15 +184,29 @@ class Training:
         self._begin_step()
         if self.session.runner is not None and self.session.covering is None:
             self.session.runner.prepare((args, kwargs), self._loss, NOT_SPLIT)
-        self.session.audit(self.outer, (args, kwargs), self._loss)
+        audited = self.session.audit(self.outer, (args, kwargs), self._loss)
         with self._pass():
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        if audited:
+            self._watch = LossWatch(output, self._loss_name)
+        return output
+
+    def _check_audit(self) -> None:
+        """Sees to it that what is audited is what is trained, once it has been trained."""
+        watch, self._watch = self._watch, None
+        if watch is None or watch.is_trained or not watch.seen:
+            return
+        if watch.instead is not None:
+            self._loss_name = watch.instead
+            self.session.retract_audits(None)
+        else:
+            self.session.retract_audits(OTHER_LOSS)
 
     def _loss(self, rows: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
         # Not through DistributedDataParallel, which would wait for other processes.
         args, kwargs = rows
         with self._uncompressed():
-            return loss_in(self.model(*args, **kwargs))
+            return loss_in(self.model(*args, **kwargs), self._loss_name)
 
     @contextmanager
     def _uncompressed(self) -> Generator[None]:
@@ -258,24 +281,4 @@ def _nothing_compressed(ending: Ending, when: str) -> str:
         f"DAF compressed nothing in {when} ({ending.title}). It covers calls of the prepared model in training mode "
         "(model.train()) that record gradients, and steps of torch optimizers that hold its parameters. Call the model "
         "that prepare returned, not a part of it, or put forward pass and loss into `with daf_integrations.scope():`"
-    )
-
-
-def loss_in(output: Any) -> Tensor:
-    """Finds the loss in what a model returns.
-
-    Raises:
-        AuditError: There is none.
-    """
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple) and not hasattr(output, "loss"):
-        found = output[0] if output else None
-    elif not isinstance(output, Tensor):
-        found = getattr(output, "loss", None)
-    if isinstance(found, Tensor) and found.numel() == 1 and (found.requires_grad or not torch.is_grad_enabled()):
-        return found
-    raise AuditError(
-        "the model returns no loss (a number, or one in `loss`, or first of a tuple), so what its loss is, is unknown"
     )

@@ -125,6 +125,10 @@ class PrecisionPolicy:
             self._errors[site] = [(1 - NEWEST) * old + NEWEST * new for old, new in zip(known, errors, strict=True)]
         self._planned = None
 
+    def forget(self) -> None:
+        """Forgets all calibrations, and the plan."""
+        self._errors, self._slopes, self._plan, self._planned = {}, set(), {}, None
+
     def predict(self, precisions: Mapping[Site, int | None]) -> float:
         """Returns the squared gradient error that these precisions are expected to give."""
         total = 0.0

@@ -1,0 +1,151 @@
+"""The loss that a model returns, and whether it is the one that is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daf_core import AuditError
+from daf_core.batches import tensors_in
+from daf_core.torch_internals import all_nodes
+
+ELEMENTS = 1 << 14
+"""Elements of a gradient that are compared."""
+
+TOLERANCE = 1e-2
+"""Relative difference that rounding explains, in half precision, too."""
+
+
+def loss_in(output: Any, name: str | None = None) -> Tensor:
+    """Finds the loss in what a model returns: a number, one called `loss`, or the first number of a tuple.
+
+    Args:
+        output: What it returns.
+        name: The name of the loss among `losses_in`, where it is known.
+
+    Raises:
+        AuditError: There is none.
+    """
+    found = losses_in(output)
+    chosen = _chosen(found, name)
+    if chosen is None:
+        raise AuditError(
+            "the model returns no loss (a number, one in `loss`, or one in a tuple), so what its loss is, is unknown. "
+            "daf_integrations.step(model, batch, loss_function) runs a step with any other"
+        )
+    return found[chosen]
+
+
+def losses_in(output: Any) -> dict[str, Tensor]:
+    """Returns the numbers with a gradient that a model returns, by key or index."""
+    return {name: value for name, value in _named(output) if _is_loss(value)}
+
+
+def _named(output: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(output, Mapping):
+        yield from ((str(key), value) for key, value in output.items())
+    elif isinstance(output, tuple) and not hasattr(output, "loss"):
+        yield from ((str(place), value) for place, value in enumerate(output))
+    elif isinstance(output, Tensor):
+        yield "", output
+    else:
+        yield "loss", getattr(output, "loss", None)
+
+
+def _chosen(losses: Mapping[str, Tensor], name: str | None) -> str | None:
+    if name is None:
+        name = "loss" if "loss" in losses else next(iter(losses), None)
+    return name if name in losses else None
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and (value.requires_grad or not torch.is_grad_enabled())
+
+
+class LossWatch:
+    """Sees in backward what of a model's result is trained on.
+
+    Args:
+        output: What the model has returned.
+        name: As for `loss_in`, whose result is taken for the loss that is trained on.
+    """
+
+    def __init__(self, output: Any, name: str | None) -> None:
+        self._used: set[str] = set()
+        self._others: list[_Beside] = []
+        losses = losses_in(output)
+        self._name = _chosen(losses, name)
+        for known, loss in losses.items():
+            loss.register_hook(partial(self._use, known))
+        numbers = set(map(id, losses.values()))
+        for tensor in tensors_in(_contents(output)):
+            if type(tensor) is Tensor and tensor.requires_grad and id(tensor) not in numbers:  # not logits that wait
+                self._others.append(_Beside(tensor, losses.get(self._name or "")))
+
+    @property
+    def seen(self) -> bool:
+        """Whether a backward pass has come to anything that the model has returned."""
+        return bool(self._used) or any(other.seen for other in self._others)
+
+    @property
+    def instead(self) -> str | None:
+        """The one loss that is trained on in place of the other; None where that is not so."""
+        others = self._used - {self._name}
+        return next(iter(others)) if len(self._used) == len(others) == 1 else None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the loss is trained on, and nothing else of what the model has returned."""
+        return self._used == {self._name} and not any(other.is_used for other in self._others)
+
+    def _use(self, name: str, _gradient: Tensor) -> None:
+        self._used.add(name)
+
+
+class _Beside:
+    """Sees whether a tensor's gradient comes from a loss alone.
+
+    What the nodes pass on that lead from the loss to the tensor is compared with what it gets, in some elements.
+    """
+
+    def __init__(self, tensor: Tensor, loss: Tensor | None) -> None:
+        self._passed = self._got = torch.zeros(())
+        self.seen = False
+        tensor.register_hook(self._get)
+        source = (tensor.grad_fn, tensor.output_nr)
+        for node in [] if loss is None else all_nodes(loss.grad_fn):
+            places = [place for place, edge in enumerate(node.next_functions) if edge == source]
+            if places:
+                node.register_hook(partial(self._pass, places))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether something else has a gradient for it."""
+        got, passed = torch.broadcast_tensors(self._got, self._passed)
+        if not self.seen or not got.isfinite().all():  # of a step that a gradient scaler skips
+            return False
+        return not torch.allclose(got, passed, rtol=TOLERANCE, atol=TOLERANCE * float(got.abs().max()))
+
+    def _pass(self, places: list[int], gradients: tuple[Tensor | None, ...], _outer: object) -> None:
+        for place in places:
+            if (found := gradients[place]) is not None:
+                self._passed = self._passed + _some(found)
+
+    def _get(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # a node that nothing reached runs with none, as that of DistributedDataParallel does
+            self.seen = True
+            self._got = self._got + _some(gradient)
+
+
+def _contents(output: Any) -> Any:
+    return output if isinstance(output, Mapping | tuple | list | Tensor) else vars(output)
+
+
+def _some(gradient: Tensor) -> Tensor:
+    """Returns elements of a gradient, evenly spread."""
+    elements = gradient.detach().reshape(-1)
+    return elements[:: max(elements.numel() // ELEMENTS, 1)].float().cpu()
