@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from humanfriendly import format_size
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from daf_core import DAFConfig
 
@@ -29,7 +30,9 @@ def title(config: DAFConfig, description: str) -> str:
 
 def describe(model: nn.Module) -> str:
     """Returns what is trained, and where."""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]  # of the first pass
+    if not parameters:
+        return f"{type(model).__name__}, whose parameters the first batch makes"
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in parameters)
     return f"{type(model).__name__} on {parameters[0].device}, {trained:,} of {total:,} parameters trained"

@@ -29,6 +29,7 @@ from daf_core.hook_stack import refuse_foreign_hooks
 from daf_core.plan.runner import StepRunner
 from daf_core.rewrites.loss_option import chunk_loss
 from daf_core.samples import SHARE, few_rows
+from daf_core.snapshots.measurement import missing_values
 from daf_integrations.audit_warnings import AuditWarnings
 from daf_integrations.description import describe, title
 from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
@@ -233,6 +234,9 @@ class DAFSession:
         if self._engine is None or self.covering:
             return False
         if not self._called:
+            if missing_values(model) is not None:
+                self._engine.postpone_audit()  # the first pass makes them
+                return False
             self._called, self._obstacle = True, audit_obstacle(model)
             warn_of_large_graphs(model)
         if not self._audit_due:

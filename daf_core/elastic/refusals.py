@@ -14,6 +14,7 @@ from daf_core.elastic.units import Calls, Units
 from daf_core.errors import ConfigError
 from daf_core.plan.blocks import Block
 from daf_core.plan.ranks import SHARDED, exchanging, several
+from daf_core.snapshots.measurement import missing_values
 from daf_core.torch_internals import is_compiled
 
 log = getLogger("daf")
@@ -112,6 +113,8 @@ def _missing(units: Units) -> Iterator[str]:
 
 
 def _reasons(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
+    if (missing := missing_values(model)) is not None:
+        yield missing
     if len(blocks) < 2:
         yield (
             f"{type(model).__name__} has {len(blocks)} blocks, such as the layers of a transformer or equal modules in "

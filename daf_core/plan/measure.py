@@ -27,7 +27,8 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
     """Measures a pass of one row, and one of as many as fit in the limit twice, up to half of the batch.
 
     More rows than one say what does not grow with them. Blocks that do not run alike in all passes, as experts do, are
-    none: the ones that they are in may be. Nothing may be compressed or recomputed in the model meanwhile.
+    none: the ones that they are in may be. Nor are blocks that a pass changes: a second one would find them changed.
+    Nothing may be compressed or recomputed in the model meanwhile.
 
     Args:
         model: The model.
@@ -39,10 +40,13 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
     left_out: set[str] = set()
     while True:
         blocks = [_exact_around(block, left_out) for block in blocks_of(model, left_out)]
-        observed = _Passes(model, blocks, config, loss_of).few_and_many(rows, limit)
+        passes = _Passes(model, blocks, config, loss_of)
+        observed = passes.few_and_many(rows, limit)
         unsteady = _unsteady(observed)
-        if not unsteady:
-            return Profile(blocks, *observed)
+        changed = {block.name for block in blocks if any(name.startswith(f"{block.name}.") for name in passes.changed)}
+        if not unsteady and not changed:
+            return Profile(blocks, *observed, changed=passes.changed)
+        left_out |= changed
         containers = {blocks[number].name.rpartition(".")[0] for number in unsteady}
         left_out |= {block.name for block in blocks if block.name.rpartition(".")[0] in containers}
 
@@ -55,6 +59,9 @@ class _Passes:
         blocks: Its blocks.
         config: How activations are stored.
         loss_of: Returns the loss of so many rows of the batch.
+
+    Attributes:
+        changed: See `Measurement.repeated_changes`.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], config: DAFConfig, loss_of: LossOfRows) -> None:
@@ -62,6 +69,7 @@ class _Passes:
         self._blocks = blocks
         self._config = config
         self._loss_of = loss_of
+        self.changed: set[str] = set()
 
     def few_and_many(self, rows: int, limit: int) -> list[Observed]:
         least = min(_least_rows(self._model), rows)
@@ -79,6 +87,7 @@ class _Passes:
         try:
             # A first pass keeps some values until it is known who reads them.
             Observer(self._model, self._blocks, engine).observe(lambda: self._loss_of(rows), False, None, timed=False)
+            self.changed |= engine.measurement.repeated_changes(lambda: self._loss_of(rows))
             metered = self._pair(engine, rows, metered=True)
             timed = [self._pair(engine, rows, metered=False) for _ in range(repeats)]
             return Observed(rows, planned_bits(self._config)[-1], metered, timed)

@@ -8,6 +8,7 @@ from torch import nn
 
 from daf_core.errors import ConfigError
 from daf_core.plan.ranks import communication
+from daf_core.snapshots.measurement import missing_values
 from daf_core.snapshots.rng_and_buffers import devices_of
 from daf_core.torch_internals import is_compiled
 
@@ -39,6 +40,8 @@ def _reasons(model: nn.Module, inner: nn.Module) -> Iterator[str]:
     reason = communication(model)
     if reason is not None:
         yield f"{reason}, so no process can measure or run a step again on its own"
+    if (missing := missing_values(inner)) is not None:
+        yield missing
     if len(devices_of(inner)) > 1:
         yield "its parameters are on several devices, and what a step takes is measured on one"
     on_gpu = next(inner.parameters()).device.type == "cuda"

@@ -31,6 +31,7 @@ class Profile:
         blocks: The model's blocks.
         few: How a pass with few rows was observed.
         many: The same with more; None where few is all that there is.
+        changed: The names of what each pass changes in the model once more.
 
     Attributes:
         blocks: The model's blocks.
@@ -41,13 +42,23 @@ class Profile:
 
     off: frozenset[int] = frozenset()
 
-    def __init__(self, blocks: Sequence[Block], few: Observed, many: Observed | None = None) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], few: Observed, many: Observed | None = None, changed: Collection[str] = ()
+    ) -> None:
         self.blocks = list(blocks)
         self.names = [block.name for block in blocks]
         self.calls = few.metered[0].blocks
+        self._changed = sorted(name for name in changed if "." in name)  # what the model itself counts, it may
         self._few = few
         self._many = many
         self._known: dict[tuple[int, int | None], Costs] = {}
+
+    @property
+    def whole(self) -> str | None:
+        """Why no batch can be split, as far as a pass shows that; None where it can."""
+        if not self._changed:
+            return None
+        return f"each forward pass changes {self._changed[0]}, and one for each part would do so several times"
 
     def at(self, rows: float, bits: int | None) -> Costs:
         """Returns what a pass of so many rows, as long as those that were observed, costs at a precision."""

@@ -112,6 +112,7 @@ class StepPlanner:
         """
         self._follow_available_memory()
         profile = self._profile_for(batch)
+        whole = whole or profile.whole
         self._last = batch, whole
         plan = self._planned(profile, batch, whole)
         if plan.forecast.peak_bytes > self._room:

@@ -28,7 +28,7 @@ FRAMEWORKS = {"torch", "transformers", "lightning", "pytorch_lightning", "lightn
 """Packages whose objects are not looked into: of what they count themselves their integrations know."""
 
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes of a module whose contents are called as if they were its own."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type)
@@ -158,7 +158,7 @@ class Contents:
             self._kept[id(collection)] = _Collection(name, collection, named)
         if isinstance(collection, dict):
             for key, value in [*collection.items()]:
-                if named and key in _REGISTERED and isinstance(value, dict):
+                if named and key in REGISTERED and isinstance(value, dict):
                     self._keep(name, value, named=True)
                 else:
                     self.add(f"{name}.{key}".lstrip(".") if named else name, value)
@@ -169,9 +169,10 @@ class Contents:
     def _is_own(self, value: Any) -> bool:
         if not hasattr(value, "__dict__"):
             return False
+        package = _package(type(value))
         if isinstance(value, nn.Module | SimpleNamespace) or is_dataclass(value):
-            return bool(self._packages)
-        return _package(type(value)) in self._packages
+            return bool(self._packages) and (package == "torch" or package not in FRAMEWORKS)
+        return package in self._packages
 
 
 class _Collection:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] what all have in common
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from daf_core.errors import TraceError
-from daf_core.snapshots.attributes import ModuleAttributes
+from daf_core.snapshots.attributes import REGISTERED, ModuleAttributes
 from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
 
@@ -34,7 +35,8 @@ class Measurement:
         model: The model.
 
     Attributes:
-        changed: The names of the attributes and tensors, without buffers, that a run has changed.
+        changed: The names of the attributes and tensors that a run has changed, but for statistics of normalizations:
+            no pass of training reads these.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,7 +67,7 @@ class Measurement:
             with nullcontext() if timed else writes:
                 yield
         finally:
-            self.changed |= attributes.restore() | writes.written
+            self.changed |= (attributes.restore() | writes.written) - _statistics(self._model)
             self._written |= writes.written
             writes.restore()
             for copy in copies:
@@ -76,16 +78,35 @@ class Measurement:
             self._checked = True
             self._compare(before, _digests(tensors, attributes.opaque))
 
+    def repeated_changes(self, run: Callable[[], object]) -> set[str]:
+        """Returns the names of what a pass changes once more that a pass before it has changed.
+
+        Counts and moving averages are such, and what is set up once, or noted in each pass, is not: a pass that is run
+        again, or in parts, finds these as a whole one does.
+
+        Args:
+            run: Runs a pass.
+
+        Raises:
+            TraceError: See `running`.
+        """
+        if not self.changed:
+            return set()
+        with self.running():
+            numbers = RandomNumbers(devices_of(self._model))
+            run()
+            first = _values(self._model)
+            numbers.restore()
+            run()
+            return {name for name, value in _values(self._model).items() if value != first.get(name)}
+
     def _taken(self) -> tuple[RandomNumbers, ModuleAttributes, Buffers]:
         return RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model), Buffers(self._model)
 
     def _refuse(self) -> None:
-        lazy = next((name for name, parameter in self._model.named_parameters() if is_lazy(parameter)), None)
+        lazy = missing_values(self._model)
         if lazy is not None:
-            raise TraceError(
-                f"{lazy} has no values yet, and what runs beside training would give it some. Run one batch through "
-                "the model first, without gradient"
-            )
+            raise TraceError(f"{lazy}, and what runs beside training would make them")
         if self._trace is not None:
             raise TraceError(self._trace)
 
@@ -101,11 +122,35 @@ class Measurement:
         raise TraceError(self._trace)
 
 
+def missing_values(model: nn.Module) -> str | None:
+    """Says which parameter of a model has no values before its first forward pass; None where all have."""
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is None:
+        return None
+    return f"{lazy} has no values before a first batch has run through the model; run one through it, without gradient"
+
+
 @contextmanager
 def measuring(model: nn.Module) -> Generator[None]:
     """Takes back what runs inside, as `Measurement` does."""
     with Measurement(model).running():
         yield
+
+
+def _statistics(model: nn.Module) -> set[str]:
+    """Returns the names of the running statistics of batch normalization and its like."""
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _NormBase)]
+    return {f"{name}.{buffer}".lstrip(".") for name, module in norms for buffer, _ in module.named_buffers()}
+
+
+def _values(model: nn.Module) -> dict[str, bytes | None]:
+    """Returns what tells whether attributes of modules, and what is in them, have other values."""
+    kept: dict[str, bytes | None] = {}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            parts = value.items() if attribute in REGISTERED else [(attribute, value)]
+            kept |= {f"{name}.{part}".lstrip("."): _pickled(each, by_value=True) for part, each in parts}
+    return {name: value for name, value in kept.items() if name not in _statistics(model)}
 
 
 def _digests(tensors: Iterable[tuple[str, Tensor]], opaque: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -130,13 +175,19 @@ def _sum_of_bits(tensor: Tensor) -> Any:
     return tuple(values.shape), int(values.view(-1).view(whole).sum(dtype=torch.int64)) if values.numel() else 0
 
 
-def _pickled(value: Any) -> bytes | None:
-    """Returns what a value would be stored as; None where that is unknown, or large."""
+def _pickled(value: Any, by_value: bool = False) -> bytes | None:
+    """Returns what a value would be stored as; None where that is unknown, or large.
+
+    Args:
+        value: The value.
+        by_value: Whether tensors in it are told apart by their values; otherwise by identity.
+    """
     stream = _Limited()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # iterators of itertools will not be pickled one day
             pickler = _Pickler(stream)
+            pickler.by_value = by_value
             pickler.fast = True  # equal values are stored alike, whether they are one object or two
             pickler.dump(value)
     except Exception:  # whatever objects do that are not made to be pickled
@@ -153,6 +204,10 @@ class _Limited(io.BytesIO):
 
 
 class _Pickler(pickle.Pickler):
+    by_value = False
+
     @override
-    def persistent_id(self, obj: Any, /) -> int | None:
+    def persistent_id(self, obj: Any, /) -> Any:
+        if self.by_value and isinstance(obj, Tensor):
+            return _sum_of_bits(obj)
         return id(obj) if isinstance(obj, Tensor | nn.Module) else None
