@@ -15,7 +15,6 @@ from torchmetrics import Metric, MetricCollection
 
 from daf_core import AuditError
 from daf_core.batches import has_rows
-from daf_core.snapshots.attributes import attributes_kept
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -51,12 +50,11 @@ def loss_aside(strategy: Strategy, module: LightningModule, *args: Any, **kwargs
 
 @contextmanager
 def _aside(module: nn.Module) -> Generator[None]:
-    """Leaves no trace of what runs inside in logs, metrics and attributes; buffers are the engine's affair."""
+    """Leaves no trace of what runs inside in logs and metrics; what else it changes is the engine's affair."""
     with ExitStack() as stack:
         for part in list(module.modules()):
             if hasattr(part, "training_step"):
                 stack.enter_context(_without_logging(part))
-                stack.enter_context(attributes_kept(part))  # torch's and Lightning's own are private
             stack.enter_context(_metrics_kept(part))
         yield
 
