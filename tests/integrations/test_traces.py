@@ -1,0 +1,224 @@
+"""Training with DAF leaves in a model and its batches what training without it leaves, in every trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    CanineConfig,
+    CanineForQuestionAnswering,
+    SplinterConfig,
+    SplinterForQuestionAnswering,
+    Trainer,
+    TrainingArguments,
+)
+
+import daf_integrations as daf
+from daf_core import PlanError
+from daf_integrations import DAFCallback, DAFStrategy
+from tests.integrations.hf_runs import daf_records
+
+ROWS, STEPS = 32, 4
+
+
+def row(number: int) -> dict[str, Tensor]:
+    numbers = torch.Generator().manual_seed(number)
+    return {"x": torch.randn(64, generator=numbers) + number, "labels": torch.tensor(number % 12)}
+
+
+DATA = [row(number) for number in range(ROWS * STEPS)]
+
+
+class Standardize(nn.Module):
+    """Sets itself up with its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = False
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("deviation", torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.ready:
+            self.mean.copy_(x.detach().mean(0))
+            self.deviation.copy_(x.detach().std(0, correction=0) + 1)
+            self.ready = True
+        return (x - self.mean) / self.deviation
+
+
+class Counting(nn.Module):
+    """Counts its calls, notes their rows and keeps a moving average that it adds to its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.calls, self.rows = 0, [0]
+        self.average: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.rows.append(len(x))
+            mean = x.detach().mean()
+            self.average = mean if self.average is None else 0.9 * self.average + 0.1 * mean
+        return x + self.outer(torch.nn.functional.gelu(self.inner(x))) + (self.average or 0.0)
+
+
+class Net(nn.Module):
+    """Leaves traces wherever a forward pass can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.standardize = Standardize()
+        self.blocks = nn.Sequential(Counting(), Counting(), Counting())
+        self.head = nn.Linear(64, 10)
+        self.labels = [0]
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if self.training:
+            self.labels.append(int(labels.sum()))
+            labels.clamp_(max=len(x) % 10 + 1)
+        logits = self.head(self.blocks(self.standardize(x)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def traces(self) -> list[Any]:
+        """What it has noted."""
+        counts = [[block.calls, block.rows, float(block.average)] for block in self.blocks]
+        return [self.labels, self.standardize.mean.tolist(), self.standardize.deviation.tolist(), counts]
+
+
+class Module(pl.LightningModule):
+    """The same for Lightning."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, _index: int) -> Tensor:
+        return self.net(**batch)["loss"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def in_hf(net: nn.Module, options: dict[str, Any] | None, folder: Path, data: Any = DATA, rows: int = ROWS) -> None:
+    args = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=rows,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    callbacks = [] if options is None else [DAFCallback(**options)]
+    Trainer(net, args, train_dataset=data, callbacks=callbacks).train()
+
+
+def in_lightning(net: Net, options: dict[str, Any] | None, folder: Path) -> None:
+    strategy = "auto" if options is None else DAFStrategy(**options)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        max_steps=STEPS, accelerator="cpu", devices=1, strategy=strategy, enable_model_summary=False, **quiet
+    )
+    trainer.fit(Module(net), DataLoader(DATA, ROWS))  # pyright: ignore[reportArgumentType] a list is a dataset
+
+
+def in_loop(net: Net, options: dict[str, Any] | None, folder: Path) -> None:
+    model = net if options is None else daf.prepare(net, **options)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for batch in DataLoader(DATA, ROWS):  # pyright: ignore[reportArgumentType] a list is a dataset
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+TRAINERS: dict[str, Callable[..., None]] = {"transformers": in_hf, "lightning": in_lightning, "loop": in_loop}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exact": {"precision": "exact"},
+    "exact in a budget": {"precision": "exact", "memory_budget": "50MB"},
+    "exact and elastic": {"precision": "exact", "elastic": {"time": 0.9}},
+    "auto": {},
+    "auto in a budget": {"memory_budget": "50MB"},
+    "4 bits": {"precision": 4},
+}
+
+
+def trained(trainer: Callable[..., None], options: dict[str, Any] | None, folder: Path) -> Net:
+    torch.manual_seed(0)
+    net = Net().train()
+    trainer(net, options, folder)
+    return net
+
+
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_traces_are_those_of_training_without(
+    trainer: Callable[..., None], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Buffers, attributes and batches; in exact mode weights, too, where all of them are trained."""
+    plain, net = trained(trainer, None, tmp_path), trained(trainer, OPTIONS[name], tmp_path)
+    labels, *kept = net.traces()
+    assert labels == plain.traces()[0]
+    for found, expected in zip(kept[2], plain.traces()[3], strict=True):
+        assert found[:2] == expected[:2]
+    if name.startswith("exact") and "elastic" not in name:
+        assert net.traces() == plain.traces()
+        assert all(map(torch.equal, net.parameters(), plain.parameters()))
+    assert not [record for record in daf_records(caplog) if "cannot measure" in record.message]
+
+
+def test_a_batch_is_not_split_where_passes_are_counted() -> None:
+    """Each part would count; nor is a block computed again that does."""
+    model = daf.prepare(Net().train(), precision="exact", memory_budget="30KB")
+    with pytest.raises(PlanError, match=r"each forward pass changes blocks\.0\.\w+"):
+        daf.step(model, next(iter(DataLoader(DATA, ROWS))))  # pyright: ignore[reportArgumentType] a list is a dataset
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+QA: dict[str, Callable[[], nn.Module]] = {
+    "splinter": lambda: SplinterForQuestionAnswering(
+        SplinterConfig(vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    ),
+    "canine": lambda: CanineForQuestionAnswering(
+        CanineConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, downsampling_rate=4
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("make", QA.values(), ids=QA)
+@pytest.mark.parametrize("name", ["exact in a budget", "auto"])
+def test_models_that_change_their_labels(make: Callable[[], nn.Module], name: str, tmp_path: Path) -> None:
+    """They clamp positions of answers to the length of what they are given."""
+    length = 128
+    data = [
+        {
+            "input_ids": torch.randint(5, 100, (length,), generator=torch.Generator().manual_seed(row)),
+            "start_positions": torch.tensor(row % length),
+            "end_positions": torch.tensor(length - 1 - row % 3),
+        }
+        for row in range(8 * STEPS)
+    ]
+    models: list[nn.Module] = []
+    for options in (None, OPTIONS[name]):
+        torch.manual_seed(0)
+        models.append(make())
+        in_hf(models[-1], options, tmp_path, data, 8)
+    if name.startswith("exact"):
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    else:
+        torch.manual_seed(0)
+        start = flat(make())
+        updates = [flat(model) - start for model in models]
+        assert torch.cosine_similarity(*updates, dim=0) > 0.9
