@@ -108,7 +108,7 @@ class DAFSession:
         Raises:
             ConfigError: Steps are to be planned, training to be elastic or the loss computed in chunks, and this
                 model's cannot.
-            ElasticError: Elastic training cannot go on within the share that is asked for now.
+            ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
             HooksActiveError: Saved-tensor hooks of someone else are active.
             NothingToTrainError: No parameter requires a gradient.
             StateError: What was learned before is no saved state.
@@ -172,7 +172,7 @@ class DAFSession:
         """Is to be called after the optimizers' step, while gradients are still there; `finish_step` does, too.
 
         Raises:
-            ElasticError: Training is elastic, and cannot be within its share.
+            ElasticError: Training is elastic, and cannot be within its share of memory, or would save nothing.
         """
         self._add_elastic(None if self._elastic is None else self._elastic.finish_step())
 
@@ -378,7 +378,7 @@ class DAFSession:
         """Goes on from what `state` returned, attached or not.
 
         Raises:
-            ElasticError: Elastic training cannot go on within the share that is asked for now.
+            ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
             StateError: It is something else.
         """
         try:

@@ -168,13 +168,24 @@ class TestErrors:
         assert trained(trainer.model) == before
         assert left_behind(trainer) == []
 
-    def test_where_the_share_cannot_be_kept(self, make_trainer: MakeTrainer) -> None:
-        trainer = make_trainer(elastic(elastic={"time": 0.01}), model=adapters(), max_steps=STEPS)
+    def test_where_no_step_holds_so_little(self, make_trainer: MakeTrainer) -> None:
+        trainer = make_trainer(elastic(elastic={"memory": 0.01}), model=adapters(), max_steps=STEPS)
         before = trained(trainer.model)
-        with pytest.raises(ElasticError, match=r"elastic\.time=0\.01 cannot be kept.*Allow more"):
+        with pytest.raises(ElasticError, match=r"elastic\.memory=0\.01 cannot be kept.*Allow more"):
             run(trainer)
         assert trained(trainer.model) == before
         assert left_behind(trainer) == []
+
+
+def test_a_share_of_time_that_cannot_be_kept_ends_no_run(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Times are measured: a run that passes now and fails a minute later helps nobody."""
+    trainer = make_trainer(elastic(elastic={"time": 0.01}), model=adapters(), max_steps=STEPS)
+    run(trainer)
+    [record] = daf_records(caplog)
+    assert "elastic.time=0.01 cannot be kept" in record.message
+    assert logged(trainer, "daf/elastic_depth")[-1] == 1
 
 
 @pytest.mark.parametrize("make", [classifier, whole])
