@@ -60,27 +60,17 @@ class DAFSession:
 
     Args:
         config: How activations are stored.
-        totals: Figures of an earlier part of the run, when it is resumed.
-        engine_state: What the engine had learned then.
         covered: What of the trainer runs inside of `scope`.
-        elastic_state: Where its elastic training was.
 
     Attributes:
         runner: Runs steps within a budget that covers them; None where there is none, or nothing is attached.
     """
 
-    def __init__(
-        self,
-        config: DAFConfig,
-        totals: RunTotals | None = None,
-        engine_state: Mapping[str, Any] | None = None,
-        covered: str = "compute_loss and the model's forward",
-        elastic_state: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, config: DAFConfig, covered: str = "compute_loss and the model's forward") -> None:
         self.config = config
         self._covered = covered
-        self.totals = totals or RunTotals()
-        self._engine_state = engine_state
+        self.totals = RunTotals()
+        self._engine_state: Mapping[str, Any] | None = None
         self._share: float | None = SHARE
         self._unmeasured = self._tried = False
         self._called = False
@@ -91,7 +81,7 @@ class DAFSession:
         self._engine: ActivationEngine | None = None
         self.runner: StepRunner | None = None
         self._elastic: ElasticTraining | None = None
-        self._elastic_state: Mapping[str, Any] | None = elastic_state
+        self._elastic_state: Mapping[str, Any] | None = None
         self._undo_loss: Callable[[], None] | None = None
         self._plan: str | None = None
         self._trained: str | None = None

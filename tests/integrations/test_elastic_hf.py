@@ -196,7 +196,7 @@ def test_a_resumed_run_goes_on_alike(make: Callable[[], nn.Module], saved: int, 
     first, second = Watched(), Watched()
     uninterrupted = make_trainer(elastic(), first, model=make(), **options)
     run(uninterrupted)
-    resumed = make_trainer(elastic(), second, model=make(), restore_callback_states_from_checkpoint=True, **options)
+    resumed = make_trainer(elastic(), second, model=make(), **options)
     assert len(first.trained[saved - 1]) < len(trained(resumed.model))
     run(resumed, resume_from_checkpoint=f"{uninterrupted.args.output_dir}/checkpoint-{saved}")
     assert second.trained == first.trained[saved:]
