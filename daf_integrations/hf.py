@@ -44,7 +44,8 @@ class DAFCallback(TrainerCallback, ExportableState):
         options: The fields of `DAFConfig`, such as ``precision=4``.
 
     Raises:
-        ConfigError: An option is unknown or its value is not allowed, or both a configuration and options are given.
+        ConfigError: An option is unknown or its value is not allowed, or both a configuration and options are given;
+            when training begins, also where the Trainer has another one.
     """
 
     def __init__(self, config: DAFConfig | None = None, **options: Any) -> None:
@@ -84,13 +85,14 @@ class DAFCallback(TrainerCallback, ExportableState):
                 f"{args.n_gpu} GPUs in one process make Trainer use torch.nn.DataParallel, whose threads see no "
                 "saved-tensor hooks. Start one process for each GPU: torchrun --nproc-per-node or accelerate launch"
             )
+        trainer = _calling_trainer(self)
+        _refuse_several(trainer)
         self._session = DAFSession(self.config)
         # The Trainer writes into the entry when it saves, and a checkpoint of a run without DAF has none.
         entries: Any = state.stateful_callbacks
         saved = entries.setdefault(type(self).__name__, self.state())
         if state.global_step:  # resumed: before a first step the entry is that of an earlier run of this callback
             self._session.load_state(saved["attributes"])
-        trainer = _calling_trainer(self)
         self._session.attach(kwargs["model"], None if trainer is None else trainer.model_wrapped)
         try:
             self._install(trainer, kwargs["model"])
@@ -273,6 +275,22 @@ class _Patch:
             delattr(owner, self._name)
         else:
             setattr(owner, self._name, self._replaced)
+
+
+def _refuse_several(trainer: Trainer | None) -> None:
+    """Checks that no other callback of DAF's is there, whose options would not count.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    callbacks = [] if trainer is None else trainer.callback_handler.callbacks
+    found = [each for each in callbacks if isinstance(each, DAFCallback)]
+    if len(found) > 1:
+        titles = " and ".join(repr(each.config.precision) for each in found)
+        raise ConfigError(
+            f"the Trainer has {len(found)} DAFCallbacks (of precision {titles}), of which one alone can count; leave out "
+            "the others, or remove one with trainer.remove_callback(callback)"
+        )
 
 
 def _calling_trainer(callback: DAFCallback) -> Trainer | None:

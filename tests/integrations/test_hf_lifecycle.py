@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 from transformers import Trainer
 
+from daf_core import ConfigError
 from daf_core.torch_internals import innermost_hooks
 from daf_integrations import DAFCallback
 from tests.integrations.hf_runs import (
@@ -129,6 +130,17 @@ class TestHandingOver:
         run(trainer)
         assert trainer.state.log_history[0].keys() >= METRICS
         assert left_behind(trainer) == []
+
+    def test_twice_is_refused(self, make_trainer: MakeTrainer) -> None:
+        """One of them would see nothing, and say that the loss is computed elsewhere."""
+        second = DAFCallback(precision=8)
+        trainer = make_trainer(DAFCallback(precision=4), second)
+        with pytest.raises(ConfigError, match=r"has 2 DAFCallbacks \(of precision 4 and 8\)"):
+            run(trainer)
+        assert left_behind(trainer) == []
+        trainer.remove_callback(second)
+        run(trainer)
+        assert trainer.state.log_history[0].keys() >= METRICS
 
     def test_with_a_model_that_train_makes(self, make_trainer: MakeTrainer) -> None:
         """model_init replaces the model when training begins: the one that trains is followed."""
