@@ -288,8 +288,8 @@ def _refuse_several(trainer: Trainer | None) -> None:
     if len(found) > 1:
         titles = " and ".join(repr(each.config.precision) for each in found)
         raise ConfigError(
-            f"the Trainer has {len(found)} DAFCallbacks (of precision {titles}), of which one alone can count; leave out "
-            "the others, or remove one with trainer.remove_callback(callback)"
+            f"the Trainer has {len(found)} DAFCallbacks (of precision {titles}), of which one alone can count; "
+            "leave out the others, or remove one with trainer.remove_callback(callback)"
         )
 
 
