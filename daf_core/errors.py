@@ -64,7 +64,7 @@ class ModelError(DAFError, ValueError):
 
 
 class ElasticError(DAFError, RuntimeError):
-    """No part of the model can be trained within the share of time or memory that `elastic` gives."""
+    """No part of the model can be trained within the share of memory that `elastic` gives, or nothing is saved."""
 
 
 class PlanError(DAFError, RuntimeError):

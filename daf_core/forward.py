@@ -32,14 +32,15 @@ class ForwardWrapper:
         self.model = model
         self._replaced = vars(model).get("forward")
         self._bound: object = None
-        model.forward = self._wrapped(model.forward, around)
+        # Not by `setattr`: Lightning Fabric's wrapper of a model sets what it is given on the model inside, too.
+        vars(model)["forward"] = self._wrapped(model.forward, around)
 
     def remove(self) -> None:
         """Puts back what was there."""
         if self._replaced is None:
-            del self.model.forward
+            del vars(self.model)["forward"]
         else:
-            self.model.forward = self._replaced
+            vars(self.model)["forward"] = self._replaced
 
     def is_leftover(self, function: object, module: nn.Module) -> bool:
         """Says whether a function is this wrapper's, and a module a copy of the model: it runs what was wrapped."""

@@ -86,12 +86,24 @@ def _compressing_model(prepare_model: Callable[..., nn.Module]) -> Callable[...,
     def compressing(
         self: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
+        _allow_unused_parameters(self)
         prepared = prepare_model(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if not evaluation_mode:
             _compress(self, prepared)
         return prepared
 
     return compressing
+
+
+def _allow_unused_parameters(accelerator: Any) -> None:
+    """Has DistributedDataParallel not wait for gradients of what a step of elastic training does not train."""
+    if configured().elastic is None:
+        return
+    if accelerator.ddp_handler is None:
+        from accelerate import DistributedDataParallelKwargs
+
+        accelerator.ddp_handler = DistributedDataParallelKwargs()
+    accelerator.ddp_handler.find_unused_parameters = True
 
 
 def _compress(accelerator: Any, model: nn.Module) -> None:

@@ -21,7 +21,6 @@ from daf_integrations.lightning_parts import StepInParts
 from daf_integrations.lightning_parts import obstacle as obstacle_to_plans
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
-from daf_integrations.totals import RunTotals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -88,10 +87,9 @@ class CompressingStrategy(Strategy):
         super().on_train_start()
         self._leave()
         restored, self._daf_restored = self._daf_restored, {}
-        totals = RunTotals(**restored["totals"]) if restored else None
-        engine_state = restored["engine_state"] if restored else None
-        elastic = restored.get("elastic_state")
-        self._daf_session = DAFSession(self._daf_config, totals, engine_state, "LightningModule.training_step", elastic)
+        self._daf_session = DAFSession(self._daf_config, "LightningModule.training_step")
+        if restored:
+            self._daf_session.load_state(restored)
         reason = obstacle_to_plans(self, self._training) if self._daf_config.plans_steps else None
         if reason is not None:
             raise unplannable(reason)

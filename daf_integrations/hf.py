@@ -21,7 +21,6 @@ from daf_core.snapshots.attributes import Attributes, attributes_kept
 from daf_integrations.innermost import innermost
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
-from daf_integrations.totals import RunTotals
 
 FRAMES = 8
 """How far up the trainer is looked for; in transformers 5 it is three frames up."""
@@ -45,14 +44,12 @@ class DAFCallback(TrainerCallback, ExportableState):
         options: The fields of `DAFConfig`, such as ``precision=4``.
 
     Raises:
-        ConfigError: An option is unknown or its value is not allowed, or both a configuration and options are given.
+        ConfigError: An option is unknown or its value is not allowed, or both a configuration and options are given;
+            when training begins, also where the Trainer has another one.
     """
 
     def __init__(self, config: DAFConfig | None = None, **options: Any) -> None:
         self.config = configured(config, options)
-        self.totals: dict[str, Any] = {}
-        self.engine_state: dict[str, Any] | None = None
-        self.elastic_state: dict[str, Any] | None = None
         self._session = DAFSession(self.config)
         self._patches: list[_Patch] = []
         self._weight = 1.0
@@ -64,7 +61,7 @@ class DAFCallback(TrainerCallback, ExportableState):
 
     @override
     def state(self) -> dict[str, Any]:
-        """Returns what `restore_callback_states_from_checkpoint` makes the callback from again."""
+        """Returns the options, and what was learned, for checkpoints; a resumed run goes on from the latter."""
         return {"args": self.config.to_dict(), "attributes": self._session.state()}
 
     @override
@@ -88,12 +85,14 @@ class DAFCallback(TrainerCallback, ExportableState):
                 f"{args.n_gpu} GPUs in one process make Trainer use torch.nn.DataParallel, whose threads see no "
                 "saved-tensor hooks. Start one process for each GPU: torchrun --nproc-per-node or accelerate launch"
             )
-        # Restored totals are those of this run: the next one counts anew.
-        totals, self.totals = RunTotals(**self.totals), {}
-        engine_state, self.engine_state = self.engine_state, None
-        elastic_state, self.elastic_state = self.elastic_state, None
-        self._session = DAFSession(self.config, totals, engine_state, elastic_state=elastic_state)
         trainer = _calling_trainer(self)
+        _refuse_several(trainer)
+        self._session = DAFSession(self.config)
+        # The Trainer writes into the entry when it saves, and a checkpoint of a run without DAF has none.
+        entries: Any = state.stateful_callbacks
+        saved = entries.setdefault(type(self).__name__, self.state())
+        if state.global_step:  # resumed: before a first step the entry is that of an earlier run of this callback
+            self._session.load_state(saved["attributes"])
         self._session.attach(kwargs["model"], None if trainer is None else trainer.model_wrapped)
         try:
             self._install(trainer, kwargs["model"])
@@ -276,6 +275,22 @@ class _Patch:
             delattr(owner, self._name)
         else:
             setattr(owner, self._name, self._replaced)
+
+
+def _refuse_several(trainer: Trainer | None) -> None:
+    """Checks that no other callback of DAF's is there, whose options would not count.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    callbacks = [] if trainer is None else trainer.callback_handler.callbacks
+    found = [each for each in callbacks if isinstance(each, DAFCallback)]
+    if len(found) > 1:
+        titles = " and ".join(repr(each.config.precision) for each in found)
+        raise ConfigError(
+            f"the Trainer has {len(found)} DAFCallbacks (of precision {titles}), of which one alone can count; "
+            "leave out the others, or remove one with trainer.remove_callback(callback)"
+        )
 
 
 def _calling_trainer(callback: DAFCallback) -> Trainer | None:

@@ -2,25 +2,108 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from daf_core import UnsupportedDeviceError
 
+_FABRIC = "_FabricModule"
+"""Class of what `lightning.fabric` and `lightning_fabric` make of a model, by name: importing one takes seconds."""
+
+_ASKS_FOR_BACKWARD = "_register_backward_hook"
+
+_REDIRECTION = f"{_FABRIC}._redirection_through_forward"
+
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Returns the model inside of torch.compile and DistributedDataParallel.
+    """Returns the model inside of torch.compile, DistributedDataParallel and Lightning Fabric.
 
     Raises:
         UnsupportedDeviceError: It is in a DataParallel.
     """
-    while True:
-        if isinstance(model, DataParallel):
+    *_, inner = _layers(model)
+    return inner
+
+
+def alone(model: nn.Module) -> Callable[..., Any]:
+    """Returns what calls the model inside, which waits for no other process, in the precision that Fabric gives it.
+
+    Fabric's own call would ask for `Fabric.backward`, and that trains.
+
+    Args:
+        model: The model as it is called.
+    """
+    inner: Any = innermost(model)
+    for wrapper in _fabric_layers(model):
+        inner = _in_precision(wrapper, inner)
+    return inner
+
+
+@contextmanager
+def any_backward(model: nn.Module) -> Generator[None]:
+    """Has Fabric not ask for `Fabric.backward` where the model is called inside, for a gradient that trains nothing.
+
+    Args:
+        model: The model as it is called.
+    """
+    wrappers = _fabric_layers(model)
+    for wrapper in wrappers:
+        vars(wrapper)[_ASKS_FOR_BACKWARD] = _as_it_is  # set by `setattr`, it would be an attribute of the model inside
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            vars(wrapper).pop(_ASKS_FOR_BACKWARD, None)
+
+
+def is_redirected(model: nn.Module) -> bool:
+    """Says whether Fabric calls another method now, such as training_step, by way of the next call of the model.
+
+    Args:
+        model: The model as it is called.
+    """
+    forwards = [vars(wrapper.module).get("forward") for wrapper in _fabric_layers(model)]
+    return any(getattr(forward, "__qualname__", "").startswith(_REDIRECTION) for forward in forwards)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields a model and what it wraps, one inside of the other."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        if isinstance(inner, DataParallel):
             raise UnsupportedDeviceError(
                 "torch.nn.DataParallel runs its threads without saved-tensor hooks. Start one process for each GPU: "
                 "torchrun --nproc-per-node or accelerate launch"
             )
-        inner = model.module if isinstance(model, DistributedDataParallel) else vars(model)["_modules"].get("_orig_mod")
-        if inner is None:
-            return model
-        model = inner
+        yield inner
+        parts = vars(inner)["_modules"]
+        if isinstance(inner, DistributedDataParallel):
+            inner = inner.module
+        else:
+            inner = parts["_forward_module"] if _is_fabric(inner) else parts.get("_orig_mod")
+
+
+def _fabric_layers(model: nn.Module) -> list[Any]:
+    return [layer for layer in _layers(model) if _is_fabric(layer)]
+
+
+def _is_fabric(model: nn.Module) -> bool:
+    return type(model).__name__ == _FABRIC
+
+
+def _in_precision(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        precision = wrapper._strategy.precision
+        args, kwargs = precision.convert_input((args, kwargs))
+        with precision.forward_context():
+            return precision.convert_output(call(*args, **kwargs))
+
+    return converted
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

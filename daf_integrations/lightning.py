@@ -18,6 +18,7 @@ from typing_extensions import override
 from daf_core import DAFConfig
 from daf_integrations.compressing_strategy import ChoosingStrategy, announce_update, report_metrics
 from daf_integrations.compressing_strategy import register as register_in
+from daf_integrations.settings import naming_options
 
 
 class DAFStrategy(ChoosingStrategy, SingleDeviceStrategy):
@@ -45,6 +46,7 @@ class DAFStrategy(ChoosingStrategy, SingleDeviceStrategy):
 
     _several, _kinds = DDPStrategy, Strategy
 
+    @naming_options
     def __init__(
         self, config: DAFConfig | dict[str, Any] | None = None, base: Strategy | None = None, **options: Any
     ) -> None:

@@ -43,7 +43,8 @@ def prepare(model: Model, config: DAFConfig | None = None, **options: Any) -> Mo
         >>> print(daf.summary(model))
 
     Args:
-        model: The model as it is called: compiled, or in a DistributedDataParallel, or neither.
+        model: The model as it is called: compiled, in a DistributedDataParallel, set up by Lightning Fabric, or none of
+            these.
         config: A configuration, instead of options.
         options: The fields of `DAFConfig`, such as ``precision=4``. They go before those that an Accelerate
             configuration file or the environment gives (``ACCELERATE_USE_DAF=1``, ``ACCELERATE_DAF_CONFIG`` as JSON).
@@ -85,7 +86,8 @@ def step(
         model: A prepared model.
         batch: The batch: tensors in mappings, lists and tuples, the rows in their first dimension.
         loss_function: Returns the loss of a batch or of some of its rows; by default that which the model returns.
-        backward: What runs the backward pass of a loss, such as ``accelerator.backward``.
+        backward: What runs the backward pass of a loss, such as ``accelerator.backward`` or
+            ``fabric.backward``.
 
     Raises:
         AuditError: The model returns no loss, and no function is given.
@@ -95,7 +97,7 @@ def step(
     loss_of = loss_function or partial(_own_loss, model)
     training = _training(model)
     if training is not None:
-        return training.step(batch, loss_of, backward)
+        return training.step(model, batch, loss_of, backward)
     loss = loss_of(batch)
     backward(loss)
     return loss.detach()
@@ -167,7 +169,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     Only ``precision="auto"``, a `memory_budget` and `elastic` learn: with others a run resumes to the same numbers
     without it.
     """
-    training = training_of(model)
+    training = _training(model)
     return {} if training is None else training.session.state()
 
 
@@ -177,7 +179,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         StateError: It is something else.
     """
-    training = training_of(model)
+    training = _training(model)
     if training is not None and state:
         training.load_state(state)
 
@@ -189,10 +191,16 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _training(model: nn.Module | None) -> Training | None:
-    if model is not None:
-        return training_of(model)
-    found = trainings()
+    """Returns the training of a model, or of the one inside of something that is not known to be a wrapper."""
+    training = None if model is None else training_of(model)
+    if training is not None:
+        return training
+    parts = None if model is None else set(model.modules())
+    found = [training for training in trainings() if parts is None or training.model in parts]
     if len(found) > 1:
         names = ", ".join(type(training.model).__name__ for training in found)
-        raise ConfigError(f"{len(found)} models are prepared ({names}); give the one that is meant, as in scope(model)")
+        where = "" if model is None else f" inside of {type(model).__name__}"
+        raise ConfigError(
+            f"{len(found)} models are prepared{where} ({names}); give the one that is meant, as in scope(model)"
+        )
     return found[0] if found else None

@@ -59,27 +59,17 @@ class DAFSession:
 
     Args:
         config: How activations are stored.
-        totals: Figures of an earlier part of the run, when it is resumed.
-        engine_state: What the engine had learned then.
         covered: What of the trainer runs inside of `scope`.
-        elastic_state: Where its elastic training was.
 
     Attributes:
         runner: Runs steps within a budget that covers them; None where there is none, or nothing is attached.
     """
 
-    def __init__(
-        self,
-        config: DAFConfig,
-        totals: RunTotals | None = None,
-        engine_state: Mapping[str, Any] | None = None,
-        covered: str = "compute_loss and the model's forward",
-        elastic_state: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, config: DAFConfig, covered: str = "compute_loss and the model's forward") -> None:
         self.config = config
         self._covered = covered
-        self.totals = totals or RunTotals()
-        self._engine_state = engine_state
+        self.totals = RunTotals()
+        self._engine_state: Mapping[str, Any] | None = None
         self._share: float | None = SHARE
         self._called = False
         self._obstacle: str | None = None
@@ -89,7 +79,7 @@ class DAFSession:
         self._engine: ActivationEngine | None = None
         self.runner: StepRunner | None = None
         self._elastic: ElasticTraining | None = None
-        self._elastic_state: Mapping[str, Any] | None = elastic_state
+        self._elastic_state: Mapping[str, Any] | None = None
         self._undo_loss: Callable[[], None] | None = None
         self._plan: str | None = None
         self._trained: str | None = None
@@ -106,7 +96,7 @@ class DAFSession:
         Raises:
             ConfigError: Steps are to be planned, training to be elastic or the loss computed in chunks, and this
                 model's cannot.
-            ElasticError: Elastic training cannot go on within the share that is asked for now.
+            ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
             HooksActiveError: Saved-tensor hooks of someone else are active.
             NothingToTrainError: No parameter requires a gradient.
             StateError: What was learned before is no saved state.
@@ -170,7 +160,7 @@ class DAFSession:
         """Is to be called after the optimizers' step, while gradients are still there; `finish_step` does, too.
 
         Raises:
-            ElasticError: Training is elastic, and cannot be within its share.
+            ElasticError: Training is elastic, and cannot be within its share of memory, or would save nothing.
         """
         self._add_elastic(None if self._elastic is None else self._elastic.finish_step())
 
@@ -377,7 +367,7 @@ class DAFSession:
         """Goes on from what `state` returned, attached or not.
 
         Raises:
-            ElasticError: Elastic training cannot go on within the share that is asked for now.
+            ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
             StateError: It is something else.
         """
         try:

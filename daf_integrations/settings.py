@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from collections.abc import Mapping
-from typing import Any, cast
+from argparse import SUPPRESS
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar, cast, get_type_hints
 
 from daf_core.config import DAFConfig
 from daf_core.errors import ConfigError
 from daf_integrations._autoload import OPTIONS, SECTION, SWITCH, requested
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def configured(config: DAFConfig | None = None, options: Mapping[str, Any] | None = None) -> DAFConfig:
@@ -28,6 +33,22 @@ def configured(config: DAFConfig | None = None, options: Mapping[str, Any] | Non
     if options:
         raise ConfigError(f"give a DAFConfig or options, not both; got a DAFConfig and {', '.join(options)}")
     return config
+
+
+def naming_options(function: Function) -> Function:
+    """Has the signature of a function with ``**options`` name the fields of `DAFConfig`, for command lines made of it.
+
+    They have no default there: what is not given comes from elsewhere.
+    """
+    signature = inspect.signature(function)
+    *others, options = signature.parameters.values()
+    hints = {**get_type_hints(DAFConfig), "elastic": dict[str, Any] | None}
+    named = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=SUPPRESS, annotation=hints[field.name])
+        for field in fields(DAFConfig)
+    ]
+    vars(function)["__signature__"] = signature.replace(parameters=[*others, *named, options])
+    return function
 
 
 def environment_options() -> dict[str, Any]:

@@ -16,19 +16,21 @@ from daf_core.errors import ModelError
 from daf_core.plan.retry import is_out_of_memory
 from daf_integrations.made import make, names_function
 
-Task = Literal["causal-lm", "masked-lm", "sequence-classification", "token-classification"]
+Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification"]
 
 TASKS: tuple[Task, ...] = get_args(Task)
 
 _CLASSES: dict[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "sequence-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
 }
 _PEFT_TASKS: dict[Task, str | None] = {
     "causal-lm": "CAUSAL_LM",
     "masked-lm": None,
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
     "sequence-classification": "SEQ_CLS",
     "token-classification": "TOKEN_CLS",
 }
@@ -45,8 +47,8 @@ class Workload:
             makes, see `daf_integrations.made`.
         batch: Rows of a batch.
         length: Tokens of a row.
-        task: What the model is trained for; None for "causal-lm" with models that predict the next token only, and
-            "sequence-classification" with others.
+        task: What the model is trained for; None for "causal-lm" with models that predict the next token only,
+            "seq2seq-lm" with an encoder and a decoder, and "sequence-classification" with others.
         lora_rank: Rank of LoRA adapters where peft puts them by default; None to train all parameters.
     """
 
@@ -156,6 +158,8 @@ def _config(name: str) -> Any:
 def _usual_task(config: Any) -> Task:
     auto = _framework("transformers.models.auto.modeling_auto")
     causal, masked = auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_MASKED_LM_MAPPING
+    if config.is_encoder_decoder and type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return "seq2seq-lm"
     return "causal-lm" if type(config) in causal and type(config) not in masked else "sequence-classification"
 
 

@@ -17,7 +17,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from daf_core import DAFConfig, ProfileError
 from daf_core.forward import ForwardWrapper
-from daf_integrations.innermost import innermost
+from daf_core.plan.obstacles import unplannable
+from daf_core.plan.ranks import exchanging
+from daf_integrations.innermost import alone, any_backward, innermost, is_redirected
 from daf_integrations.own_loss import LossWatch, loss_in
 from daf_integrations.session import DAFSession
 from daf_integrations.totals import RunTotals
@@ -35,6 +37,13 @@ OTHER_LOSS = (
     "backward ran on something else than the loss that the model returns. daf_integrations.step(model, batch, "
     "loss_function) measures that of loss_function"
 )
+
+WRAPPED_LATER = (
+    "the model was prepared before it was put into DistributedDataParallel, so that each process would plan by itself; "
+    "wrap it first, and prepare it then"
+)
+
+OTHER_METHOD = "Lightning Fabric calls another method than forward, such as training_step, and calls it once"
 
 log = getLogger("daf")
 
@@ -63,7 +72,7 @@ class Training:
     of them ends the step.
 
     Args:
-        model: The model as it is called, perhaps compiled or in a DistributedDataParallel.
+        model: The model as it is called, perhaps compiled, in a DistributedDataParallel or set up by Lightning Fabric.
         config: How activations are stored.
 
     Raises:
@@ -123,11 +132,17 @@ class Training:
         with self._pass():
             yield
 
-    def step(self, batch: Any, loss_function: LossFunction, backward: Callable[[Tensor], object]) -> Tensor:
-        """Runs forward and backward passes of a batch, within a budget that covers them; see `plain.step`."""
+    def step(
+        self, model: nn.Module, batch: Any, loss_function: LossFunction, backward: Callable[[Tensor], object]
+    ) -> Tensor:
+        """Runs forward and backward passes of a batch, within a budget that covers them; see `plain.step`.
+
+        Raises:
+            ConfigError: Steps are planned, and the model was prepared before it was wrapped for several processes.
+        """
 
         def aside(rows: Any) -> Tensor:
-            with self._uncompressed():
+            with self._uncompressed(), any_backward(model):
                 return loss_function(rows)
 
         def run(part: Any, weight: float, _last: bool) -> Tensor:
@@ -141,6 +156,8 @@ class Training:
 
         self._begin_step()
         runner = self.session.runner
+        if exchanging(model) and not exchanging(self.outer):
+            self._refuse_plans(WRAPPED_LATER)
         return run(batch, 1.0, True) if runner is None else runner.run(batch, aside, run)
 
     def before_update(self, optimizer: Optimizer, by_closure: bool) -> None:
@@ -164,6 +181,15 @@ class Training:
             if self._unseen == UNSEEN_STEPS:
                 log.warning("%s", _nothing_compressed(self.ending, f"{UNSEEN_STEPS} optimizer steps"))
 
+    def _refuse_plans(self, reason: str) -> None:
+        """Checks that steps are not planned.
+
+        Raises:
+            ConfigError: They are.
+        """
+        if self.session.runner is not None and self.session.covering is None:
+            raise unplannable(reason)
+
     def _has_parameters_in(self, optimizer: Optimizer) -> bool:
         parameters = set(map(id, self.model.parameters()))
         return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
@@ -182,6 +208,9 @@ class Training:
                 self.session.lift()  # an evaluation: what it finds is what the user has chosen
             return forward(*args, **kwargs)
         self._begin_step()
+        if is_redirected(self.outer):
+            self._refuse_plans(OTHER_METHOD)
+            self.session.give_up_audits(OTHER_METHOD)
         if self.session.runner is not None and self.session.covering is None:
             self.session.runner.prepare((args, kwargs), self._loss, NOT_SPLIT)
         audited = self.session.audit(self.outer, (args, kwargs), self._loss)
@@ -206,7 +235,7 @@ class Training:
         # Not through DistributedDataParallel, which would wait for other processes.
         args, kwargs = rows
         with self._uncompressed():
-            return loss_in(self.model(*args, **kwargs), self._loss_name)
+            return loss_in(alone(self.outer)(*args, **kwargs), self._loss_name)
 
     @contextmanager
     def _uncompressed(self) -> Generator[None]:

@@ -36,6 +36,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"model_type": "roberta", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
         **{"num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 70},
     },
+    "t5": {
+        **{"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+        **{"vocab_size": 256, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
+    },
+    "bart": {
+        **{"model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64},
+        **{"decoder_ffn_dim": 64, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 256},
+        **{"max_position_embeddings": 64},
+    },
 }
 RESNET = """
 import torch
@@ -92,6 +101,7 @@ CASES = {
     "gpt2-full": ("gpt2", "--full"),
     "roberta": ("roberta",),
     "roberta-tied": ("roberta", "--full", "--task", "masked-lm"),
+    "t5": ("t5",),
     "resnet": ("net.py:make",),
 }
 """Models, by the arguments that name them."""
@@ -153,6 +163,21 @@ def test_plain_bytes_are_those_of_plain_autograd() -> None:
         expected[f"{operator}Backward0"] += size
     found = {row["name"]: row["raw_bytes"] for row in report("gpt2", "--full")["operators"] if row["raw_bytes"]}
     assert found == {name: size for name, size in expected.items() if size}
+
+
+@pytest.mark.parametrize(
+    ("model", "task"),
+    [
+        ("gpt2", "causal-lm"),
+        ("roberta", "sequence-classification"),
+        ("t5", "seq2seq-lm"),
+        ("bart", "seq2seq-lm"),
+    ],
+)
+def test_models_are_trained_for_what_they_mostly_are(model: str, task: str) -> None:
+    sized = build(workload_of(model))
+    assert sized.task == task
+    assert sized.loss_of(BATCH).requires_grad
 
 
 def test_blocks_that_repeat_are_one_row() -> None:

@@ -67,13 +67,14 @@ class Course:
         config: The share of time or memory.
 
     Attributes:
-        target: The mean time of a step that is to be kept, relative to one that trains everything.
+        target: The mean time of a step that is kept, relative to one that trains everything: the share that is asked
+            for, or the nearest one where no step takes as little.
     """
 
     def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:
         self._units, self._all = units, units.everything
         self._costs = costs
-        self.target = _target(units, config)
+        self.target = self._asked = _target(units, config)
         self._memory = config.memory
         self._refresh = config.refresh
         self._gains: list[float] | None = None
@@ -125,7 +126,7 @@ class Course:
         """Looks anew at what units take and gain.
 
         Raises:
-            ElasticError: At the beginning of a training: no step takes as little time as is allowed.
+            ElasticError: At the beginning of a training: no step holds as little as is allowed.
         """
         most, before = self._allowed, self._selection
         if self._memory is not None and before is None:
@@ -133,31 +134,44 @@ class Course:
         found = Selection(self._units, self._costs.prices(), self._gains or [1.0] * len(self._all), most)
         if before is None:
             self._balance = sum(self.target - found.share(on) for on in self._early)
-        elif found.least.share > self.target:
-            found = self._out_of_reach(found.least.share, before)
+        elif found.least.share > self._asked:
+            found = self._out_of_reach(found, before)
+        else:
+            self.target = self._asked
         self._selection = found
         self._settled |= self._plan_seen or (before is not None and found is not before)
         self._since_plan = self._seen = 0
 
-    def _out_of_reach(self, share: float, before: Selection) -> Selection:
-        """Returns what is done where even a step that trains the least takes more than the target.
+    def _out_of_reach(self, found: Selection, before: Selection) -> Selection:
+        """Returns what is done where even a step that trains the least takes more than what is asked for.
 
-        Raises:
-            ElasticError: It was measured at the beginning of the training.
+        Times are measured, and others in each run: they end none.
         """
-        if not self._settled and self._plan_seen:
-            raise ElasticError(
-                f"elastic.time={self.target:g} cannot be kept: a step takes {share:.2f} of the time of one that trains "
-                "everything even where it trains as little as possible. Allow more, or leave out elastic.time"
-            )
-        if self._settled:
+        share = found.least.share
+        if not self._settled and not self._plan_seen:
+            return before
+        if self._settled and self.target == self._asked:
             log.warning(
                 "steps that train as little as possible take %.2f of the time of one that trains everything now, more "
                 "than elastic.time=%g: what they train stays as it was",
                 share,
-                self.target,
+                self._asked,
             )
-        return before
+            return before
+        # The nearest share is that of steps that train the least, and now and then of one that measures the most.
+        nearest = share + max(found.share(found.most) - share, 0.0) / (self._refresh + 1)
+        if not self._settled:
+            log.warning(
+                "elastic.time=%g cannot be kept: a step takes %.2f of the time of one that trains everything even "
+                "where it trains as little as possible. Steps take %.2f on average until it can; give at least that, "
+                "or leave out elastic.time",
+                self._asked,
+                share,
+                nearest,
+            )
+            self._balance = 0.0  # what the first steps took is not paid back
+        self.target = nearest
+        return found
 
     @property
     def _first(self) -> frozenset[int]:
@@ -240,7 +254,8 @@ class Course:
             "balance": self._balance,
             "since_plan": self._since_plan,
             "settled": self._settled,
-            "shares": [self.target, self._memory],
+            "target": self.target,
+            "shares": [self._asked, self._memory],
             "seen": self._seen,
             "costs": self._costs.state(),
         }
@@ -265,7 +280,9 @@ class Course:
             int(state["seen"]),
             bool(state["settled"]),
         )
-        if selection is not None and state["shares"] != [self.target, self._memory]:
+        if state["shares"] == [self._asked, self._memory]:
+            self.target = float(state["target"])
+        elif selection is not None:
             self._selection, self._settled, self._seen = None, False, 0
             self.plan()
 

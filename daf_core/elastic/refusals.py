@@ -148,7 +148,9 @@ def _reasons(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
             elif not module.find_unused_parameters:
                 yield (
                     "DistributedDataParallel waits for gradients of what is not trained in a step; give it "
-                    "find_unused_parameters=True (TrainingArguments: ddp_find_unused_parameters=True)"
+                    "find_unused_parameters=True (TrainingArguments: ddp_find_unused_parameters=True; Accelerate: "
+                    "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]; Lightning and "
+                    "Fabric: DDPStrategy(find_unused_parameters=True))"
                 )
         if _reentrant(module):
             yield (

@@ -132,7 +132,7 @@ class ElasticTraining:
         None where none had begun, or where other optimizers have yet to step: they end it, or the next forward pass.
 
         Raises:
-            ElasticError: Blocks that were not trained have built a graph, or no step takes as little as is allowed.
+            ElasticError: Blocks that were not trained have built a graph, or no step holds as little as is allowed.
         """
         if self._choice is None:
             return None

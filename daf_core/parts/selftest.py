@@ -222,15 +222,16 @@ def _evaluated(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _alone(model: nn.Module) -> Generator[None]:
-    """Keeps a DistributedDataParallel from exchanging buffers here, and from leaving that out in the next pass."""
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    before, model.require_forward_param_sync = model.require_forward_param_sync, False
+    """Keeps DistributedDataParallel, wherever it is, from exchanging buffers here, but not in the next pass."""
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    before = [wrapper.require_forward_param_sync for wrapper in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_forward_param_sync = False
     try:
         yield
     finally:
-        model.require_forward_param_sync = before
+        for wrapper, synchronizes in zip(wrappers, before, strict=True):
+            wrapper.require_forward_param_sync = synchronizes
 
 
 @contextmanager

@@ -144,7 +144,7 @@ class Auditor:
 
     def state(self) -> dict[str, Any]:
         """Returns the step, what is late, and the correction, as JSON-able values."""
-        late = {"late": self._late, "late_calibration": self._late_calibration}
+        late = {"late": self._late, "late_calibration": self._late_calibration, "learns": self._learns}
         return {"step": self._step, "misses": list(self._misses), **late}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -156,9 +156,12 @@ class Auditor:
         try:
             step, misses = int(state["step"]), [float(miss) for miss in state["misses"]]
             late, late_calibration = (bool(state.get(name, False)) for name in ("late", "late_calibration"))
+            learned = bool(state.get("learns", True))
             if step < 1 or len(misses) < len(PRIOR) or not all(map(math.isfinite, misses)):
                 raise ValueError(f"step {step}, misses {misses}")
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise StateError(f"this is no saved state of DAF's audits: {error!r}") from error
         self._step, self._misses = step, deque(misses, maxlen=MEMORY)
-        self._late, self._late_calibration = late, late_calibration
+        # With other options than before nothing was learned, and the next calibration may be a thousand steps away.
+        self._late = late or (self._learns and not learned)
+        self._late_calibration = late_calibration or (self._learns and not learned)

@@ -23,6 +23,7 @@ _METADATA: set[Any] = {
     Tensor.numel,
     Tensor.nelement,
     Tensor.is_floating_point,
+    torch.is_floating_point,
     Tensor.is_complex,
     Tensor.element_size,
     Tensor.get_device,
@@ -34,6 +35,9 @@ _METADATA: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested")),
 }
 """What is known of logits that were not computed."""
+
+_GUARDS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+"""Modules whose hooks on what a model returns look at how backward is run, and at no gradient."""
 
 _OF_GRADIENTS: set[Any] = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad}
 
@@ -115,8 +119,8 @@ class LazyLogits(Tensor):
     """Logits without memory. Whatever is done with them, but for asking their shape and the like, computes them.
 
     What it is done with is then an ordinary tensor, part of the graph that the output projection would have recorded.
-    Only `float` and `clone` give lazy logits again: mixed precision puts the first around a model, and distributed
-    training the second.
+    Only `float`, `to` a type that has all their values, and `clone` give lazy logits again: mixed precision puts the
+    first two around a model, and distributed training the last.
 
     Attributes:
         source: What they are computed from.
@@ -144,7 +148,7 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
+        if func in _METADATA or (func is Tensor.register_hook and _is_guard(args[1:])):
             return super().__torch_function__(func, types, args, kwargs or {})
         if func in _OF_GRADIENTS:
             _refuse_gradient([*args, *(kwargs or {}).values()])
@@ -190,12 +194,26 @@ class _Project(torch.autograd.Function):
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> LazyLogits | None:
     """Returns lazy logits for the operators that give such."""
-    if kwargs or len(args) != 1 or not isinstance(args[0], LazyLogits) or args[0].source.is_computed:
+    if kwargs or not args or not isinstance(args[0], LazyLogits) or args[0].source.is_computed:
         return None
-    lazy = args[0]
-    if func is Tensor.float:
-        return lazy if lazy.dtype is torch.float32 else LazyLogits.of(lazy.source, torch.float32)
-    return LazyLogits.of(lazy.source, lazy.dtype) if func in (Tensor.clone, torch.clone) else None
+    lazy, rest = args[0], args[1:]
+    if func is Tensor.float and not rest:
+        rest = (torch.float32,)
+    elif func in (Tensor.clone, torch.clone) and not rest:
+        return LazyLogits.of(lazy.source, lazy.dtype)
+    elif func is not Tensor.to:
+        return None
+    if len(rest) != 1 or not isinstance(rest[0], torch.dtype) or not _holds(rest[0], lazy.dtype):
+        return None
+    return lazy if lazy.dtype is rest[0] else LazyLogits.of(lazy.source, rest[0])
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    return wide.is_floating_point and torch.promote_types(wide, narrow) is wide
+
+
+def _is_guard(hooks: tuple[Any, ...]) -> bool:
+    return any(getattr(getattr(hook, "func", hook), "__module__", None) in _GUARDS for hook in hooks)
 
 
 def _refuse_gradient(values: Iterable[Any]) -> None:

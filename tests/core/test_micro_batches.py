@@ -223,7 +223,10 @@ def test_nothing_is_left_of_the_search() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_distributed_wrappers_exchange_nothing_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", [lambda model: model, nn.Sequential], ids=["outermost", "inside"])
+def test_distributed_wrappers_exchange_nothing_meanwhile(
+    tmp_path: Path, around: Callable[[nn.Module], nn.Module]
+) -> None:
     """Other processes may not be looking; and buffers are exchanged in the next pass as they would have been."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -233,7 +236,7 @@ def test_distributed_wrappers_exchange_nothing_meanwhile(tmp_path: Path) -> None
         wrapped = nn.parallel.DistributedDataParallel(model)
         exchanged: list[str] = []
         wrapped._sync_buffers = lambda: exchanged.append("buffers")
-        assert find_law(wrapped, _tokens(PADDED), lambda part: _token_mean(wrapped, part)) is Law.LABELS
+        assert find_law(around(wrapped), _tokens(PADDED), lambda part: _token_mean(wrapped, part)) is Law.LABELS
         assert exchanged == []
         _token_mean(wrapped, _tokens(PADDED))
         assert exchanged == ["buffers"]

@@ -201,24 +201,56 @@ def test_too_little_memory() -> None:
 
 
 @pytest.mark.parametrize("memory", [None, 0.3, 0.6])
-def test_too_little_time(memory: float | None) -> None:
+def test_too_little_time(memory: float | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Most steps train the least there is; those that measure the most still come, and one warning says the mean."""
     world = World(adapters(), uneven=0)
     world.with_graph = world.plain  # the last block is never seen without a graph
-    shares = {"time": 0.1} | ({} if memory is None else {"memory": memory})
-    run = Simulation(world, **shares)
+    shares = {"time": 0.1, "refresh": 20} | ({} if memory is None else {"memory": memory})
+    with caplog.at_level("WARNING", "daf"):
+        run = Simulation(world, **shares).steps(300)
+    [record] = caplog.records
     figure = re.escape(f"{world.share({0}):.2f}")
-    with pytest.raises(ElasticError, match=rf"^elastic\.time=0\.1 .* a step takes {figure} of the time"):
-        run.steps(30)
+    assert re.match(rf"elastic\.time=0\.1 .* a step takes {figure} of the time", record.message)
+    kinds = [choice.on for choice in run.done[10:]]
+    assert kinds.count(frozenset({0})) >= 0.75 * len(kinds)
+    assert run.course.most in kinds
+    assert all(choice.probe for choice in run.done[10:] if choice.on == run.course.most)
+    assert run.mean_share(run.done[10:]) == pytest.approx(run.course.target, abs=0.01)
+    assert f"Steps take {run.course.target:.2f} on average" in record.message
 
 
-def test_the_head_alone_takes_least() -> None:
+def test_a_share_that_can_be_kept_later_is_kept_then(caplog: pytest.LogCaptureFixture) -> None:
+    """As where other work blurred the clocks at the beginning."""
+    world = World(adapters(), uneven=0)
+    calm, world.outside = world.outside, 30.0
+    run = Simulation(world, falling(8), time=0.6, refresh=10).steps(20)
+    assert "elastic.time=0.6 cannot be kept" in caplog.text
+    world.outside = calm
+    run.steps(400)
+    assert run.course.target == 0.6
+    assert run.mean_share(run.done[-200:]) == pytest.approx(0.6, abs=0.01)
+    assert len(caplog.records) == 1
+
+
+def test_a_share_that_cannot_be_kept_goes_on_after_a_resume(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(adapters(), uneven=0)
+    run = Simulation(world, time=0.1, refresh=10).steps(30)
+    resumed = Simulation(world, time=0.1, refresh=10)
+    resumed.course.load(json.loads(json.dumps(run.course.state())))
+    run.done.clear()
+    assert resumed.steps(60).done == run.steps(60).done
+    assert len(caplog.records) == 1
+
+
+def test_the_head_alone_takes_least(caplog: pytest.LogCaptureFixture) -> None:
     world = World(layers())
     assert world.units.always
     run = Simulation(world, time=world.share(()) + 0.005).steps(200)
     assert run.done[4].on == frozenset()
     assert run.mean_share(run.done[10:]) <= run.config.time + 1e-9
-    with pytest.raises(ElasticError, match=f"takes {world.share(()):.2f} of"):
+    with caplog.at_level("WARNING", "daf"):
         Simulation(world, time=world.share(()) - 0.005).steps(30)
+    assert f"a step takes {world.share(()):.2f} of" in caplog.text
 
 
 def test_two_depths_come_in_turn_where_what_lies_deeper_gains_less() -> None:
@@ -292,13 +324,13 @@ def test_time_is_used_though_what_lies_deeper_gains_nothing() -> None:
     assert run.mean_share(run.done[100:]) == pytest.approx(0.78, abs=0.01)
 
 
-def test_a_resume_with_a_share_that_cannot_be_kept() -> None:
+def test_a_resume_with_a_share_that_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
     world = World(adapters(), uneven=0)
     run = Simulation(world, time=0.6).steps(30)
     less = Simulation(world, time=0.2)
     less.course.load(json.loads(json.dumps(run.course.state())))
-    with pytest.raises(ElasticError, match=r"elastic\.time=0\.2 cannot be kept"):
-        less.steps(10)
+    less.steps(10)
+    assert "elastic.time=0.2 cannot be kept" in caplog.text
 
 
 def test_steps_that_cannot_be_timed_leave_little_to_remember() -> None:
@@ -322,12 +354,13 @@ def test_a_share_that_is_lost_is_said_though_all_steps_train_most(
     assert "more than elastic.time=0.9" in caplog.text
 
 
-def test_a_share_that_a_single_unit_cannot_keep() -> None:
+def test_a_share_that_a_single_unit_cannot_keep(caplog: pytest.LogCaptureFixture) -> None:
     """Memory suffices for no more than one, so that the least is all that any step may train."""
     world = World(adapters(12), uneven=0)
     run = Simulation(world, memory=world.held_share({0}) + 1e-6, time=0.2)
-    with pytest.raises(ElasticError, match=r"elastic\.time=0\.2 cannot be kept"):
-        run.steps(20)
+    run.steps(200)
+    assert "elastic.time=0.2 cannot be kept" in caplog.text
+    assert {choice.on for choice in run.done} == {frozenset({0})}
 
 
 @pytest.mark.parametrize("refresh", [1, 10, 50])

@@ -123,3 +123,13 @@ def test_two_processes_have_the_same_gradients_and_the_bytes_of_one(tmp_path: Pa
         assert found["held_mb"] == pytest.approx(expected, rel=0.01)
     assert done.stdout.count("DAF active via Accelerate") == 1
     assert done.stdout.count("saved activations    ") == 1
+
+
+def test_elastic_training_in_two_processes_needs_the_configuration_alone(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, tmp_path, "--steps", 3]
+    options = {"precision": "exact", "elastic": {"time": 0.9}}
+    done = start(*command, ACCELERATE_USE_DAF="1", ACCELERATE_DAF_CONFIG=json.dumps(options))
+    ranks = [findings(tmp_path, rank) for rank in (0, 1)]
+    assert [found["processes"] for found in ranks] == [2, 2]
+    assert ranks[0]["gradients"] == ranks[1]["gradients"]
+    assert "elastic, 90% of a step's time" in done.stdout

@@ -168,13 +168,24 @@ class TestErrors:
         assert trained(trainer.model) == before
         assert left_behind(trainer) == []
 
-    def test_where_the_share_cannot_be_kept(self, make_trainer: MakeTrainer) -> None:
-        trainer = make_trainer(elastic(elastic={"time": 0.01}), model=adapters(), max_steps=STEPS)
+    def test_where_no_step_holds_so_little(self, make_trainer: MakeTrainer) -> None:
+        trainer = make_trainer(elastic(elastic={"memory": 0.01}), model=adapters(), max_steps=STEPS)
         before = trained(trainer.model)
-        with pytest.raises(ElasticError, match=r"elastic\.time=0\.01 cannot be kept.*Allow more"):
+        with pytest.raises(ElasticError, match=r"elastic\.memory=0\.01 cannot be kept.*Allow more"):
             run(trainer)
         assert trained(trainer.model) == before
         assert left_behind(trainer) == []
+
+
+def test_a_share_of_time_that_cannot_be_kept_ends_no_run(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Times are measured: a run that passes now and fails a minute later helps nobody."""
+    trainer = make_trainer(elastic(elastic={"time": 0.01}), model=adapters(), max_steps=STEPS)
+    run(trainer)
+    [record] = daf_records(caplog)
+    assert "elastic.time=0.01 cannot be kept" in record.message
+    assert logged(trainer, "daf/elastic_depth")[-1] == 1
 
 
 @pytest.mark.parametrize("make", [classifier, whole])
@@ -185,7 +196,7 @@ def test_a_resumed_run_goes_on_alike(make: Callable[[], nn.Module], saved: int, 
     first, second = Watched(), Watched()
     uninterrupted = make_trainer(elastic(), first, model=make(), **options)
     run(uninterrupted)
-    resumed = make_trainer(elastic(), second, model=make(), restore_callback_states_from_checkpoint=True, **options)
+    resumed = make_trainer(elastic(), second, model=make(), **options)
     assert len(first.trained[saved - 1]) < len(trained(resumed.model))
     run(resumed, resume_from_checkpoint=f"{uninterrupted.args.output_dir}/checkpoint-{saved}")
     assert second.trained == first.trained[saved:]

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from daf_core import ConfigError, ElasticError
+from daf_core import ConfigError
 from daf_core.plan.costs import Treatment
 from daf_integrations import DAFStrategy
 from tests.integrations.elastic_runs import (
@@ -139,13 +139,6 @@ class TestErrors:
         handle.remove()
         assert trained(module.model) == before
         assert left_behind(module, trainer_for(tmp_path)) == []
-
-    def test_where_the_share_cannot_be_kept(self, tmp_path: Path) -> None:
-        module = Module()
-        before = trained(module.model)
-        with pytest.raises(ElasticError, match=r"elastic\.time=0\.01 cannot be kept"):
-            fit(tmp_path, module, strategy=DAFStrategy(precision="exact", elastic={"time": 0.01}))
-        assert trained(module.model) == before
 
     def test_of_manual_optimization(self, tmp_path: Path) -> None:
         module = Module()

@@ -242,9 +242,7 @@ class TestCheckpoints:
         assert halfway["policy"]["errors"]
         assert halfway["policy"]["plan"]
         assert halfway["auditor"]["step"] == 3, "the next one"
-        resumed = make_trainer(
-            DAFCallback(**options, audit_every=1), **saving, restore_callback_states_from_checkpoint=True
-        )
+        resumed = make_trainer(DAFCallback(**options, audit_every=1), **saving)
         run(resumed, resume_from_checkpoint=str(checkpoint(whole, 2)))
         assert _engine_state(resumed, 4) == expected
         assert differing(weights(resumed), weights(whole)) == []
@@ -252,14 +250,37 @@ class TestCheckpoints:
             assert mine["daf/gradient_error" if "daf/gradient_error" in others else "loss"] > 0
             assert {name: mine.get(name) for name in AUDITED} == {name: others.get(name) for name in AUDITED}
 
-    def test_without_restored_callbacks_learn_anew(self, make_trainer: MakeTrainer) -> None:
-        """As after any change of the script that makes what was learned worthless."""
+    @pytest.mark.parametrize("restore", [False, True])
+    def test_are_gone_on_from_with_and_without_restored_callbacks(
+        self, make_trainer: MakeTrainer, restore: bool
+    ) -> None:
         saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-        whole = make_trainer(DAFCallback(audit_every=1), **saving)
+        whole = make_trainer(DAFCallback(), **saving)
         run(whole)
-        resumed = make_trainer(DAFCallback(audit_every=1), **saving)
+        resumed = make_trainer(DAFCallback(), **saving, restore_callback_states_from_checkpoint=restore)
         run(resumed, resume_from_checkpoint=str(checkpoint(whole, 2)))
-        assert _engine_state(resumed, 4)["auditor"]["step"] == _engine_state(whole, 2)["auditor"]["step"]
+        assert _engine_state(resumed, 4) == _engine_state(whole, 4)
+        assert differing(weights(resumed), weights(whole)) == []
+
+    def test_of_options_that_learn_nothing_are_followed_by_a_calibration(self, make_trainer: MakeTrainer) -> None:
+        """Else what is learned would wait for the next audit, up to a hundred steps away."""
+        saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 5}
+        fixed = make_trainer(DAFCallback(precision=4), **saving)
+        run(fixed)
+        resumed = make_trainer(DAFCallback(), **saving)
+        run(resumed, resume_from_checkpoint=str(checkpoint(fixed, 4)))
+        assert not _engine_state(fixed, 4)["policy"]["errors"]
+        assert _engine_state(resumed, 5)["policy"]["errors"]
+
+    def test_of_a_lossy_run_go_on_exactly_where_that_is_asked_for(self, make_trainer: MakeTrainer) -> None:
+        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        lossy = make_trainer(DAFCallback(), **saving)
+        run(lossy)
+        folder = str(checkpoint(lossy, 2))
+        exact, plain = make_trainer(DAFCallback(precision="exact"), **saving), make_trainer(**saving)
+        for trainer in (exact, plain):
+            run(trainer, resume_from_checkpoint=folder)
+        assert differing(weights(exact), weights(plain)) == []
 
     def test_second_run_learns_anew(self, make_trainer: MakeTrainer) -> None:
         """What one run has learned is not taken into the next of the same callback."""

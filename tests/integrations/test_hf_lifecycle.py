@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 from transformers import Trainer
 
+from daf_core import ConfigError
 from daf_core.torch_internals import innermost_hooks
 from daf_integrations import DAFCallback
 from tests.integrations.hf_runs import (
@@ -130,6 +131,17 @@ class TestHandingOver:
         assert trainer.state.log_history[0].keys() >= METRICS
         assert left_behind(trainer) == []
 
+    def test_twice_is_refused(self, make_trainer: MakeTrainer) -> None:
+        """One of them would see nothing, and say that the loss is computed elsewhere."""
+        second = DAFCallback(precision=8)
+        trainer = make_trainer(DAFCallback(precision=4), second)
+        with pytest.raises(ConfigError, match=r"has 2 DAFCallbacks \(of precision 4 and 8\)"):
+            run(trainer)
+        assert left_behind(trainer) == []
+        trainer.remove_callback(second)
+        run(trainer)
+        assert trainer.state.log_history[0].keys() >= METRICS
+
     def test_with_a_model_that_train_makes(self, make_trainer: MakeTrainer) -> None:
         """model_init replaces the model when training begins: the one that trains is followed."""
         callback = DAFCallback()
@@ -165,11 +177,11 @@ class TestCheckpoints:
         assert state["attributes"]["totals"]["steps"] == 2
         assert state["attributes"]["totals"]["raw_bytes"] > 1e6
 
-    @pytest.mark.parametrize(("restore", "counted"), [(False, 2), (True, 4)])
+    @pytest.mark.parametrize("restore", [False, True])
     def test_resume_to_the_weights_of_an_uninterrupted_run(
-        self, make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], restore: bool, counted: int
+        self, make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], restore: bool
     ) -> None:
-        """Restored callbacks go on counting; others count what they saw."""
+        """And count on, whether the Trainer makes callbacks anew or not."""
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
         whole = make_trainer(DAFCallback(precision="exact"), **options)
         run(whole)
@@ -182,15 +194,15 @@ class TestCheckpoints:
         run(resumed, resume_from_checkpoint=str(checkpoint(whole, 2)))
         assert differing(weights(resumed), expected) == []
         assert losses(resumed) == losses(whole)
-        assert re.search(rf"│ steps +│ {counted} ", capsys.readouterr().out)
-        assert saved_state(resumed, 4)["attributes"]["totals"]["steps"] == counted
+        assert re.search(r"│ steps +│ 4 ", capsys.readouterr().out)
+        assert saved_state(resumed, 4)["attributes"]["totals"]["steps"] == 4
         assert left_behind(resumed) == []
 
     def test_a_run_after_a_resumed_one_counts_anew(self, make_trainer: MakeTrainer) -> None:
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
         whole = make_trainer(DAFCallback(), **options)
         run(whole)
-        resumed = make_trainer(DAFCallback(), **options, restore_callback_states_from_checkpoint=True)
+        resumed = make_trainer(DAFCallback(), **options)
         run(resumed, resume_from_checkpoint=str(checkpoint(whole, 2)))
         run(resumed)
         assert saved_state(resumed, 4)["attributes"]["totals"]["steps"] == 4
@@ -227,6 +239,18 @@ class TestCheckpoints:
         assert compressed.state.best_global_step == plain.state.best_global_step
         assert differing(weights(compressed), weights(plain)) == []
         assert left_behind(compressed) == []
+
+    def test_of_a_run_without_the_callback_are_gone_on_from(self, make_trainer: MakeTrainer) -> None:
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        plain = make_trainer(**options)
+        run(plain)
+        folder = str(checkpoint(plain, 2))
+        callback = DAFCallback(precision="exact")
+        run(make_trainer(callback))
+        resumed = make_trainer(callback, **options)
+        run(resumed, resume_from_checkpoint=folder)
+        assert differing(weights(resumed), weights(plain)) == []
+        assert saved_state(resumed, 4)["attributes"]["totals"]["steps"] == 2
 
     def test_load_without_the_callback(self, make_trainer: MakeTrainer) -> None:
         """A checkpoint is one of the Trainer's own: nothing of DAF is needed to go on."""

@@ -63,7 +63,6 @@ def test_goes_before_other_trainers(tmp_path: Path) -> None:
 
     trainer = trainer_of(Mixed, tmp_path, daf={"precision": "exact", "memory_budget": AMPLE})
     run(trainer)
-    assert callback_of(trainer).totals == {}
     assert last_step(callback_of(trainer)).raw_bytes > 0
 
 

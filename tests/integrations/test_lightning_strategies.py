@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from pytorch_lightning.cli import LightningCLI as OtherCLI
 
 import daf_integrations
 from daf_core import ConfigError, DAFConfig, UnsupportedDeviceError
@@ -28,6 +29,7 @@ from tests.integrations.lightning_runs import (
     QUIET,
     STEPS,
     Classifier,
+    OtherClassifier,
     fit,
     left_behind,
     strategy_of,
@@ -164,16 +166,53 @@ def test_strategy_is_exported() -> None:
     assert "DAFStrategy" in daf_integrations.__all__
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # between Lightning and jsonargparse
-def test_command_line_of_lightning_takes_it_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py"])
-    init = {"config": {"precision": 4}, "base": {"class_path": "lightning.pytorch.strategies.DDPStrategy"}}
-    strategy = {"class_path": "daf_integrations.lightning.DAFStrategy", "init_args": init}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as a mapping": {"config": {"precision": 4}},
+    "by name": {"precision": 4},
+    "several": {"precision": "exact", "memory_budget": "1GB", "audit_every": None, "elastic": {"time": 0.5}},
+    "none": {},
+}
+
+
+def command_line(tmp_path: Path, init: dict[str, Any], home: str = "daf_integrations.lightning") -> Any:
+    strategy = {"class_path": f"{home}.DAFStrategy", "init_args": init}
     (tmp_path / "run.yaml").write_text(json.dumps({"trainer": {**QUIET, "strategy": strategy}}))
     arguments = ["--config", str(tmp_path / "run.yaml")]
-    cli = LightningCLI(Classifier, run=False, seed_everything_default=False, args=arguments)
-    assert isinstance(cli.trainer.strategy, DDPStrategy)
-    assert cli.trainer.strategy._daf_config == DAFConfig(precision=4)
+    cli, module = {
+        "daf_integrations.lightning": (LightningCLI, Classifier),
+        "daf_integrations.pytorch_lightning": (OtherCLI, OtherClassifier),
+    }[home]
+    return cli(module, run=False, seed_everything_default=False, args=arguments).trainer.strategy
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # between Lightning and jsonargparse
+class TestCommandLineOfLightning:
+    @pytest.fixture(autouse=True)
+    def no_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "argv", ["run.py"])
+
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_takes_it_by_its_path(self, tmp_path: Path, options: str) -> None:
+        init = {**OPTIONS[options], "base": {"class_path": "lightning.pytorch.strategies.DDPStrategy"}}
+        strategy = command_line(tmp_path, init)
+        assert isinstance(strategy, DDPStrategy)
+        given = OPTIONS[options]
+        assert strategy._daf_config == DAFConfig.from_dict(given.get("config", given))
+
+    def test_of_the_other_package(self, tmp_path: Path) -> None:
+        strategy = command_line(tmp_path, {"precision": 4}, "daf_integrations.pytorch_lightning")
+        assert strategy._daf_config == DAFConfig(precision=4)
+
+    def test_leaves_the_environment_what_is_not_given(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_DAF", "1")
+        monkeypatch.setenv("ACCELERATE_DAF_CONFIG", '{"precision": 8, "seed": 3}')
+        assert command_line(tmp_path, {"precision": 4})._daf_config == DAFConfig(precision=4, seed=3)
+
+    def test_names_what_is_wrong(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for init, message in (({"precison": 4}, "'precison' is not accepted"), ({"precision": 5}, "Got value: 5")):
+            with pytest.raises(SystemExit):
+                command_line(tmp_path, init)
+            assert message in capsys.readouterr().err
 
 
 class TestTwoProcesses:
