@@ -45,6 +45,9 @@ SHORTEST = 1e-6
 """Squared length of a gradient, relative to what is usual, below which it counts as no shorter: LoRA's first
 matrix has none at the first steps but rounding."""
 
+MEASURED_BITS = 4
+"""The precision at which it is measured what inputs of checkpoints do."""
+
 FOLLOWED_BITS = {0: 2, 1: 2, 2: 2, 4: 4, 8: 4}
 """The precision whose error is led on for each; it reaches as far in proportion. Codes of 1 and 2 bits may be clipped,
 and the error of tails travels in another way than that of rounding."""
@@ -82,8 +85,8 @@ def calibrate(
 ) -> Calibration | None:
     """Predicts the error of the gradient that each site alone causes.
 
-    All occurrences of a site are taken together. Sites that backward does not read get errors of 0; inputs of
-    checkpoints get none.
+    All occurrences of a site are taken together. Sites that backward does not read get errors of 0. What inputs of
+    checkpoints do is measured, each in a backward pass of its own, as whole blocks are computed again from them.
 
     Args:
         rehearsal: A forward pass.
@@ -126,8 +129,15 @@ def calibrate(
         activation.slopes = site in better
     known = [site for site in of_values if site not in unknown]
     errors = {site: of_slopes[site] if site in better else of_values[site] for site in known}
+    errors |= {site: _measured(rehearsal, site) for site in unknown}
     finite = all(math.isfinite(value) for values in errors.values() for value in values)
     return Calibration(errors, better) if finite else None
+
+
+def _measured(rehearsal: Rehearsal, site: Site) -> list[float]:
+    """Returns the squared errors that a site causes at each of `LEVELS`: measured at one, and by rounding's law."""
+    squared = rehearsal.compare({site: MEASURED_BITS}).error ** 2
+    return [squared * 4.0 ** (MEASURED_BITS - bits) for bits in LEVELS]
 
 
 def _is_less(errors: list[float], others: list[float]) -> bool:
