@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from daf_core.torch_internals import is_compiled
 
@@ -102,7 +103,9 @@ def _repeated(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weights(module: nn.Module) -> int:
-    return sum(any(p.dim() > 1 for p in inner.parameters(recurse=False)) for inner in module.modules())
+    return sum(
+        any(not is_lazy(p) and p.dim() > 1 for p in inner.parameters(recurse=False)) for inner in module.modules()
+    )
 
 
 def _inside(module: nn.Module) -> Iterator[nn.Module]:

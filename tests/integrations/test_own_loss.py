@@ -36,6 +36,10 @@ class Result:
     logits: Tensor
 
 
+def itself(found: Tensor) -> Tensor:
+    return found
+
+
 def other(logits: Tensor) -> Tensor:
     return logits.square().mean()
 
@@ -99,7 +103,7 @@ def test_the_error_is_that_of_the_loss_that_is_found_to_be_trained() -> None:
     form, trained, _ = LOSSES["last of two numbers"]
     model, only = daf.prepare(Ways(form), audit_every=2), daf.prepare(Ways(lambda _, loss: loss), audit_every=2)
     only.load_state_dict(model.state_dict())
-    for each, loss_of in ((model, trained), (only, lambda found: found)):
+    for each, loss_of in ((model, trained), (only, itself)):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
         for seed in range(4):
             step(each, loss_of, optimizer, seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.utils.generic import ModelOutput
 
+from daf_core.batches import rows_of
 from daf_core.samples import LEAST_LENGTH, SHARE, few_rows
 
 
@@ -39,6 +42,7 @@ def _texts(rows: int, length: int) -> dict[str, Tensor]:
 
 IMAGES = torch.randn(16, 3, 8, 8)
 LABELS = _numbered(16)
+IMAGES_BEFORE = IMAGES.clone()
 
 BATCHES: dict[str, tuple[Any, Any]] = {
     "tensor": (IMAGES, (2, 3, 8, 8)),
@@ -153,3 +157,113 @@ def test_what_is_no_text_is_not_cut(batch: list[Tensor]) -> None:
 def test_share(share: float, expected: tuple[int, int]) -> None:
     """A smaller one where an eighth does not fit in the memory budget."""
     assert few_rows(_texts(16, 40), share)["input_ids"].shape == expected
+
+
+@dataclass
+class Graph:
+    """A batch of a class of its own."""
+
+    x: Tensor
+    name: str = "a"
+    parts: list[Tensor] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+def test_what_is_returned_are_copies(rows: int) -> None:
+    """A forward pass may change its batch in place, and may ask for views that need contiguous memory."""
+    batch: dict[str, Any] = {
+        "input_ids": _numbered(rows, 40),
+        "more": [_numbered(rows), Graph(IMAGES, parts=[IMAGES])],
+        "none": None,
+    }
+    before = batch["input_ids"].clone()
+    part = few_rows(batch)
+    part["input_ids"].view(-1).add_(1)
+    part["more"][0].add_(1)
+    part["more"][1].x.add_(1)
+    part["more"][1].parts[0].add_(1)
+    part["more"].append(1)
+    assert torch.equal(batch["input_ids"], before)
+    assert torch.equal(batch["more"][0], _numbered(rows))
+    assert torch.equal(IMAGES, IMAGES_BEFORE)
+    assert len(batch["more"]) == 2
+
+
+def test_inputs_with_gradients_are_leaves_of_their_own() -> None:
+    """The gradient that a measurement takes is not the user's."""
+    leaf = torch.randn(16, 8, requires_grad=True)
+    part = few_rows({"x": leaf, "y": leaf * 2})
+    (part["x"] * part["y"]).sum().backward()
+    assert part["x"].requires_grad
+    assert leaf.grad is None
+
+
+def _packed(*lengths: int, flat: bool = False, **more: Any) -> dict[str, Any]:
+    """Texts in one row, as FlashAttention takes them."""
+    total = sum(lengths)
+    shape = (total,) if flat else (1, total)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return {
+        "input_ids": torch.arange(total).view(shape),
+        "labels": torch.arange(total).view(shape),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).view(shape),
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": torch.tensor(max(lengths)),
+        **more,
+    }
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((30, 20, 150, 40, 160), [0, 30, 50]),  # an eighth are 50 tokens
+        ((20, 20, 200, 160), [0, 20, 40]),
+        ((300, 100), [0, 50]),  # the beginning of one
+        ((5, 6, 7), [0, 5, 11]),
+        ((4,), [0, 4]),
+    ],
+)
+def test_texts_in_one_row_are_cut_with_their_bounds(lengths: tuple[int, ...], expected: list[int], flat: bool) -> None:
+    """As many whole texts as make an eighth of the tokens, or the beginning of one."""
+    part = few_rows(_packed(*lengths, flat=flat))
+    assert part["cu_seq_lens_q"].tolist() == part["cu_seq_lens_k"].tolist() == expected
+    assert part["cu_seq_lens_q"].dtype == torch.int32
+    longest = max(after - before for before, after in pairwise(expected))
+    assert part["max_length_q"] == int(part["max_length_k"]) == longest
+    for name in ("input_ids", "labels", "position_ids"):
+        assert part[name].shape[-1] == expected[-1]
+    assert part["input_ids"].flatten().tolist() == list(range(expected[-1]))
+
+
+def test_texts_in_one_row_begin_where_labels_count() -> None:
+    """At the beginning of a text."""
+    labels = torch.full((1, 400), -100)
+    labels[:, 230:240] = 1
+    part = few_rows(_packed(30, 20, 150, 40, 160, labels=labels))
+    assert part["input_ids"][0, 0] == 200
+    assert part["cu_seq_lens_q"].tolist() == [0, 40]
+    assert int((part["labels"] != -100).sum()) == 10
+
+
+def test_positions_begin_anew_where_a_text_does() -> None:
+    """Attention takes that for the beginning of a text, and what is before the first for part of none."""
+    batch = {name: value for name, value in _packed(30, 20, 150, 200).items() if "_len" not in name}
+    batch["labels"] = torch.full((1, 400), -100)
+    batch["labels"][:, 60:90] = 1
+    part = few_rows(batch)
+    assert part["position_ids"][0].tolist() == list(range(50))
+    assert part["input_ids"][0, 0] == 50
+
+
+def test_texts_of_queries_and_keys_that_differ_stay_whole() -> None:
+    """What belongs together is not known then."""
+    batch = _packed(30, 20, 350, cu_seq_lens_k=torch.tensor([0, 400], dtype=torch.int32))
+    assert few_rows(batch)["input_ids"].shape == (1, 400)
+
+
+def test_texts_in_one_row_are_one_row() -> None:
+    """A batch of them is not split between tokens."""
+    assert rows_of(_packed(30, 20)) == rows_of(_packed(30, 20, flat=True)) == 1

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import daf_integrations as daf
-from daf_core import PlanError
+from daf_core import ConfigError, PlanError
 from daf_integrations import DAFCallback, DAFStrategy
 from tests.integrations.hf_runs import daf_records
 
@@ -38,6 +38,9 @@ DATA = [row(number) for number in range(ROWS * STEPS)]
 
 class Standardize(nn.Module):
     """Sets itself up with its first batch."""
+
+    mean: Tensor
+    deviation: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +93,7 @@ class Net(nn.Module):
 
     def traces(self) -> list[Any]:
         """What it has noted."""
-        counts = [[block.calls, block.rows, float(block.average)] for block in self.blocks]
+        counts: list[Any] = [[block.calls, block.rows, block.average] for block in self.blocks]
         return [self.labels, self.standardize.mean.tolist(), self.standardize.deviation.tolist(), counts]
 
 
@@ -117,13 +120,13 @@ def in_hf(net: nn.Module, options: dict[str, Any] | None, folder: Path, data: An
         disable_tqdm=True,
         use_cpu=True,
     )
-    callbacks = [] if options is None else [DAFCallback(**options)]
+    callbacks: list[Any] = [] if options is None else [DAFCallback(**options)]
     Trainer(net, args, train_dataset=data, callbacks=callbacks).train()
 
 
 def in_lightning(net: Net, options: dict[str, Any] | None, folder: Path) -> None:
     strategy = "auto" if options is None else DAFStrategy(**options)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
         max_steps=STEPS, accelerator="cpu", devices=1, strategy=strategy, enable_model_summary=False, **quiet
     )
@@ -179,6 +182,44 @@ def test_a_batch_is_not_split_where_passes_are_counted() -> None:
     model = daf.prepare(Net().train(), precision="exact", memory_budget="30KB")
     with pytest.raises(PlanError, match=r"each forward pass changes blocks\.0\.\w+"):
         daf.step(model, next(iter(DataLoader(DATA, ROWS))))  # pyright: ignore[reportArgumentType] a list is a dataset
+
+
+class Lazy(nn.Module):
+    """Has parameters that the first batch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(512), nn.GELU(), nn.LazyLinear(12))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x), labels)
+
+
+def in_lazy_loop(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = daf.prepare(Lazy(), **options) if options else Lazy()
+    optimizer = None
+    for batch in DataLoader(DATA, ROWS):  # pyright: ignore[reportArgumentType] a list is a dataset
+        model(**batch).backward()
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_parameters_of_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """They are made by the first real step, and audited from the second one on."""
+    plain = in_lazy_loop()
+    assert all(map(torch.equal, in_lazy_loop(precision="exact").parameters(), plain.parameters()))
+    assert 0 < daf.metrics(in_lazy_loop(precision="auto"))["daf/gradient_error"] < 1
+    assert not [record for record in daf_records(caplog) if "audits" in record.message]
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": "50MB"}, {"elastic": {"time": 0.5}}])
+def test_what_is_measured_before_the_first_batch_needs_parameters(options: dict[str, Any]) -> None:
+    """An error says what to do before training."""
+    with pytest.raises(ConfigError, match=r"net\.0\.weight has no values before a first batch has run"):
+        daf.prepare(Lazy(), **options)
 
 
 def flat(model: nn.Module) -> Tensor:
