@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
+from daf_core.memory import forks
 from daf_core.memory.access import Reading, Writing
 from daf_core.memory.account import PagerAccount
 from daf_core.memory.index import LeaseIndex
@@ -68,7 +69,7 @@ class Pager:
         self._index = LeaseIndex()
         self._read: set[Lease] = set()
         self._released: Releases[Lease | int] = Releases(clock)
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Level.PAGER)
 
     def writing(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> Writing:
         """Leases pages to a new activation; inside, its planes are written. They may be fewer than asked for.
@@ -96,9 +97,9 @@ class Pager:
         self._pin(lease)
         return Reading(lease, self._unpin)
 
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back, once."""
-        self._released.add(lease)
+    def release(self, lease: Lease, owner: object | None = None) -> None:
+        """Gives a lease back, once: now, or when its owner dies."""
+        self._released.add(lease, owner)
 
     def hold(self, size: int) -> None:
         """Counts `size` bytes of an activation that lies outside the pool.
@@ -115,9 +116,9 @@ class Pager:
             self._outside_bytes += size
             self._account.seconds += time.perf_counter() - started
 
-    def let_go(self, size: int) -> None:
-        """Counts `size` bytes outside the pool as freed."""
-        self._released.add(size)
+    def let_go(self, size: int, owner: object | None = None) -> None:
+        """Counts `size` bytes outside the pool as freed: now, or when their owner dies."""
+        self._released.add(size, owner)
 
     def set_budget(self, budget: int | None) -> None:
         """Changes the budget; if less is allowed than is held, the least important bits are given up now.
