@@ -163,10 +163,7 @@ class Pager:
         return self._account
 
     def check(self) -> None:
-        """Raises AssertionError where a page, a byte or a lease is lost, counted twice or in the wrong place.
-
-        Not to be called while an activation is being read back.
-        """
+        """Raises AssertionError where a page, byte or lease is lost or miscounted; not while one is being read back."""
         with self._lock:
             self._collect()
             self.pool.check()
