@@ -94,8 +94,8 @@ def _load_triton(device: torch.device) -> Backend:
         _build_driver()
     except (OSError, RuntimeError, ImportError, AssertionError, subprocess.CalledProcessError) as error:
         raise UnusableError(
-            f"Triton cannot work here ({error}); it needs a C compiler, the header files of Python, and a folder that may "
-            "be written to (TRITON_CACHE_DIR)"
+            f"Triton cannot work here ({error}); it needs a C compiler, the header files of Python, and a folder that "
+            "may be written to (TRITON_CACHE_DIR)"
         ) from error
     try:
         return load(device)
