@@ -18,8 +18,7 @@ class KeptStorage:
     """The bytes of a storage that raw activations keep alive, counted once however many of them view it."""
 
     def __init__(self, pager: Pager, size: int) -> None:
-        pager.hold(size)
-        pager.let_go(size, owner=self)
+        pager.hold(size, owner=self)
 
 
 class KeptStorages:

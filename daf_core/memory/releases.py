@@ -61,13 +61,17 @@ class Releases(Generic[Item]):
         self._owned[number] = item, at_death(owner, self._now, number, self._dead.append)
 
     def due(self) -> Iterator[Item]:
-        """Takes out what was released up to this thread's horizon."""
+        """Takes out what was released up to this thread's horizon: each once, or again after an interrupt."""
         while self._dead:
-            time, number = self._dead.popleft()
-            self._items.append((time, self._owned.pop(number)[0]))
+            time, number = self._dead[0]
+            if (owned := self._owned.get(number)) is not None:
+                self._items.append((time, owned[0]))
+            self._owned.pop(number, None)
+            self._dead.popleft()
         for _ in range(len(self._items)):
-            time, item = self._items.popleft()
+            time, item = self._items[0]
             if time <= self._clock.horizon:
                 yield item
             else:
                 self._items.append((time, item))
+            self._items.popleft()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.codecs.raw import KeptStorage
 from daf_core.memory.mortal import SWEPT, WeakValues
+from daf_core.memory.pager import Pager
+from daf_core.memory.pool import PagePool
 from daf_core.plan.meter import TensorMeter
 from tests.core.harness import LARGE, assert_empty, normal
 
@@ -91,3 +94,29 @@ def test_dead_values_are_forgotten() -> None:
     assert values.get(1) is kept[1]
     assert values.get(2) is None
     assert len(values._references) <= SWEPT
+
+
+@pytest.mark.parametrize("stop", range(1, 60, 3))
+def test_interrupt_while_bytes_are_counted_loses_none(stop: int) -> None:
+    """Python raises one where a function is called or has returned."""
+    pager = Pager(PagePool(torch.device("cpu")), 1 << 20)
+    left = stop
+
+    def interrupt(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with suppress(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            try:
+                kept = [KeptStorage(pager, 4096) for _ in range(2)]
+                kept.clear()
+                pager.settle()
+            finally:
+                sys.setprofile(None)
+    kept = []
+    assert pager.settle() == 0
+    pager.check()
