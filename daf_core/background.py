@@ -13,9 +13,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from daf_core.codecs.signs import RELU
 from daf_core.errors import DAFError
 from daf_core.handle import Handle
 from daf_core.in_flight import Flight, InFlight
+from daf_core.memory import forks
 from daf_core.memory.devices import DevicePagers
+from daf_core.memory.mortal import at_death
 from daf_core.memory.pager import Pager
 from daf_core.saved import SavedTensor
 from daf_kernels import HostLink
@@ -66,14 +69,15 @@ class BackgroundPacker:
         self._window_bytes = 0
         self._largest = 0
         self._held_bytes = 0
-        self._sent: list[weakref.ref[InFlight]] = []
-        self._queue: SimpleQueue[Flight | _Dropped | _Mark | None] = SimpleQueue()
+        self._now: Callable[[], int] = partial(attrgetter("now"), pagers.clock)
+        self._sent: list[tuple[weakref.ref[InFlight], object]] = []
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._landed = self._sent_until = -1
-        self._busy = False
         self._landing = threading.Condition()
         self._thread: threading.Thread | None = None
         self._cancelled = False
         self._error: BaseException | None = None
+        forks.follow(self)
 
     def admits(self, saved: SavedTensor) -> bool:
         """Says whether a tensor may be sent off, and waits for others first if need be; if not, nothing is in flight.
@@ -105,12 +109,10 @@ class BackgroundPacker:
         self._window.append(flight)
         self._window_bytes += flight.size
         self._largest = max(self._largest, flight.size)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="daf-pack", daemon=True)
-            self._thread.start()
+        sent = InFlight(flight, self._await_reading)  # looks at the tensor, which goes when it lands
         self._put(flight)
-        sent = InFlight(flight, self._await_reading, self._drop)
-        self._sent.append(weakref.ref(sent))
+        # What autograd lets go of goes once all is packed that was saved before.
+        self._sent.append((weakref.ref(sent), at_death(sent, self._now, flight, self._queue.put)))
         return sent
 
     def finish(self) -> None:
@@ -126,10 +128,9 @@ class BackgroundPacker:
         """Returns when all has landed, and what was dropped is gone; errors are kept."""
         while self._window:
             self._await_oldest()
-        if self._busy:  # what landed may have been the last to need a graph
-            self._busy = False
+        if self._sent:  # what landed may have been the last to need a graph
             mark = _Mark(self._tick())
-            self._queue.put(mark)
+            self._put(mark)
             self._wait(mark.time)
 
     def close(self) -> None:
@@ -140,9 +141,20 @@ class BackgroundPacker:
             self._thread.join()
         while self._window:
             self._window.popleft().saved = None
-        for reference in self._sent:
+        for reference, _ in self._sent:
             if (sent := reference()) is not None:
                 sent.settle()
+
+    def rest(self, seconds: float) -> None:
+        """See `Worker.rest`."""
+        if self._thread is not None and self._thread.is_alive():
+            resting = threading.Event()
+            self._queue.put(resting)
+            resting.wait(seconds)
+
+    def revive(self) -> None:
+        """See `Worker.revive`; all has landed, and what autograd lets go of is still put into the same queue."""
+        self._thread, self._landing = None, threading.Condition()
 
     def _fits(self, size: int, pager: Pager) -> bool:
         flying = self._window_bytes + size
@@ -167,8 +179,10 @@ class BackgroundPacker:
         self._clock.now += 1
         return self._clock.now - 1
 
-    def _put(self, item: Flight | _Dropped) -> None:
-        self._busy = True
+    def _put(self, item: Flight | _Mark) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="daf-pack", daemon=True)
+            self._thread.start()
         self._queue.put(item)
 
     def _wait(self, landed: int) -> None:
@@ -183,13 +197,6 @@ class BackgroundPacker:
         packing = threading.current_thread() is self._thread
         self._wait(flight.time if packing else self._sent_until)
 
-    def _drop(self, flight: Flight) -> None:
-        """Lets go of what a tensor was packed as, once all is packed that was saved before now."""
-        if self._window or self._busy:
-            self._put(_Dropped(flight, self._clock.now))
-        else:
-            flight.packed = None
-
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
@@ -198,14 +205,20 @@ class BackgroundPacker:
         """What the thread does."""
         self._prepare()
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             started = time.perf_counter()
-            self._clock.set_back(item.time)
-            if isinstance(item, Flight):
-                self._pack(item)
-            elif isinstance(item, _Dropped):
-                item.flight.packed = None
+            if isinstance(item, tuple):
+                dropped_at, flight = item
+                self._clock.set_back(dropped_at)
+                flight.packed = None
+            else:
+                self._clock.set_back(item.time)
+                if isinstance(item, Flight):
+                    self._pack(item)
             self.seconds += time.perf_counter() - started
-            if not isinstance(item, _Dropped):  # another thread may drop, by its own clock
+            if not isinstance(item, tuple):  # another thread may drop, by its own clock
                 with self._landing:
                     self._landed = item.time
                     self._landing.notify_all()
@@ -232,19 +245,8 @@ class BackgroundPacker:
         return copy
 
 
-class _Dropped(NamedTuple):
-    """Autograd has let go of a tensor.
-
-    Attributes:
-        flight: The way of the tensor.
-        time: When that was.
-    """
-
-    flight: Flight
-    time: int
-
-
-class _Mark(NamedTuple):
+@dataclass(frozen=True)
+class _Mark:
     """Everything before it is done.
 
     Attributes:
@@ -252,6 +254,10 @@ class _Mark(NamedTuple):
     """
 
     time: int
+
+
+_Item = Flight | tuple[int, Flight] | _Mark | threading.Event
+"""The pair is what autograd has let go of, and when."""
 
 
 def idle_cores() -> int:

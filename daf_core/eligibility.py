@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
+import weakref
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage, nn
 
 from daf_core.codecs.planes import DTYPES
 from daf_core.torch_internals import skip_nodes, storage_id
@@ -46,15 +46,15 @@ class Eligibility:
     def __init__(self, model: nn.Module, least_elements: int = LEAST_ELEMENTS) -> None:
         self._model = model
         self._least_elements = least_elements
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._wide_shapes: set[tuple[int, ...]] = set()
 
     def refresh(self) -> None:
         """Looks up the storages of all parameters and buffers, which may have moved since the last step."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         plain = [tensor for tensor in tensors if is_plain(tensor)]
-        # Without the references an activation could get the number of a storage that FSDP frees while a pass runs.
-        self._storages = {storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in plain}
+        # An activation may get the number of a storage that FSDP frees while a pass runs.
+        self._storages = {storage_id(tensor): weakref.ref(tensor.untyped_storage()) for tensor in plain}
         self._wide_shapes = {tuple(sorted(tensor.shape)) for tensor in plain if tensor.dtype in _WIDE}
 
     def form(self, tensor: Tensor, largest: int) -> Form:
@@ -64,7 +64,7 @@ class Eligibility:
             tensor: The tensor as autograd saves it.
             largest: Elements of the largest activation saved so far in the same module call.
         """
-        if not is_plain(tensor) or _is_parameter(tensor) or storage_id(tensor) in self._storages:
+        if not is_plain(tensor) or _is_parameter(tensor) or self._is_of_parameter(tensor):
             return Form.PARAMETER
         if self._is_cast(tensor):
             return Form.PARAMETER
@@ -77,6 +77,10 @@ class Eligibility:
         if tensor.dtype not in DTYPES or _is_statistic(tensor, largest):
             return Form.RAW if tensor.is_complex() else Form.MASK
         return Form.LOSSY
+
+    def _is_of_parameter(self, tensor: Tensor) -> bool:
+        found = self._storages.get(storage_id(tensor))
+        return found is not None and found() is not None
 
     def _is_cast(self, tensor: Tensor) -> bool:
         """Recognizes the low-precision copy of a parameter that autocast makes, and that linear layers save.

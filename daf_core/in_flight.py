@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 from torch import Tensor
 
@@ -67,29 +68,21 @@ class InFlight:
     Args:
         flight: The way of the tensor.
         wait: Returns when a tensor has landed that is to be read.
-        drop: Is told when autograd has let go of it before the forward pass has ended.
 
     Attributes:
         place: Where the tensor was saved; None where that is of no use.
         elements: Elements of it.
     """
 
-    __slots__ = ("__weakref__", "_drop", "_flight", "_last", "_version", "_wait", "elements", "place")
+    __slots__ = ("__weakref__", "_flight", "_last", "_version", "_wait", "elements", "place")
 
-    def __init__(self, flight: Flight, wait: Callable[[Flight], None], drop: Callable[[Flight], None]) -> None:
+    def __init__(self, flight: Flight, wait: Callable[[Flight], None]) -> None:
         assert flight.saved is not None
         self._flight = flight
         self._wait: Callable[[Flight], None] | None = wait
-        self._drop: Callable[[Flight], None] | None = drop
         self._version = self._last = flight.saved.version
         self.place = flight.saved.place
         self.elements = flight.saved.tensor.numel()
-
-    def __del__(self) -> None:
-        if self._drop is not None:
-            self._drop(self._flight)
-        else:
-            self._flight.packed = None
 
     @property
     def packed(self) -> Handle | RawActivation | None:
@@ -101,7 +94,9 @@ class InFlight:
         """The forward pass has ended: from now on, changes in place do no harm."""
         if self._flight.counter is not None:
             self._last, self._flight.counter = self._flight.counter._version, None
-        self._wait = self._drop = None
+        self._wait = None
+        flight, self._flight = self._flight, copy(self._flight)
+        flight.packed = None  # it goes with this object, whoever still knows its way
 
     def result(self) -> Handle | RawActivation:
         """Returns what it was packed as, and waits for that if need be.

@@ -221,7 +221,7 @@ def is_being_saved(node: Any, name: str) -> bool:
 def storage_id(tensor: Tensor) -> int:
     """Returns the address of the control block of a tensor's storage.
 
-    Unlike the address of its data it is not reused while a weak reference to the storage exists.
+    When the storage is freed, another one may get it.
     """
     return tensor.untyped_storage()._cdata
 

@@ -1,4 +1,4 @@
-"""What torch runs when it is imported, as an entry point of its group "torch.backends": hooks that cost little.
+"""What torch runs when it is imported, through `daf_autoload`: hooks that cost little.
 
 Standard library only, and never an exception: whatever is broken here, `import torch` works. The hooks let an
 Accelerate configuration file have a section ``daf_config``, switch DAF on in Accelerate where the environment asks for

@@ -1,11 +1,12 @@
 """What DAF finds on this machine, what is missing, and what to type.
 
-The facts (`examine`) are kept apart from how they are shown (`daf_integrations.cli`). No framework is imported to find
+The facts (`examine`) are kept apart from how they are shown (`daf_integrations.cli`). No trainer is imported to find
 its version, so that one that is missing or broken is a finding and never an exception.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
@@ -109,6 +110,19 @@ class TorchState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelState:
+    """What becomes of the CPU kernels here.
+
+    Attributes:
+        error: why they do not load, None if they do.
+        not_kept: why the next run does not find them compiled, None if it does.
+    """
+
+    error: str | None = None
+    not_kept: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """All that `daf doctor` reports.
 
@@ -118,6 +132,7 @@ class Diagnosis:
         torch: what torch says of this machine.
         cores: cores that this process may use.
         allocator: memory allocator of this process, see `loaded_allocator`, and how it was set.
+        kernels: what becomes of the CPU kernels.
     """
 
     python: str
@@ -125,12 +140,15 @@ class Diagnosis:
     torch: TorchState
     cores: int
     allocator: str
+    kernels: KernelState = KernelState()
 
     @property
     def problems(self) -> list[str]:
         """What keeps DAF from working, and what to type."""
         broken = [f"torch does not load: {self.torch.error}"] if self.torch.error else []
-        return broken + [state.remedy for state in self._unmet() if state.package.required]
+        broken += [state.remedy for state in self._unmet() if state.package.required]
+        # Without torch or numba there are no kernels, and that is said already.
+        return broken or ([f"the CPU kernels do not load: {self.kernels.error}"] if self.kernels.error else [])
 
     @property
     def advice(self) -> list[str]:
@@ -141,6 +159,8 @@ class Diagnosis:
                 f"torch computes with {self.torch.threads} threads on {self.cores} cores: "
                 f"export OMP_NUM_THREADS={self.cores}"
             )
+        if self.kernels.not_kept:
+            hints.append(f"each run compiles the CPU kernels, in a minute or two: {self.kernels.not_kept}")
         if self.allocator == "glibc":
             hints.append(allocator_advice())
         return hints
@@ -159,6 +179,7 @@ def examine() -> Diagnosis:
         torch=_examine_torch(),
         cores=_usable_cores(),
         allocator=_described_allocator(),
+        kernels=_examine_kernels(),
     )
 
 
@@ -239,6 +260,15 @@ def _examine_torch() -> TorchState:
         return TorchState(error=str(error))
     cpu = f"cpu: {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     return TorchState(devices=(cpu, *_accelerators()), threads=torch.get_num_threads())
+
+
+def _examine_kernels() -> KernelState:
+    try:
+        importlib.import_module("daf_kernels.cpu")
+        from daf_kernels.cpu_cache import why_not_kept
+    except Exception as error:  # numba and llvmlite have classes of their own for what they cannot work with
+        return KernelState(error=f"{type(error).__name__}: {error}")
+    return KernelState(not_kept=why_not_kept())
 
 
 def _accelerators() -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from logging import getLogger
 from typing import Any
@@ -57,12 +58,14 @@ class Ending:
         totals: The figures.
         shown: Whether the table is printed.
         covered: Whether another scope compressed the model.
+        process: The process that it is said in: a forked child knows of it, and ends as well.
     """
 
     title: str
     totals: RunTotals
     shown: bool = False
     covered: bool = False
+    process: int = field(default_factory=os.getpid)
 
 
 class Training:
@@ -296,6 +299,8 @@ def _watch_optimizers() -> None:
 def say_endings() -> None:
     """Prints the tables that are to be shown, and warns of trainings in which nothing was compressed."""
     for ending in _endings:
+        if ending.process != os.getpid():
+            continue
         if not ending.totals.raw_bytes and not ending.covered:
             log.warning("%s", _nothing_compressed(ending, "the whole run"))
         elif ending.shown and not ending.covered:

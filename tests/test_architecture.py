@@ -30,7 +30,7 @@ ALLOWED = {
 KERNEL_COMPILERS = {"numba", "llvmlite", "triton"}
 HEAVY = KERNEL_COMPILERS | {"transformers", "lightning", "pytorch_lightning", "peft", "accelerate", "yaml"}
 MAX_LINES = 400
-MAX_EXTRA_MODULES = 100
+MAX_EXTRA_MODULES = 110
 UNLIMITED = {"tests", "build", "dist", "shared"}
 
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from daf_integrations import doctor
 from daf_integrations.cli import main
-from daf_integrations.doctor import PACKAGES, Diagnosis, PackageState, TorchState
+from daf_integrations.doctor import PACKAGES, Diagnosis, KernelState, PackageState, TorchState
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = TorchState(devices=("cpu: x86_64", "cuda:0: H200"), threads=2)
@@ -46,6 +46,20 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         return version(name)
 
     monkeypatch.setattr(doctor, "version", find)
+
+
+def test_kernels_that_cannot_be_kept_are_advice() -> None:
+    found = replace(READY, kernels=KernelState(not_kept="no room. Set NUMBA_CACHE_DIR"))
+    assert found.problems == []
+    assert found.advice == ["each run compiles the CPU kernels, in a minute or two: no room. Set NUMBA_CACHE_DIR"]
+
+
+def test_kernels_that_do_not_load_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba is there, and does not work with this numpy."""
+    monkeypatch.setitem(sys.modules, "daf_kernels.cpu", None)
+    assert doctor.examine().problems[0].startswith("the CPU kernels do not load: ModuleNotFoundError")
+    broken = replace(with_version("numba", None), kernels=KernelState(error="no numba"))
+    assert ["numba is missing" in problem for problem in broken.problems] == [True]
 
 
 def test_help_lists_the_command() -> None:

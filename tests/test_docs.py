@@ -122,7 +122,8 @@ def test_files_that_pages_name_exist() -> None:
     """Pages may leave out the beginning of a path."""
     named = {(place, code) for place, code in inline_code() if re.fullmatch(r"[\w./-]+\.(py|sh)", code)}
     assert len(named) > 50
-    files = ["/" + path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    paths = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*"))]
+    files = ["/" + path.relative_to(ROOT).as_posix() for path in paths]
     missing = {f"{place}: {code}" for place, code in named if not any(file.endswith(f"/{code}") for file in files)}
     assert sorted(missing) == []
 

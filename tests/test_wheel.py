@@ -31,23 +31,39 @@ found = [name for name in {trainers} if importlib.util.find_spec(name)]
 print(json.dumps([found, daf_integrations.metrics(model)["daf/ratio"]]))
 """
 
+EDITABLE = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+IMPORT_TORCH = """
+import logging, site, sys
+site.addsitedir("INSTALLED")  # the finder of an editable install
+logging.basicConfig()
+import torch
+print(torch.ones(1).item(), "daf_integrations._autoload" in sys.modules)
+"""
+
 Alone = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel, built from a copy of the repository: setuptools leaves working files beside the sources."""
-    copy, output = tmp_path_factory.mktemp("source") / "daf", tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "shared", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, copy, ignore=ignored)
+    copy, output = copy_into(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-build-isolation", "--wheel-dir", output, copy)
     (built,) = output.glob("*.whl")
     return built
 
 
+def copy_into(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "shared", "*.egg-info", "__pycache__")
+    return Path(shutil.copytree(ROOT, folder / "daf", ignore=ignored))
+
+
 @pytest.fixture(scope="module")
 def alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Runs Python where nothing but the wheel and what it requires can be imported."""
+    return installed_alone(wheel, tmp_path_factory)
+
+
+def installed_alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Returns what runs Python where nothing but a wheel and what it requires can be imported."""
     installed, required, folder = (tmp_path_factory.mktemp(name) for name in ("installed", "required", "folder"))
     pip("install", "--target", installed, wheel)
     (metadata,) = installed.glob("*.dist-info")
@@ -97,7 +113,8 @@ def files_in(wheel: Path) -> set[str]:
 
 def test_wheel_has_the_three_packages_and_nothing_else(wheel: Path) -> None:
     top = {name.partition("/")[0] for name in files_in(wheel)}
-    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
+    assert {name for name in top if not name.endswith((".dist-info", ".data"))} == set(PACKAGES)
+    assert [name.partition("/")[2] for name in files_in(wheel) if ".data/" in name] == ["purelib/daf_autoload.py"]
 
 
 def test_wheel_has_every_source_and_type_marker(wheel: Path) -> None:
@@ -134,3 +151,19 @@ def test_plans_for_models_name_the_extra_that_a_wheel_alone_lacks(alone: Alone) 
     assert done.stderr.startswith("Error: a Hugging Face model needs transformers, which is not installed")
     assert "[hf]" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_torch_is_imported_when_the_folder_of_an_editable_install_is_gone(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source = copy_into(tmp_path / "source")
+    command = [sys.executable, "-W", "ignore", "-c", EDITABLE, tmp_path]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (built,) = tmp_path.glob("*.whl")
+    alone = installed_alone(built, tmp_path_factory)
+    there = alone("-c", IMPORT_TORCH)
+    assert there.stdout.split() == ["1.0", "True"], there.stderr
+    shutil.rmtree(source)
+    gone = alone("-c", IMPORT_TORCH)
+    assert gone.stdout.split() == ["1.0", "False"], gone.stderr
+    assert "DAF is installed and cannot be loaded" in gone.stderr

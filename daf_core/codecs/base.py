@@ -43,9 +43,7 @@ class PagedActivation(StoredActivation):
     def __init__(self, pager: Pager, lease: Lease) -> None:
         self.pager = pager
         self.lease = lease
-
-    def __del__(self) -> None:
-        self.pager.release(self.lease)
+        pager.release(lease, owner=self)
 
     @override
     def decode_into(self, out: Tensor) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from daf_core.codecs.raw import KeptStorage, KeptStorages, RawActivation
+from daf_core.memory import forks
 from daf_core.memory.pager import Pager
 from daf_kernels import Answer
 
@@ -68,7 +69,7 @@ class Doubts:
     def __init__(self) -> None:
         self._window: deque[tuple[weakref.ref[Doubt], int]] = deque()
         self._size = 0
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Level.DOUBTS)
         self._kept = KeptStorages()
         self._closed = 0
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from daf_core.errors import ModifiedInPlaceError
+from daf_core.memory import forks
+from daf_core.memory.mortal import WeakValues
 from daf_core.memory.pager import Pager
 from daf_core.torch_internals import storage_id
 
@@ -18,21 +18,15 @@ class KeptStorage:
     """The bytes of a storage that raw activations keep alive, counted once however many of them view it."""
 
     def __init__(self, pager: Pager, size: int) -> None:
-        pager.hold(size)
-        self._pager, self._size = pager, size
-
-    def __del__(self) -> None:
-        # hold() raises before the fields are set where the budget is exceeded.
-        if hasattr(self, "_size"):
-            self._pager.let_go(self._size)
+        pager.hold(size, owner=self)
 
 
 class KeptStorages:
     """Accounts of storages, one for each while something keeps it; of any thread."""
 
     def __init__(self) -> None:
-        self._kept: weakref.WeakValueDictionary[int, KeptStorage] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._kept: WeakValues[int, KeptStorage] = WeakValues()
+        self._lock = forks.lock(forks.Level.KEPT)
 
     def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
         """Returns the account of the tensor's storage, however many of its views are kept.

@@ -8,6 +8,11 @@ from pathlib import Path
 import psutil
 import torch
 
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None
+
 RESERVE_SHARE = 0.05
 LEAST_RESERVE = 128 << 20
 """Of all memory, this share and at least these bytes stay free: passing a control group's limit is no exception that
@@ -85,7 +90,7 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def host_memory(proc: Path = PROC, mount: Path = MOUNT) -> tuple[int, int]:
-    """Returns the total and the available bytes of main memory, within the limits of all control groups.
+    """Returns the total and the available bytes of main memory, within all limits of control groups and of the process.
 
     Args:
         proc: The file that names this process's control groups; where it is missing there are none.
@@ -93,9 +98,21 @@ def host_memory(proc: Path = PROC, mount: Path = MOUNT) -> tuple[int, int]:
     """
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    for limit, used in _limits(proc, mount):
+    for limit, used in (*_limits(proc, mount), *_limits_of_process()):
         total, available = min(total, limit), min(available, max(limit - used, 0))
     return total, available
+
+
+def _limits_of_process() -> Iterator[tuple[int, int]]:
+    """Yields the limit and the use of this process's address space, and of its data (``ulimit -v`` and ``-d``)."""
+    if resource is None:
+        return
+    used = psutil.Process().memory_info()
+    # Only Linux says how much data there is; what it counts has the stack as well, 8 MB at most.
+    for kind, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            yield limit, size
 
 
 def _limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:

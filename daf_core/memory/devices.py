@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
 import torch
 
 from daf_core.config import DAFConfig
+from daf_core.memory import forks
 from daf_core.memory.account import PagerAccount
 from daf_core.memory.available import AutoBudget
 from daf_core.memory.growth import AdaptiveGrowth, FixedGrowth
@@ -62,7 +62,7 @@ class DevicePagers:
         self._file = None if config.spill_dir is None else SpillFile(config.spill_dir, page_bytes)
         self._pagers: dict[torch.device, Pager] = {}
         self._available: dict[torch.device, AutoBudget] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Level.DEVICES)
 
     def on(self, device: torch.device) -> Pager:
         """Returns the device's pager."""

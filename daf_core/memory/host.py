@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from daf_core.errors import SpillError
+from daf_core.memory import forks
 from daf_core.memory.available import beside_reserve, host_memory
 from daf_core.memory.growth import FixedGrowth
 from daf_core.memory.pool import PagePool
@@ -87,7 +87,7 @@ class HostMemory:
         self._copies = copies
         self._last: Mark | None = None
         self._arrivals: dict[int, Mark] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Level.TIER)
 
     @property
     def used_slots(self) -> int:
@@ -138,8 +138,10 @@ class HostMemory:
         try:
             return self._grow(count, missing) if missing > 0 else pool.take(count)
         except MemoryError as error:
+            from humanfriendly import format_size  # 10 ms that a program without the error does not pay
+
             raise SpillError(
-                f"cannot move {count * pool.page_bytes / 1e6:.1f} MB of activations to pinned main memory: {error}. "
+                f"cannot move {format_size(count * pool.page_bytes)} of activations to pinned main memory: {error}. "
                 "Free main memory, name a spill_dir, or raise memory_budget"
             ) from error
 
@@ -148,7 +150,9 @@ class HostMemory:
         total, available = host_memory()
         room = beside_reserve(total, available)
         if room < missing:
-            raise MemoryError(f"{room / 1e6:.1f} MB are left beside the reserve")
+            from humanfriendly import format_size
+
+            raise MemoryError(f"{format_size(room)} are left beside the reserve")
         return self._slots.take(count, self._slots.reserved_bytes + room)
 
 

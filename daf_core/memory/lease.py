@@ -17,6 +17,19 @@ Drop = tuple[float, int]
 NOWHERE: Pages = np.empty(0, np.int64)
 
 
+class Outside:
+    """Bytes that are counted, and lie outside of the pool.
+
+    Attributes:
+        size: How many; 0 before they are counted, and when they are no longer.
+    """
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
+
+
 class Lease:
     """Pages of the pool that belong to one activation, from when it is encoded until its last handle dies.
 

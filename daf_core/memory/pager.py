@@ -12,10 +12,11 @@ from functools import lru_cache
 import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
+from daf_core.memory import forks
 from daf_core.memory.access import Reading, Writing
 from daf_core.memory.account import PagerAccount
 from daf_core.memory.index import LeaseIndex
-from daf_core.memory.lease import NOWHERE, Lease, plan_drops
+from daf_core.memory.lease import NOWHERE, Lease, Outside, plan_drops
 from daf_core.memory.pool import PagePool
 from daf_core.memory.releases import ReleaseClock, Releases
 from daf_core.memory.spill import ReadAhead
@@ -41,6 +42,7 @@ class Pager:
         clock: Says which releases count already; by default all do.
 
     Attributes:
+        account: What was done so far in this step; it goes on counting.
         spills: Whether activations on pages may move.
         set_aside: Bytes of the budget for what will lie outside of the pool, which keeps pages that it had once.
     """
@@ -64,11 +66,11 @@ class Pager:
         self._spill = spill
         self._read_ahead = ReadAhead(self._load_next, spill is not None and spill.queued, pool.device)
         self._serial = 0
-        self._account = PagerAccount()
+        self.account = PagerAccount()
         self._index = LeaseIndex()
         self._read: set[Lease] = set()
-        self._released: Releases[Lease | int] = Releases(clock)
-        self._lock = threading.Lock()
+        self._released: Releases[Lease | Outside] = Releases(clock)
+        self._lock = forks.lock(forks.Level.PAGER)
 
     def writing(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> Writing:
         """Leases pages to a new activation; inside, its planes are written. They may be fewer than asked for.
@@ -96,12 +98,12 @@ class Pager:
         self._pin(lease)
         return Reading(lease, self._unpin)
 
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back, once."""
-        self._released.add(lease)
+    def release(self, lease: Lease, owner: object | None = None) -> None:
+        """Gives a lease back, once: now, or when its owner dies."""
+        self._released.add(lease, owner)
 
-    def hold(self, size: int) -> None:
-        """Counts `size` bytes of an activation that lies outside the pool.
+    def hold(self, size: int, owner: object | None = None) -> None:
+        """Counts `size` bytes of an activation outside the pool: until `let_go`, or until their owner dies.
 
         Raises:
             ActivationBudgetError: They do not fit even if everything is given up that may be.
@@ -111,13 +113,19 @@ class Pager:
         with self._lock:
             self._collect()
             self._make_room(size, size, self.budget, drop=True)
-            self._count(size)
+            outside = Outside()
+            if owner is not None:
+                self._released.add(outside, owner)
+            # Nothing is called from here on: an interrupt, such as Ctrl-C, comes before or after all three.
+            self.held_bytes += size
             self._outside_bytes += size
-            self._account.seconds += time.perf_counter() - started
+            outside.size = size
+            self._count(0)
+            self.account.seconds += time.perf_counter() - started
 
     def let_go(self, size: int) -> None:
         """Counts `size` bytes outside the pool as freed."""
-        self._released.add(size)
+        self._released.add(Outside(size))
 
     def set_budget(self, budget: int | None) -> None:
         """Changes the budget; if less is allowed than is held, the least important bits are given up now.
@@ -144,7 +152,7 @@ class Pager:
         """Ends a step and returns what was done in it."""
         with self._lock:
             self._collect()
-            account, self._account = self._account, PagerAccount(peak_bytes=self.held_bytes)
+            account, self.account = self.account, PagerAccount(peak_bytes=self.held_bytes)
         self.pool.finish_step()
         if self._spill is not None:
             self._spill.finish_step()
@@ -156,16 +164,8 @@ class Pager:
         self.settle()
         return self.pool.used_pages
 
-    @property
-    def account(self) -> PagerAccount:
-        """What was done so far in this step; it goes on counting."""
-        return self._account
-
     def check(self) -> None:
-        """Raises AssertionError where a page, a byte or a lease is lost, counted twice or in the wrong place.
-
-        Not to be called while an activation is being read back.
-        """
+        """Raises AssertionError where a page, byte or lease is lost or miscounted; not while one is being read back."""
         with self._lock:
             self._collect()
             self.pool.check()
@@ -174,8 +174,7 @@ class Pager:
                 raise AssertionError("the bytes that are held are not those of the pages in use and outside of them")
             if not self._writing and self.pool.used_pages != self._index.resident_pages + self._index.copied_pages:
                 raise AssertionError("the pages in use are not those of the leases")
-            if self.budget is not None and self.held_bytes > self.budget:
-                raise AssertionError(f"{self.held_bytes} bytes are held, and {self.budget} are allowed")
+            self._count(0)
 
     @property
     def _page_budget(self) -> int | None:
@@ -203,7 +202,7 @@ class Pager:
             lease.readers = 1
             self._writing += 1
             self._count(lease.size * page)
-            self._account.seconds += time.perf_counter() - started
+            self.account.seconds += time.perf_counter() - started
             return lease
 
     def _publish(self, lease: Lease) -> None:
@@ -238,7 +237,7 @@ class Pager:
                     self._spill.wait(lease.slots)
                 lease.readers += 1
                 self._read.add(lease)
-                self._account.seconds += time.perf_counter() - started
+                self.account.seconds += time.perf_counter() - started
             return lease.resident
 
     def _claim(self, lease: Lease) -> bool:
@@ -332,12 +331,12 @@ class Pager:
         before = lease.size
         if lease.resident:
             self._index.remove(lease)
-        self._account.dropped_planes += lease.drop()
+        self.account.dropped_planes += lease.drop()
         pages, lease.pages = lease.pages[lease.size :], lease.pages[: lease.size]
         if lease.resident:
             self._index.add(lease)
         self.held_bytes -= pages.size * self.pool.page_bytes
-        self._account.dropped_bytes += (before - lease.size) * self.pool.page_bytes
+        self.account.dropped_bytes += (before - lease.size) * self.pool.page_bytes
         return pages
 
     def _copy_ahead(self, size: int) -> None:
@@ -354,7 +353,7 @@ class Pager:
 
     def _copy_out(self, spill: Tier, lease: Lease) -> None:
         slots = spill.write(self.pool, lease.pages)
-        self._account.spilled_bytes += lease.size * self.pool.page_bytes
+        self.account.spilled_bytes += lease.size * self.pool.page_bytes
         self._index.remove(lease)
         lease.slots = slots
         self._index.add(lease)
@@ -370,12 +369,13 @@ class Pager:
         """Counts what was released; pages go back in one go, as each trip to the pool costs 50 us with cold caches."""
         freed: list[Pages] = []
         for item in self._released.due():
-            if isinstance(item, int):
-                self.held_bytes -= item
-                self._outside_bytes -= item
-            elif item.loading is not None:
-                item.released = True  # the read that is in progress frees it
-            else:
+            if isinstance(item, Outside):  # see `hold`
+                self.held_bytes -= item.size
+                self._outside_bytes -= item.size
+                item.size = 0
+                continue
+            before, item.released = item.released, True
+            if not before and item.loading is None:  # otherwise the read that is in progress frees it
                 self._read.discard(item)
                 self._index.remove(item)
                 freed.append(item.pages)
@@ -397,4 +397,4 @@ class Pager:
         self.held_bytes += size
         if self.budget is not None and self.held_bytes > self.budget:
             raise AssertionError(f"{self.held_bytes} bytes are held, and {self.budget} are allowed")
-        self._account.peak_bytes = max(self._account.peak_bytes, self.held_bytes)
+        self.account.peak_bytes = max(self.account.peak_bytes, self.held_bytes)

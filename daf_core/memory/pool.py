@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from daf_core.memory import forks
 from daf_core.memory.free_list import FreeList, runs
 from daf_core.memory.growth import AdaptiveGrowth, Growth, PeakWatch
 from daf_kernels import FixedPages, Pages
@@ -54,7 +54,7 @@ class PagePool:
         self._addresses = np.empty(0, np.int64)
         self._watch = PeakWatch()
         self._peak_pages = 0
-        self._lock = threading.Lock()
+        self._lock = forks.lock(forks.Level.POOL)
 
     def take(self, count: int, limit: int | None = None) -> Pages:
         """Takes `count` pages off the pool.

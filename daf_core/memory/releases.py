@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from operator import attrgetter
 from typing import Generic, TypeVar
+
+from daf_core.memory.mortal import at_death
 
 Item = TypeVar("Item")
 
@@ -41,17 +46,32 @@ class Releases(Generic[Item]):
 
     def __init__(self, clock: ReleaseClock | None = None) -> None:
         self._clock = clock or ReleaseClock()
+        self._now: Callable[[], int] = partial(attrgetter("now"), self._clock)
         self._items: deque[tuple[int, Item]] = deque()
+        self._dead: deque[tuple[int, int]] = deque()
+        self._owned: dict[int, tuple[Item, object]] = {}
+        self._numbers = count()
 
-    def add(self, item: Item) -> None:
-        """Notes that something was released now."""
-        self._items.append((self._clock.now, item))
+    def add(self, item: Item, owner: object | None = None) -> None:
+        """Notes that something was released now, or will be when its owner dies."""
+        if owner is None:
+            self._items.append((self._clock.now, item))
+            return
+        number = next(self._numbers)
+        self._owned[number] = item, at_death(owner, self._now, number, self._dead.append)
 
     def due(self) -> Iterator[Item]:
-        """Takes out what was released up to this thread's horizon."""
+        """Takes out what was released up to this thread's horizon: each once, or again after an interrupt."""
+        while self._dead:
+            time, number = self._dead[0]
+            if (owned := self._owned.get(number)) is not None:
+                self._items.append((time, owned[0]))
+            self._owned.pop(number, None)
+            self._dead.popleft()
         for _ in range(len(self._items)):
-            time, item = self._items.popleft()
+            time, item = self._items[0]
             if time <= self._clock.horizon:
                 yield item
             else:
                 self._items.append((time, item))
+            self._items.popleft()

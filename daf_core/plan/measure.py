@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
+from daf_core.errors import ProfileError
+from daf_core.memory.release import release_memory
 from daf_core.plan.blocks import BATCH_NORMS, Block, blocks_of
 from daf_core.plan.meter import meter_on
 from daf_core.plan.observation import Observation, Observer
 from daf_core.plan.profile import Observed, Profile, planned_bits
+from daf_core.plan.retry import is_out_of_memory
 from daf_core.treatments import Treatments
+from daf_core.undisturbed import devices_of
 
 REPEATS = 2
 """Passes with few rows whose shortest times count; of those with many rows one is enough."""
@@ -36,6 +40,9 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
         loss_of: Returns the loss of so many rows of the batch.
         rows: Those of the batch.
         limit: Bytes that a pass may take.
+
+    Raises:
+        ProfileError: There is no memory for a pass of the fewest rows.
     """
     left_out: set[str] = set()
     while True:
@@ -73,14 +80,35 @@ class _Passes:
 
     def few_and_many(self, rows: int, limit: int) -> list[Observed]:
         least = min(_least_rows(self._model), rows)
-        few = self._observe(least, REPEATS)
+        few = self._observe_within(least, REPEATS)
+        if few is None:
+            raise ProfileError(
+                f"memory ran out when a step of {least} of {rows} rows was measured, to plan for "
+                f"memory_budget={self._config.memory_budget!r}. Free memory, or train on shorter texts or smaller "
+                'images; budget_covers="activations" needs no measurement'
+            )
         if _unsteady([few]):
             return [few]
         profile, fitting = Profile(self._blocks, few), least
         while 2 * fitting <= max(rows // 2, 2 * least) and profile.observed_peak(2 * fitting) <= limit:
             fitting *= 2
         many = min(fitting, rows)
-        return [few] if many == least else [few, self._observe(many, 1)]
+        while many > least:
+            found = self._observe_within(many, 1)
+            if found is not None:
+                return [few, found]
+            many //= 2
+        return [few]
+
+    def _observe_within(self, rows: int, repeats: int) -> Observed | None:
+        """Returns None where memory has run out, and gives back what was made until then."""
+        try:
+            return self._observe(rows, repeats)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory(devices_of(self._model))
+        return None
 
     def _observe(self, rows: int, repeats: int) -> Observed:
         engine = ActivationEngine(self._model, _plain(self._config))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
+from daf_core.memory.mortal import at_death
 from daf_core.torch_internals import storage_id
 
 
@@ -79,13 +80,15 @@ class TensorMeter(TorchDispatchMode):
     def __init__(self, beside: Callable[[], int] = int) -> None:
         super().__init__()
         self._beside = beside
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, tuple[int, object]] = {}
+        self._freed: deque[tuple[int, int]] = deque()
         self._tensors = 0
         self._peak = 0
 
     @property
     def level(self) -> int:
         """Bytes that tensors made inside take now, and what is beside them."""
+        self._forget_freed()
         return self._tensors + self._beside()
 
     def take_peak(self) -> int:
@@ -96,9 +99,8 @@ class TensorMeter(TorchDispatchMode):
     @override
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for end in self._known.values():
-            end.detach()
         self._known.clear()
+        self._freed.clear()
 
     @override
     def __torch_dispatch__(
@@ -119,11 +121,13 @@ class TensorMeter(TorchDispatchMode):
         elif isinstance(value, Tensor) and value.layout is torch.strided:
             storage = value.untyped_storage()
             number = storage_id(value)
+            self._forget_freed()
             if number not in self._known:
                 size = storage.nbytes() if own else 0
                 self._tensors += size
-                self._known[number] = weakref.finalize(storage, self._forget, number, size)
+                self._known[number] = size, at_death(storage, int, number, self._freed.append)
 
-    def _forget(self, number: int, size: int) -> None:
-        self._known.pop(number, None)
-        self._tensors -= size
+    def _forget_freed(self) -> None:
+        while self._freed:
+            size, _ = self._known.pop(self._freed.popleft()[1])
+            self._tensors -= size

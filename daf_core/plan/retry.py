@@ -24,6 +24,7 @@ _TEXTS = re.compile(
     r"\bout of memory\b"  # CUDA, HIP, XPU, MPS; CUDA error: out of memory
     r"|can't allocate memory|not enough memory"  # the CPU's, on Windows
     r"|cannot allocate memory(?! in static TLS)"  # of mmap; libraries that load too late lack room of another kind
+    r"|can't start new thread"  # of Python: there is no memory for its stack
     r"|std::bad_alloc|_ALLOC_FAILED\b",  # of C++; of cuBLAS, cuDNN and their like
     re.IGNORECASE,
 )

@@ -152,6 +152,9 @@ def parallel_function() -> int:
         return 0
 
 
+_PROCESS = os.getpid()  # not when a team is made: a child may make one, too
+
+
 class Team:
     """Torch's threads.
 
@@ -161,7 +164,6 @@ class Team:
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads
-        self._process = os.getpid()
         self._own = threading.local()
 
     def limit(self, threads: int) -> None:
@@ -171,7 +173,7 @@ class Team:
     @property
     def threads(self) -> int:
         """Threads that a job may run on now. In a forked child one: the parent's others are not there."""
-        if not parallel_function() or os.getpid() != self._process:
+        if not parallel_function() or os.getpid() != _PROCESS:
             return 1
         return getattr(self._own, "threads", None) or self._threads or torch.get_num_threads()
 

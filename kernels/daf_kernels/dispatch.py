@@ -11,9 +11,6 @@ import torch
 from daf_kernels.backend import Backend, WrongBytesError
 from daf_kernels.reference_backend import ReferenceBackend
 
-SLOW_WARM_UP = 0.5
-"""Seconds from which loading kernels is reported: from the disk cache it takes 0.1 s, compiling takes 10."""
-
 LEAST_CAPABILITY = (8, 0)
 """NVIDIA GPUs before this have no minimum that shows a NaN, and no bfloat16."""
 
@@ -62,11 +59,17 @@ def _warn_once(kind: str, why: str) -> None:
 
 def _load_cpu() -> Backend:
     # numba takes 0.5 s to import, which a program that only imports DAF does not pay.
-    from daf_kernels import cpu
+    from daf_kernels import cpu, cpu_cache
 
+    before = cpu_cache.compilations()
     seconds = cpu.warm_up()
-    if seconds > SLOW_WARM_UP:
-        log.warning("DAF compiled its CPU kernels in %.1f s; the next run finds them on disk.", seconds)
+    if cpu_cache.compilations() > before:
+        lost = cpu_cache.why_not_kept()
+        log.warning(
+            "DAF compiled its CPU kernels in %.1f s; %s",
+            seconds,
+            "the next run finds them on disk." if lost is None else f"the next run does so again: {lost}",
+        )
     return cpu.CpuBackend()
 
 
@@ -91,7 +94,8 @@ def _load_triton(device: torch.device) -> Backend:
         _build_driver()
     except (OSError, RuntimeError, ImportError, AssertionError, subprocess.CalledProcessError) as error:
         raise UnusableError(
-            f"Triton cannot work here ({error}); it needs a C compiler and the header files of Python"
+            f"Triton cannot work here ({error}); it needs a C compiler, the header files of Python, and a folder that "
+            "may be written to (TRITON_CACHE_DIR)"
         ) from error
     try:
         return load(device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ import torch
 from daf_core.memory import available
 from daf_core.memory.available import HEAD_ROOM, LEAST_RESERVE, PATIENCE, RESERVE_SHARE, AutoBudget, host_memory
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 MB = 1 << 20
 TOTAL, FREE = 64_000 * MB, 32_000 * MB
@@ -23,6 +27,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 64 GB, half of it free."""
     memory = SimpleNamespace(total=TOTAL, available=FREE)
     monkeypatch.setattr(available.psutil, "virtual_memory", lambda: memory)
+    limit_process(monkeypatch)
+
+
+def limit_process(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
+    """Limits the process, which uses 300 MB of addresses, 200 of them for data."""
+    resource = SimpleNamespace(RLIMIT_AS="space", RLIMIT_DATA="data", RLIM_INFINITY=-1)
+    resource.getrlimit = lambda kind: (limits.get(kind, -1), -1)
+    monkeypatch.setattr(available, "resource", resource)
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(vms=300 * MB, data=200 * MB))
+    monkeypatch.setattr(available.psutil, "Process", lambda: process)
 
 
 class Groups:
@@ -172,6 +186,55 @@ def test_missing_files(groups: Groups, missing: str) -> None:
     del files[missing]
     groups.member("0::/job").v2("/job", **files)
     assert groups.memory == ((1000 * MB, 700 * MB) if missing == "stat" else (TOTAL, FREE))
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"space": 1000}, (1000, 700)),
+        ({"data": 1000}, (1000, 800)),
+        ({"space": 1000, "data": 700}, (700, 500)),
+        ({"space": 100}, (100, 0)),
+        ({"space": 100_000}, (64_000, 32_000)),
+    ],
+)
+def test_limits_of_the_process_count(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], expected: tuple[int, int]
+) -> None:
+    """As `ulimit -v` and `ulimit -d` set them, less what the process has taken already."""
+    limit_process(monkeypatch, **{kind: limit * MB for kind, limit in limits.items()})
+    assert groups.memory == (expected[0] * MB, expected[1] * MB)
+
+
+def test_systems_without_limits_of_processes(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "resource", None)
+    assert groups.memory == (TOTAL, FREE)
+
+
+LIMITED = """
+import resource, psutil
+from daf_core.memory.available import host_memory
+limit = psutil.Process().memory_info().vms + (500 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+total, free = host_memory()
+print(total <= limit, free)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold these limits")
+def test_true_limits_are_read() -> None:
+    """In a process of its own, which cannot take its limit back."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+    )
+    below, free = done.stdout.split()
+    assert below == "True", done.stderr
+    assert 0 < int(free) <= 500 << 20
 
 
 def test_this_process_has_some_memory() -> None:

@@ -41,6 +41,7 @@ OUT_OF_MEMORY = [
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("std::bad_alloc"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError("can't start new thread"),
 ]
 OTHER = [
     KeyboardInterrupt(),

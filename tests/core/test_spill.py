@@ -152,7 +152,7 @@ def test_full_disk_is_an_error_that_names_the_folder(room: int, code: int, tmp_p
     pool, file = make_pool(), SpillFile(tmp_path, PAGE)
     content, slots = pool.read(np.arange(4)), file.write(pool, np.arange(4))
     whole, file._file = file._file, Disk(file._file, room, code=code)
-    with pytest.raises(SpillError, match=r"cannot write .* activations to the spill file") as raised:
+    with pytest.raises(SpillError, match=r"cannot write 1\.54 KB of activations to the spill file") as raised:
         file.write(pool, np.arange(6, 12))
     assert str(tmp_path) in str(raised.value)
     assert os.strerror(code) in str(raised.value)
@@ -204,6 +204,30 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
     for make in (lambda: SpillFile(folder, PAGE), lambda: ActivationEngine(nn.Linear(1, 1), config)):
         with pytest.raises(SpillError, match=f"cannot make a spill file in '{folder}'.*Name a folder that exists"):
             make()
+
+
+@pytest.mark.parametrize("change", ["cut and grown", "zeros", "a bit", "other pages"])
+def test_file_changed_from_outside_is_an_error(change: str, tmp_path: Path) -> None:
+    """Whoever can open it, by its number in /proc, may do so; and disks err."""
+    pool, file = make_pool(), SpillFile(tmp_path, PAGE)
+    content, slots = pool.read(np.arange(8)), file.write(pool, np.arange(8))
+    number = file._file.fileno()
+    if change == "cut and grown":
+        os.ftruncate(number, 5 * PAGE)
+        os.ftruncate(number, 8 * PAGE)
+    elif change == "zeros":
+        os.pwrite(number, bytes(8), 3 * PAGE)
+    elif change == "a bit":
+        os.pwrite(number, bytes([os.pread(number, 1, 3 * PAGE)[0] ^ 1]), 3 * PAGE)
+    else:
+        os.pwrite(number, os.pread(number, PAGE, 2 * PAGE), 3 * PAGE)
+    with pytest.raises(SpillError, match=r"was changed after it was written.*This step is lost"):
+        file.read(slots, pool, np.arange(8))
+    file.free(slots)
+    slots = file.write(pool, np.arange(20, 28))  # the file itself is as good as new
+    file.read(slots, pool, np.arange(8))
+    assert torch.equal(pool.read(np.arange(8)), pool.read(np.arange(20, 28)))
+    assert not torch.equal(pool.read(np.arange(8)), content)
 
 
 def test_nothing_lies_in_the_folder_meanwhile(tmp_path: Path) -> None:

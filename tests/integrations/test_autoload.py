@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import daf_autoload
 from daf_integrations import _autoload
 from daf_integrations._autoload import ImportWatcher
 from tests.integrations.hf_runs import daf_records
@@ -50,9 +51,10 @@ class TestImportOfTorch:
         loaded = in_fresh_python(
             "import sys, torch\n"
             f"assert {WATCHED}\n"
-            "print(*sorted(name for name in sys.modules if name.startswith('daf') or name in ('accelerate', 'yaml')))"
+            "print(*sorted(name for name in sys.modules if name.startswith('daf_') or name in ('accelerate', 'yaml')))"
         )
-        assert loaded.split() == ["daf_integrations", "daf_integrations._autoload"]
+        assert loaded.split()[-2:] == ["daf_integrations", "daf_integrations._autoload"]
+        assert set(loaded.split()[:-2]) <= {"daf_autoload"}
 
     @pytest.mark.parametrize(
         "variables", [{"DAF_AUTOLOAD": "0"}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}], ids=lambda v: next(iter(v))
@@ -77,6 +79,14 @@ class TestImportOfTorch:
             ACCELERATE_USE_DAF="1",
         )
         assert said.splitlines() == ["1.0", "daf is broken", "daf is broken"]
+
+    def test_works_where_the_rest_of_daf_is_gone(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "daf_integrations._autoload", None)
+        daf_autoload.register()
+        [record] = daf_records(caplog)
+        assert "pip uninstall daf" in record.message
 
     def test_survives_a_failure_of_its_own(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -338,6 +338,15 @@ class TestEnding:
         assert "compressed nothing in 3 optimizer steps" in early.message
         assert "compressed nothing in the whole run" in late.message
 
+    def test_a_forked_process_leaves_it_to_its_parent(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        daf.prepare(roberta(), precision=4)
+        with monkeypatch.context() as child:
+            child.setattr(training.os, "getpid", lambda: -1)
+            training.say_endings()
+        assert daf_records(caplog) == []
+
     def test_says_nothing_of_a_run_that_went_well(
         self, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
     ) -> None:

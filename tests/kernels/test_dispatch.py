@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from daf_kernels import NoKernelError, cpu, dispatch, load_backend
+from daf_kernels import NoKernelError, cpu, cpu_cache, dispatch, load_backend
 from daf_kernels.backend import WrongBytesError
 from daf_kernels.cpu import CpuBackend
 from daf_kernels.reference_backend import ReferenceBackend
@@ -136,16 +136,22 @@ def test_triton_kernels_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.load(DEVICE)
 
 
-@pytest.mark.parametrize(("seconds", "messages"), [(0.1, 0), (12.34, 1)])
-def test_only_slow_warm_ups_are_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, messages: int
+@pytest.mark.parametrize("compiled", [0, 2])
+@pytest.mark.parametrize("kept", [True, False])
+def test_only_compilations_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiled: int, kept: bool
 ) -> None:
-    """Whoever waits for a compiler learns why, and that it will not happen again."""
-    monkeypatch.setattr(cpu, "warm_up", lambda: seconds)
+    """Whoever waits for a compiler learns why, and whether it will happen again; a busy machine is no compiler."""
+    counts = iter([3, 3 + compiled])
+    monkeypatch.setattr(cpu, "warm_up", lambda: 12.34)
+    monkeypatch.setattr(cpu_cache, "compilations", lambda: next(counts))
+    monkeypatch.setattr(cpu_cache, "_not_kept", [] if kept else ["no room"])
     with caplog.at_level(logging.INFO, logger="daf"):
         load_backend(torch.device("cpu"))
-    assert len(caplog.records) == messages
-    assert all("compiled its CPU kernels in 12.3 s" in message for message in caplog.messages)
+    again = "the next run finds them on disk" if kept else "does so again: they cannot be kept on disk (no room). Set"
+    assert len(caplog.records) == bool(compiled)
+    assert all("compiled its CPU kernels in 12.3 s; " in message for message in caplog.messages)
+    assert all(again in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(
