@@ -17,8 +17,8 @@ from daf_core.plan.meter import meter_on
 from daf_core.plan.observation import Observation, Observer
 from daf_core.plan.profile import Observed, Profile, planned_bits
 from daf_core.plan.retry import is_out_of_memory
+from daf_core.snapshots.rng_and_buffers import devices_of
 from daf_core.treatments import Treatments
-from daf_core.undisturbed import devices_of
 
 REPEATS = 2
 """Passes with few rows whose shortest times count; of those with many rows one is enough."""
