@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -189,7 +190,7 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
 
     def _begin(
         self,
-        config: DAFConfig | dict[str, Any] | None,
+        config: DAFConfig | Mapping[str, Any] | None,
         options: dict[str, Any],
         base: Strategy | None,
         reporter: Callback,
@@ -197,11 +198,12 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
         """Takes the arguments.
 
         Raises:
-            ConfigError: An option is unknown or its value is not allowed, both a configuration and options are given,
-                or `base` is no strategy of this package of Lightning, or one of DAF's.
+            ConfigError: An option is unknown, its value is not allowed or without effect, both a configuration and
+                options are given, or `base` is no strategy of this package of Lightning, or one of DAF's.
         """
-        given = config if config is None or isinstance(config, DAFConfig) else DAFConfig.from_dict(config)
-        self._daf_config = configured(given, options)
+        if isinstance(config, self._kinds):
+            raise ConfigError(f"a strategy to add DAF to is given by name: base={type(config).__name__}(...)")
+        self._daf_config = configured(config, options)
         self._daf_session = DAFSession(self._daf_config)
         self._daf_restored = {}
         self._daf_reporter = reporter

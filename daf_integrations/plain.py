@@ -19,7 +19,7 @@ Model = TypeVar("Model", bound=nn.Module)
 log = getLogger("daf")
 
 
-def prepare(model: Model, config: DAFConfig | None = None, **options: Any) -> Model:
+def prepare(model: Model, config: DAFConfig | Mapping[str, Any] | None = None, **options: Any) -> Model:
     """Has a model's activations compressed whenever it is called in training mode; returns the same model.
 
     A step ends with the `step` of any torch optimizer that holds parameters of the model. Where the model returns its
@@ -43,12 +43,13 @@ def prepare(model: Model, config: DAFConfig | None = None, **options: Any) -> Mo
 
     Args:
         model: The model as it is called: compiled, or in a DistributedDataParallel, or neither.
-        config: A configuration, instead of options.
+        config: A configuration, or a mapping of its fields, instead of options.
         options: The fields of `DAFConfig`, such as ``precision=4``. They go before those that an Accelerate
             configuration file or the environment gives (``ACCELERATE_USE_DAF=1``, ``ACCELERATE_DAF_CONFIG`` as JSON).
 
     Raises:
-        ConfigError: An option is unknown or its value is not allowed, or both `config` and options are given.
+        ConfigError: An option is unknown, its value is not allowed or without effect, both `config` and options are
+            given, or `model` is no model.
         HooksActiveError: Saved-tensor hooks of someone else are active.
         NothingToTrainError: No parameter requires a gradient.
         UnsupportedDeviceError: The model is on device "meta", or in a DataParallel.
@@ -92,7 +93,7 @@ def step(
         ProfileError: What a step takes cannot be measured.
     """
     loss_of = loss_function or partial(_own_loss, model)
-    training = _training(model)
+    training = training_of(model)
     if training is not None:
         return training.step(batch, loss_of, backward)
     loss = loss_of(batch)
