@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from daf_core.checked import MOST
 from daf_core.errors import ConfigError, shown
 
 Precision = Literal["auto", "exact", 8, 4, 2, 1]
@@ -19,9 +20,6 @@ BackendName = Literal["auto", "reference"]
 Packing = Literal["auto", "device", "workers"]
 ChunkedLoss = Literal["auto", True, False]
 BudgetScope = Literal["step", "activations"]
-
-MOST = 2**63 - 1
-"""The largest size, and the largest number of steps: what files hold, and kernels count."""
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]?b?|[kmgtp]ib|bytes?)\s*", re.IGNORECASE)
 

@@ -17,13 +17,13 @@ from daf_core.backends import Backends
 from daf_core.codecs.doubts import Doubts
 from daf_core.config import DAFConfig, as_config, parse_size
 from daf_core.eligibility import Eligibility
-from daf_core.errors import ConfigError, NothingToTrainError, StateError, shown
+from daf_core.errors import ConfigError, NothingToTrainError, shown
 from daf_core.itemized import Items
 from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.memory.devices import DevicePagers
 from daf_core.packing import Packer
 from daf_core.packing_choice import PackingChoice
-from daf_core.precision.audit import Auditor
+from daf_core.precision.audit import PARTS, Auditor, restored
 from daf_core.precision.census import Census, LastPass, Sizes
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.rehearsal import GradientError, Rehearsal
@@ -202,23 +202,16 @@ class ActivationEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learned about the model's sites, as JSON-able values."""
-        parts = {"policy": self._policy, "auditor": self._auditor, "last_pass": self._last_pass}
-        return {name: part.state() for name, part in parts.items()}
+        learned = (self._policy, self._auditor, self._last_pass)
+        return {name: part.state() for name, part in zip(PARTS, learned, strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned.
 
         Raises:
-            StateError: It is something else.
+            StateError: It is something else; nothing is changed then.
         """
-        missing = [name for name in ("policy", "auditor", "last_pass") if not isinstance(state.get(name), Mapping)]
-        if missing:
-            raise StateError(f"this is no saved state of an engine: it has no {' and no '.join(missing)}")
-        auditor = Auditor(self.config, self._policy)
-        auditor.load(state["auditor"])
-        last_pass = LastPass.from_state(state["last_pass"])
-        self._policy.load(state["policy"])
-        self._auditor, self._last_pass = auditor, last_pass
+        self._auditor, self._last_pass = restored(self.config, self._policy, state)
 
     @contextmanager
     def itemized(self) -> Generator[Items]:

@@ -20,9 +20,9 @@ from daf_core.plan.obstacles import unplannable
 from daf_integrations.lightning_audits import loss_aside, obstacle
 from daf_integrations.lightning_parts import StepInParts
 from daf_integrations.lightning_parts import obstacle as obstacle_to_plans
+from daf_integrations.saved_state import SavedState
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
-from daf_integrations.totals import RunTotals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,7 +42,7 @@ class CompressingStrategy(Strategy):
 
     _daf_config: DAFConfig
     _daf_session: DAFSession
-    _daf_restored: dict[str, Any]
+    _daf_restored: dict[str, Any] | None
     _daf_reporter: Callback
     _daf_callbacks: list[Callback]
 
@@ -88,11 +88,8 @@ class CompressingStrategy(Strategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._leave()
-        restored, self._daf_restored = self._daf_restored, {}
-        totals = RunTotals(**restored["totals"]) if restored else None
-        engine_state = restored["engine_state"] if restored else None
-        elastic = restored.get("elastic_state")
-        self._daf_session = DAFSession(self._daf_config, totals, engine_state, "LightningModule.training_step", elastic)
+        restored, self._daf_restored = self._daf_restored, None
+        self._daf_session = DAFSession(self._daf_config, restored, "LightningModule.training_step")
         reason = obstacle_to_plans(self, self._training) if self._daf_config.plans_steps else None
         if reason is not None:
             raise unplannable(reason)
@@ -126,8 +123,9 @@ class CompressingStrategy(Strategy):
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        state = checkpoint.pop(CHECKPOINT_KEY, {})
-        if self._training.trainer.state.fn == "fit":
+        state = checkpoint.pop(CHECKPOINT_KEY, None)
+        if self._training.trainer.state.fn == "fit" and state is not None:
+            SavedState.of(state, self._daf_config)  # a damaged one is an error before anything is loaded
             self._daf_restored = state
         return checkpoint
 
@@ -205,7 +203,7 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
             raise ConfigError(f"a strategy to add DAF to is given by name: base={type(config).__name__}(...)")
         self._daf_config = configured(config, options)
         self._daf_session = DAFSession(self._daf_config)
-        self._daf_restored = {}
+        self._daf_restored = None
         self._daf_reporter = reporter
         self._daf_callbacks = []
         if base is None:

@@ -21,7 +21,6 @@ from daf_integrations.aside import KeptAttributes, attributes_kept
 from daf_integrations.innermost import innermost
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
-from daf_integrations.totals import RunTotals
 
 FRAMES = 8
 """How far up the trainer is looked for; in transformers 5 it is three frames up."""
@@ -90,10 +89,9 @@ class DAFCallback(TrainerCallback, ExportableState):
                 "saved-tensor hooks. Start one process for each GPU: torchrun --nproc-per-node or accelerate launch"
             )
         # Restored totals are those of this run: the next one counts anew.
-        totals, self.totals = RunTotals(**self.totals), {}
-        engine_state, self.engine_state = self.engine_state, None
-        elastic_state, self.elastic_state = self.elastic_state, None
-        self._session = DAFSession(self.config, totals, engine_state, elastic_state=elastic_state)
+        saved = {"totals": self.totals, "engine_state": self.engine_state, "elastic_state": self.elastic_state}
+        self.totals, self.engine_state, self.elastic_state = {}, None, None
+        self._session = DAFSession(self.config, saved)
         trainer = _calling_trainer(self)
         self._session.attach(kwargs["model"], None if trainer is None else trainer.model_wrapped)
         try:

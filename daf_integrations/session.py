@@ -20,7 +20,6 @@ from daf_core import (
     DAFConfig,
     GradientError,
     HooksActiveError,
-    StateError,
     StepStatistics,
 )
 from daf_core.batches import SHARE, few_rows
@@ -31,6 +30,7 @@ from daf_core.plan.runner import StepRunner
 from daf_core.rewrites.loss_option import chunk_loss
 from daf_integrations.description import describe, title
 from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
+from daf_integrations.saved_state import SavedState
 from daf_integrations.totals import RunTotals
 
 LOW_COSINE = 0.5
@@ -60,10 +60,11 @@ class DAFSession:
 
     Args:
         config: How activations are stored.
-        totals: Figures of an earlier part of the run, when it is resumed.
-        engine_state: What the engine had learned then.
+        state: What `state` returned in an earlier part of the run, when it is resumed.
         covered: What of the trainer runs inside of `scope`.
-        elastic_state: Where its elastic training was.
+
+    Raises:
+        StateError: `state` is something else.
 
     Attributes:
         runner: Runs steps within a budget that covers them; None where there is none, or nothing is attached.
@@ -72,15 +73,13 @@ class DAFSession:
     def __init__(
         self,
         config: DAFConfig,
-        totals: RunTotals | None = None,
-        engine_state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
         covered: str = "compute_loss and the model's forward",
-        elastic_state: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self._covered = covered
-        self.totals = totals or RunTotals()
-        self._engine_state = engine_state
+        self.totals = RunTotals()
+        self._engine_state: Mapping[str, Any] | None = None
         self._share: float | None = SHARE
         self._unmeasured = self._tried = False
         self._called = False
@@ -91,12 +90,14 @@ class DAFSession:
         self._engine: ActivationEngine | None = None
         self.runner: StepRunner | None = None
         self._elastic: ElasticTraining | None = None
-        self._elastic_state: Mapping[str, Any] | None = elastic_state
+        self._elastic_state: Mapping[str, Any] | None = None
         self._undo_loss: Callable[[], None] | None = None
         self._plan: str | None = None
         self._trained: str | None = None
         self._parameters: frozenset[int] = frozenset()
         self._description = ""
+        if state is not None:
+            self.load_state(state)
 
     def attach(self, model: nn.Module, outer: nn.Module | None = None) -> None:
         """Prepares the model; a model that was attached before is let go first.
@@ -117,11 +118,11 @@ class DAFSession:
         self.detach()
         refuse_foreign_hooks()
         self._engine = ActivationEngine(model, self.config)
-        if self._engine_state is not None:
-            self._engine.load_state_dict(self._engine_state)
         # Not `outer or model`: a compiled model asks the model inside for its length.
         called = model if outer is None else outer
         try:
+            if self._engine_state is not None:
+                self._engine.load_state_dict(self._engine_state)
             self._undo_loss = chunk_loss(self.config, called)
             if self.config.elastic is not None:
                 self._elastic = ElasticTraining(model, called, self._engine, self.config.elastic)
@@ -375,19 +376,15 @@ class DAFSession:
         return {"totals": asdict(self.totals), "engine_state": learned, "elastic_state": elastic}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned, attached or not.
+        """Goes on from what `state` returned, attached or not: from all of it, or with an error from nothing.
 
         Raises:
             ElasticError: Elastic training cannot go on within the share that is asked for now.
             StateError: It is something else.
         """
-        try:
-            totals, engine_state = RunTotals(**state["totals"]), state["engine_state"]
-            elastic_state = state.get("elastic_state")
-        except (KeyError, TypeError) as error:
-            raise StateError(f"this is no saved state of a run with DAF: {error!r}") from error
-        if self._engine is not None and engine_state is not None:
-            self._engine.load_state_dict(engine_state)
-        if self._elastic is not None and elastic_state is not None:
-            self._elastic.load(elastic_state)
-        self.totals, self._engine_state, self._elastic_state = totals, engine_state, elastic_state
+        totals, learned, elastic = SavedState.of(state, self.config)
+        if self._elastic is not None and elastic is not None:
+            self._elastic.load(elastic)
+        if self._engine is not None and learned is not None:
+            self._engine.load_state_dict(learned)
+        self.totals, self._engine_state, self._elastic_state = totals, learned, elastic
