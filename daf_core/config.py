@@ -88,8 +88,9 @@ class DAFConfig:
             activations alone, which is all that an `ActivationEngine` by itself can limit.
         min_precision: Bits that neither "auto" nor the budget may take from an activation: 8, 4, 2, 1, or 0 for the
             means of its scaling groups alone. None stands for 0, and with a `spill_dir` for `precision` (8 for "auto"):
-            spilling loses nothing.
-        spill_dir: Folder for a file that takes what does not fit in the budget; None for none.
+            spilling loses nothing. Of trainings without `memory_budget` only those with "auto" take it.
+        spill_dir: Folder for a file that takes what does not fit in `memory_budget`, without which trainings refuse it;
+            None for none.
         pool_growth: "adaptive", or the bytes by which the page pool grows, as a number or a size such as "100MB".
         seed: Selects the random numbers of stochastic rounding. Torch's generators are never touched.
         backend: "auto" for the kernels of the model's device, or plain torch operations and a warning where it has
