@@ -112,6 +112,7 @@ class CompressingStrategy(Strategy):
     @override
     def teardown(self) -> None:
         self._leave()
+        self._daf_restored = None  # of what is evaluated, nothing is resumed
         super().teardown()
 
     @override
@@ -124,7 +125,9 @@ class CompressingStrategy(Strategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
-        if self._training.trainer.state.fn == "fit" and state is not None:
+        # Lightning may load one before it has attached the module.
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if state is not None and (trainer is None or trainer.state.fn == "fit"):
             SavedState.of(state, self._daf_config)  # a damaged one is an error before anything is loaded
             self._daf_restored = state
         return checkpoint

@@ -112,7 +112,9 @@ class TestChoice:
             DAFStrategy(precison=4)
 
     def test_says_how_a_strategy_is_given(self) -> None:
-        with pytest.raises(ConfigError, match=r"^a strategy to add DAF to is given by name: base=DDPStrategy\(\.\.\.\)$"):
+        with pytest.raises(
+            ConfigError, match=r"^a strategy to add DAF to is given by name: base=DDPStrategy\(\.\.\.\)$"
+        ):
             DAFStrategy(DDPStrategy())
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="FSDP finds the GPU that it needs")

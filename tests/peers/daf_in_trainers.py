@@ -50,7 +50,12 @@ def _note(test: str, report: Any) -> None:
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     """Has calls of a method go to `wrapper`, with the method before their arguments."""
     method = getattr(owner, name)
-    setattr(owner, name, functools.wraps(method)(functools.partialmethod(wrapper, method)))
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, method, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
 
 
 def _in_transformers(precision: str) -> None:
@@ -91,6 +96,7 @@ def _in_peft(precision: str) -> None:
 def _in_lightning(precision: str) -> None:
     from lightning.fabric import Fabric
     from lightning.pytorch import Trainer
+    from torch import nn
 
     import daf_integrations
     from daf_integrations.lightning import DAFStrategy
@@ -101,7 +107,9 @@ def _in_lightning(precision: str) -> None:
         method(self, *args, **kwargs)
 
     def set_up(self: Any, method: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(each.requires_grad and not each.is_meta for each in module.parameters()):
+        if isinstance(module, nn.Module) and any(
+            each.requires_grad and not each.is_meta for each in module.parameters()
+        ):
             daf_integrations.prepare(module, precision=precision)
         return method(self, module, *args, **kwargs)
 
