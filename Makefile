@@ -14,7 +14,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-oldest lint bench clean help
+.PHONY: demo test test-oldest test-peers lint bench clean help
 
 demo: $(STAMP)  ## fine-tune a text classifier with and without DAF, and compare
 	$(BIN)/python examples/finetune_text_classifier.py $(ARGS)
@@ -25,6 +25,9 @@ test: $(STAMP)  ## run the tests
 
 test-oldest:  ## run the tests of the integrations with the oldest trainers that DAF supports, in .venv-oldest
 	$(MAKE) test VENV=.venv-oldest WITH='$(FLOORS)' ARGS='$(or $(ARGS),tests/integrations)'
+
+test-peers: $(STAMP)  ## run tests of trainers with DAF and without: ARGS="--accelerate FOLDER", a checkout
+	$(BIN)/python -m tests.peers $(ARGS)
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ are copied to a buffer in host memory, and encoded by the kernels of the CPU, on
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import weakref
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from daf_core.codecs import RawActivation
 from daf_core.codecs.signs import RELU
-from daf_core.errors import DAFError
+from daf_core.errors import ConfigError, DAFError, shown
 from daf_core.handle import Handle
 from daf_core.in_flight import Flight, InFlight
 from daf_core.memory import forks
@@ -264,5 +265,18 @@ def idle_cores() -> int:
     """Returns the cores that this process may use and that torch does not."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun and accelerate start several processes on a machine, each of which sees all of its cores.
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return usable // max(processes, 1) - torch.get_num_threads()
+    return usable // local_processes() - torch.get_num_threads()
+
+
+def local_processes() -> int:
+    """Returns how many processes of this training run on this machine.
+
+    Raises:
+        ConfigError: LOCAL_WORLD_SIZE is no such number.
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={shown(text)} is no number of processes; set it to that of this machine, or unset it"
+        )
+    return int(text)

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from daf_core.errors import ConfigError
+from daf_core.checked import MOST
+from daf_core.errors import ConfigError, shown
 
 Precision = Literal["auto", "exact", 8, 4, 2, 1]
 MinPrecision = Literal[0, 1, 2, 4, 8]
@@ -47,8 +48,9 @@ class ElasticConfig:
     memory: float | None = None
     refresh: int = 50
 
-    def __new__(cls, *_args: object, **options: object) -> ElasticConfig:
-        """Refuses unknown options by name before the generated constructor would with a bare TypeError."""
+    def __new__(cls, /, *values: object, **options: object) -> ElasticConfig:
+        """Refuses what the generated constructor would with a bare TypeError: values without names, unknown options."""
+        _check_named(cls.__name__, values)
         _check_names(options, [field.name for field in fields(cls)], "elastic.")
         return super().__new__(cls)
 
@@ -86,8 +88,9 @@ class DAFConfig:
             activations alone, which is all that an `ActivationEngine` by itself can limit.
         min_precision: Bits that neither "auto" nor the budget may take from an activation: 8, 4, 2, 1, or 0 for the
             means of its scaling groups alone. None stands for 0, and with a `spill_dir` for `precision` (8 for "auto"):
-            spilling loses nothing.
-        spill_dir: Folder for a file that takes what does not fit in the budget; None for none.
+            spilling loses nothing. Of trainings without `memory_budget` only those with "auto" take it.
+        spill_dir: Folder for a file that takes what does not fit in `memory_budget`, without which trainings refuse it;
+            None for none.
         pool_growth: "adaptive", or the bytes by which the page pool grows, as a number or a size such as "100MB".
         seed: Selects the random numbers of stochastic rounding. Torch's generators are never touched.
         backend: "auto" for the kernels of the model's device, or plain torch operations and a warning where it has
@@ -125,8 +128,9 @@ class DAFConfig:
     chunked_loss: ChunkedLoss = "auto"
     elastic: ElasticConfig | None = None
 
-    def __new__(cls, *_args: object, **options: object) -> DAFConfig:
-        """Refuses unknown options by name before the generated constructor would with a bare TypeError."""
+    def __new__(cls, /, *values: object, **options: object) -> DAFConfig:
+        """Refuses what the generated constructor would with a bare TypeError: values without names, unknown options."""
+        _check_named(cls.__name__, values)
         _check_names(options, [field.name for field in fields(cls)])
         return super().__new__(cls)
 
@@ -142,9 +146,8 @@ class DAFConfig:
         if self.audit_every is not None:
             _check_steps("audit_every", self.audit_every, ", or None")
         _check_min_precision(self.min_precision, self.precision)
-        _check_folder("spill_dir", self.spill_dir)
         if self.spill_dir is not None:
-            object.__setattr__(self, "spill_dir", os.fspath(self.spill_dir))
+            object.__setattr__(self, "spill_dir", _folder("spill_dir", self.spill_dir))
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget, "auto"))
         object.__setattr__(self, "pool_growth", parse_size("pool_growth", self.pool_growth, "adaptive"))
@@ -172,7 +175,10 @@ class DAFConfig:
             ConfigError: `options` is no mapping, an option is unknown or its value is not allowed.
         """
         if not isinstance(options, Mapping):
-            raise ConfigError(f"a configuration is a mapping of options, got {type(options).__name__}")
+            raise ConfigError(
+                f"a configuration is a mapping of options, got {type(options).__name__} {shown(options)}; "
+                'give one such as {"precision": 4}'
+            )
         named = cast("Mapping[Any, Any]", options)
         _check_names(named, [field.name for field in fields(cls)])
         return cls(**named)
@@ -192,8 +198,8 @@ class DAFConfig:
 
         try:
             options = yaml.safe_load(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
+        except Exception as error:  # PyYAML has an AttributeError for `!!timestamp x`, a KeyError for `!!bool x`, ...
+            raise ConfigError(f"cannot read the configuration file {shown(str(path))}: {error}") from error
         return cls.from_dict({} if options is None else options)
 
     def to_yaml(self, path: str | Path) -> None:
@@ -201,6 +207,22 @@ class DAFConfig:
         import yaml
 
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def as_config(config: object) -> DAFConfig:
+    """Returns a configuration as it is, or that of a mapping of its fields.
+
+    Raises:
+        ConfigError: It is something else, or an option of it is unknown or its value is not allowed.
+    """
+    if isinstance(config, DAFConfig):
+        return config
+    if isinstance(config, Mapping):
+        return DAFConfig.from_dict(cast("Mapping[Any, Any]", config))
+    raise ConfigError(
+        f"{shown(config)} is no configuration; give options by name, as in precision=4, or a DAFConfig, or a mapping "
+        'such as {"precision": 4}; DAFConfig.from_yaml(path) reads a file'
+    )
 
 
 def parse_size(name: str, value: object, word: str | None = None) -> int | str:
@@ -216,10 +238,10 @@ def parse_size(name: str, value: object, word: str | None = None) -> int | str:
     """
     import humanfriendly
 
-    if word is not None and value == word:
+    if word is not None and isinstance(value, str) and value == word:
         return word
     expected = (
-        f'{name}={value!r} is not a size; give a positive number of bytes or a size such as "400MB" or "1.5GiB"'
+        f'{name}={shown(value)} is not a size; give a positive number of bytes or a size such as "400MB" or "1.5GiB"'
         + (f', or "{word}"' if word else "")
     )
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -228,9 +250,9 @@ def parse_size(name: str, value: object, word: str | None = None) -> int | str:
         if isinstance(value, str) and not _SIZE.fullmatch(value):
             raise humanfriendly.InvalidSize  # it takes any word by its first letter: "12 parsecs" for petabytes
         size = value if isinstance(value, int) else humanfriendly.parse_size(value)
-    except humanfriendly.InvalidSize as error:
+    except (humanfriendly.InvalidSize, ValueError, OverflowError) as error:  # hundreds of digits are no float or int
         raise ConfigError(expected) from error
-    if size <= 0:
+    if not 0 < size <= MOST:
         raise ConfigError(expected)
     return size
 
@@ -251,7 +273,7 @@ def _check_bound(bound: object, precision: Precision, audit_every: object) -> No
     if bound is None:
         return
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound <= 1:
-        raise ConfigError(f"max_gradient_error={bound!r} is not allowed; give a number above 0, and 1 at most")
+        raise ConfigError(f"max_gradient_error={shown(bound)} is not allowed; give a number above 0, and 1 at most")
     if precision != "auto":
         raise ConfigError(
             f'max_gradient_error={bound} means nothing with precision={precision!r}; it needs precision="auto"'
@@ -261,29 +283,31 @@ def _check_bound(bound: object, precision: Precision, audit_every: object) -> No
 
 
 def _check_steps(name: str, steps: object, otherwise: str = "") -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"{name}={steps!r} is not allowed; give a number of steps, 1 or more{otherwise}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST:
+        raise ConfigError(
+            f"{name}={shown(steps)} is not allowed; give a number of steps from 1 to 2**63 - 1{otherwise}"
+        )
 
 
-def _check_folder(name: str, folder: object) -> None:
-    if folder is None:
-        return
+def _folder(name: str, folder: object) -> str:
     if not isinstance(folder, str | os.PathLike):
-        raise ConfigError(f"{name}={folder!r} is not allowed; give the path of a folder")
-    if not os.path.isdir(folder):
-        raise ConfigError(f"{name}={str(folder)!r} is no folder; make it, or name another")
+        raise ConfigError(f"{name}={shown(folder)} is not allowed; give the path of a folder")
+    path = os.fsdecode(cast("str | os.PathLike[str]", folder))
+    if not os.path.isdir(path):
+        raise ConfigError(f"{name}={shown(path)} is no folder; make it, or name another")
+    return path
 
 
 def _check_seed(seed: object) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise ConfigError(f"seed={seed!r} is not allowed; give an integer from 0 to 2**64 - 1")
+        raise ConfigError(f"seed={shown(seed)} is not allowed; give an integer from 0 to 2**64 - 1")
 
 
 def _elastic(value: object) -> ElasticConfig | None:
     if value is None or isinstance(value, ElasticConfig):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f'elastic={value!r} is not allowed; give a mapping such as {{"time": 0.6}}, or None')
+        raise ConfigError(f'elastic={shown(value)} is not allowed; give a mapping such as {{"time": 0.6}}, or None')
     options = cast("Mapping[str, Any]", value)
     _check_names(options, [field.name for field in fields(ElasticConfig)], "elastic.")
     return ElasticConfig(**options)
@@ -293,20 +317,33 @@ def _check_share(name: str, share: object) -> None:
     if share is None:
         return
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-        raise ConfigError(f"{name}={share!r} is not allowed; give a share above 0 and below 1")
+        raise ConfigError(f"{name}={shown(share)} is not allowed; give a share above 0 and below 1")
+
+
+def _check_named(class_name: str, values: tuple[object, ...]) -> None:
+    if values:
+        raise ConfigError(
+            f"{class_name} takes options by name alone, got {shown(values[0])}; name them, as in precision=4, or call "
+            "DAFConfig.from_dict with a mapping, or DAFConfig.from_yaml with a file"
+        )
 
 
 def _check_names(options: Mapping[Any, object], known: list[str], prefix: str = "") -> None:
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {prefix + close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"unknown option {prefix + str(name)!r}{hint} Allowed: {', '.join(known)}".replace("?;", "?")
-            )
+            full = prefix + (name if isinstance(name, str) else shown(name))
+            hint = _hint(name, options, known, prefix)
+            raise ConfigError(f"unknown option {shown(full)}{hint} Allowed: {', '.join(known)}")
+
+
+def _hint(name: object, options: Mapping[Any, object], known: list[str], prefix: str) -> str:
+    if "daf_config" in options:
+        return "; daf_config is a section of Accelerate's file: leave out that level, and give what is inside of it."
+    close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
+    return f"; did you mean {prefix + close[0]!r}?" if close else "."
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     # The type is compared too: True == 1 would pass for a precision of one bit.
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        raise ConfigError(f"{name}={value!r} is not allowed; allowed: {', '.join(map(repr, allowed))}")
+        raise ConfigError(f"{name}={shown(value)} is not allowed; allowed: {', '.join(map(repr, allowed))}")

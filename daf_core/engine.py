@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from daf_core import hook_stack
 from daf_core.backends import Backends
 from daf_core.codecs.doubts import Doubts
-from daf_core.config import DAFConfig, parse_size
+from daf_core.config import DAFConfig, as_config, parse_size
 from daf_core.eligibility import Eligibility
-from daf_core.errors import NothingToTrainError, StateError
+from daf_core.errors import ConfigError, NothingToTrainError, shown
 from daf_core.itemized import Items
 from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.memory.devices import DevicePagers
 from daf_core.packing import Packer
 from daf_core.packing_choice import PackingChoice
-from daf_core.precision.audit import Auditor
+from daf_core.precision.audit import PARTS, Auditor, restored
 from daf_core.precision.census import Census, LastPass, Sizes
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.rehearsal import GradientError, Rehearsal
@@ -55,20 +55,22 @@ class ActivationEngine:
 
     Args:
         model: The model that is trained; its parameters and buffers are never compressed.
-        config: How activations are stored.
+        config: How activations are stored; a mapping of the fields of `DAFConfig` will do.
 
     Raises:
+        ConfigError: `model` is no module, or `config` no configuration, or the environment's `LOCAL_WORLD_SIZE` wrong.
         NothingToTrainError: No parameter requires a gradient.
         UnsupportedDeviceError: A part of the model is on device "meta".
         GraphCaptureError: A CUDA graph is being captured.
         SpillError: `spill_dir` takes no file.
     """
 
-    def __init__(self, model: nn.Module, config: DAFConfig | None = None) -> None:
-        self.config = config or DAFConfig()
+    def __init__(self, model: nn.Module, config: DAFConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = DAFConfig() if config is None else as_config(config)
         _check_trainable(model)
         self._model, self.measurement = model, Measurement(model)
         self._backends = Backends(model, self.config)
+        self._choice = PackingChoice(self.config, self._backends)
         self._pagers = DevicePagers(self.config, links=self._backends.links)
         self._eligibility = Eligibility(model)
         self._scopes = ModuleScopes()
@@ -79,7 +81,6 @@ class ActivationEngine:
         self._policy = PrecisionPolicy(self.config)
         self._auditor = Auditor(self.config, self._policy)
         self._streams = RandomStreams(self.config)
-        self._choice = PackingChoice(self.config, self._backends)
         self._doubts = Doubts()
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
@@ -208,23 +209,16 @@ class ActivationEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learned about the model's sites, as JSON-able values."""
-        parts = {"policy": self._policy, "auditor": self._auditor, "last_pass": self._last_pass}
-        return {name: part.state() for name, part in parts.items()}
+        learned = (self._policy, self._auditor, self._last_pass)
+        return {name: part.state() for name, part in zip(PARTS, learned, strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned.
 
         Raises:
-            StateError: It is something else.
+            StateError: It is something else; nothing is changed then.
         """
-        missing = [name for name in ("policy", "auditor", "last_pass") if not isinstance(state.get(name), Mapping)]
-        if missing:
-            raise StateError(f"this is no saved state of an engine: it has no {' and no '.join(missing)}")
-        auditor = Auditor(self.config, self._policy)
-        auditor.load(state["auditor"])
-        last_pass = LastPass.from_state(state["last_pass"])
-        self._policy.load(state["policy"])
-        self._auditor, self._last_pass = auditor, last_pass
+        self._auditor, self._last_pass = restored(self.config, self._policy, state)
 
     @contextmanager
     def itemized(self) -> Generator[Items]:
@@ -392,7 +386,9 @@ class ActivationEngine:
         return max(budget - (self.held_bytes - self.lossy_bytes), 0)
 
 
-def _check_trainable(model: nn.Module) -> None:
+def _check_trainable(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model is a torch.nn.Module, got {shown(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise NothingToTrainError(
             f"{type(model).__name__} has no parameter that requires a gradient, so nothing is saved for backward; "

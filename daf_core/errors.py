@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 200, 200, 40
+
+
+def shown(value: object) -> str:
+    """Returns what was given as a message shows it: its `repr`, in one line of bounded length."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # an integer of more digits than Python prints, or whatever a class of the user's does
+        text = f"<{type(value).__name__}>"
+    return " ".join(text.split()) if "\n" in text else text
+
 
 class DAFError(Exception):
     """Base class of all errors that DAF raises on purpose."""

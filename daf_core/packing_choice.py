@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from daf_core.backends import Backends
-from daf_core.background import idle_cores
+from daf_core.background import idle_cores, local_processes
 from daf_core.config import DAFConfig
 
 MOST_THREADS = 4
@@ -26,9 +26,13 @@ class PackingChoice:
     Args:
         config: Says what was asked for.
         backends: Know whether the host can pack what the model saves.
+
+    Raises:
+        ConfigError: LOCAL_WORLD_SIZE is no number of processes.
     """
 
     def __init__(self, config: DAFConfig, backends: Backends) -> None:
+        local_processes()  # a mistake there is found before the first pass
         self._asked = config.packing
         self._backends = backends
         # Torch's operations, which the reference consists of, would bring a second team of torch's threads along.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from daf_core.checked import count
 from daf_core.torch_internals import is_compiled, run_as_written
 
 _NORMALIZATIONS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -49,9 +50,9 @@ class Site(NamedTuple):
             ValueError: They are something else.
         """
         module, op, save = values
-        if not (isinstance(module, str) and isinstance(op, str) and isinstance(save, int)):
+        if not (isinstance(module, str) and isinstance(op, str)):
             raise ValueError(f"{values!r} names no site")
-        return cls(module, op, save)
+        return cls(module, op, count(save))
 
 
 class ModuleCall:

@@ -33,11 +33,13 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from daf_core import StateError
 from daf_integrations._autoload import SWITCH
+from daf_integrations.saved_state import SavedState
 from daf_integrations.settings import configured
 from daf_integrations.training import Training, training_of
 
@@ -141,10 +143,24 @@ def _load(process: int, models: list[nn.Module], folder: str) -> None:
     file = _state_file(folder, process)
     if not file.is_file():  # of a run without DAF, or with fewer processes
         return
-    for model, state in zip(models, json.loads(file.read_text()), strict=False):
-        training = training_of(model)
-        if training is not None and state is not None:
-            training.load_state(state)
+    found = [(training_of(model), state) for model, state in zip(models, _states_in(file), strict=False)]
+    saved = [(training, state) for training, state in found if training is not None and state is not None]
+    for training, state in saved:
+        SavedState.of(state, training.session.config)  # of several models, all are looked at before one is changed
+    for training, state in saved:
+        training.load_state(state)
+
+
+def _states_in(file: Path) -> list[Any]:
+    try:
+        states: Any = json.loads(file.read_text())
+        if not isinstance(states, list):
+            raise TypeError(f"it is a {type(states).__name__}")
+    except (RecursionError, TypeError, ValueError) as error:
+        raise StateError(
+            f"{str(file)!r} holds no saved states of DAF ({error}); remove it to go on without what was learned"
+        ) from error
+    return cast("list[Any]", states)
 
 
 def _state_file(folder: str, process: int) -> Path:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from daf_core import ConfigError, DAFConfig
-from daf_integrations.settings import configured
+from daf_core import DAFConfig
+from daf_integrations.settings import configured, options_in
 
 
 @dataclass
@@ -38,7 +37,4 @@ class DAFArguments:
             return configured()
         if not self.daf_config.lstrip().startswith("{"):
             return DAFConfig.from_yaml(Path(self.daf_config))
-        try:
-            return DAFConfig.from_dict(json.loads(self.daf_config))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--daf_config {self.daf_config!r} is not JSON ({error})") from error
+        return DAFConfig.from_dict(options_in(self.daf_config, "--daf_config"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -19,6 +20,7 @@ from daf_core.plan.obstacles import unplannable
 from daf_integrations.lightning_audits import loss_aside, obstacle
 from daf_integrations.lightning_parts import StepInParts
 from daf_integrations.lightning_parts import obstacle as obstacle_to_plans
+from daf_integrations.saved_state import SavedState
 from daf_integrations.session import DAFSession
 from daf_integrations.settings import configured
 
@@ -40,7 +42,7 @@ class CompressingStrategy(Strategy):
 
     _daf_config: DAFConfig
     _daf_session: DAFSession
-    _daf_restored: dict[str, Any]
+    _daf_restored: dict[str, Any] | None
     _daf_reporter: Callback
     _daf_callbacks: list[Callback]
 
@@ -86,7 +88,7 @@ class CompressingStrategy(Strategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._leave()
-        restored, self._daf_restored = self._daf_restored, {}
+        restored, self._daf_restored = self._daf_restored, None
         self._daf_session = DAFSession(self._daf_config, "LightningModule.training_step")
         if restored:
             self._daf_session.load_state(restored)
@@ -112,6 +114,7 @@ class CompressingStrategy(Strategy):
     @override
     def teardown(self) -> None:
         self._leave()
+        self._daf_restored = None  # of what is evaluated, nothing is resumed
         super().teardown()
 
     @override
@@ -123,8 +126,11 @@ class CompressingStrategy(Strategy):
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        state = checkpoint.pop(CHECKPOINT_KEY, {})
-        if self._training.trainer.state.fn == "fit":
+        state = checkpoint.pop(CHECKPOINT_KEY, None)
+        # Lightning may load one before it has attached the module.
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if state is not None and (trainer is None or trainer.state.fn == "fit"):
+            SavedState.of(state, self._daf_config)  # a damaged one is an error before anything is loaded
             self._daf_restored = state
         return checkpoint
 
@@ -187,7 +193,7 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
 
     def _begin(
         self,
-        config: DAFConfig | dict[str, Any] | None,
+        config: DAFConfig | Mapping[str, Any] | None,
         options: dict[str, Any],
         base: Strategy | None,
         reporter: Callback,
@@ -195,13 +201,14 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
         """Takes the arguments.
 
         Raises:
-            ConfigError: An option is unknown or its value is not allowed, both a configuration and options are given,
-                or `base` is no strategy of this package of Lightning, or one of DAF's.
+            ConfigError: An option is unknown, its value is not allowed or without effect, both a configuration and
+                options are given, or `base` is no strategy of this package of Lightning, or one of DAF's.
         """
-        given = config if config is None or isinstance(config, DAFConfig) else DAFConfig.from_dict(config)
-        self._daf_config = configured(given, options)
+        if isinstance(config, self._kinds):
+            raise ConfigError(f"a strategy to add DAF to is given by name: base={type(config).__name__}(...)")
+        self._daf_config = configured(config, options)
         self._daf_session = DAFSession(self._daf_config)
-        self._daf_restored = {}
+        self._daf_restored = None
         self._daf_reporter = reporter
         self._daf_callbacks = []
         if base is None:

@@ -228,7 +228,7 @@ def installed_tcmalloc() -> str | None:
 
 def _described_allocator() -> str:
     name, threshold = loaded_allocator(), os.environ.get(MMAP_THRESHOLD, "")
-    gives_back = name == "glibc" and threshold.isdigit() and int(threshold) <= _LARGE_BLOCK
+    gives_back = name == "glibc" and bool(re.fullmatch("[0-9]{1,18}", threshold)) and int(threshold) <= _LARGE_BLOCK
     return f"{name}, {MMAP_THRESHOLD}={threshold}" if gives_back else name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from logging import getLogger
 from typing import Any
@@ -40,15 +40,15 @@ class DAFCallback(TrainerCallback, ExportableState):
         >>> Trainer(model, args, train_dataset=data, callbacks=[DAFCallback(precision=4)]).train()
 
     Args:
-        config: A configuration, instead of options.
+        config: A configuration, or a mapping of its fields, instead of options.
         options: The fields of `DAFConfig`, such as ``precision=4``.
 
     Raises:
-        ConfigError: An option is unknown or its value is not allowed, or both a configuration and options are given;
-            when training begins, also where the Trainer has another one.
+        ConfigError: An option is unknown, its value is not allowed or without effect, or both a configuration and
+            options are given; when training begins, also where the Trainer has another callback of this kind.
     """
 
-    def __init__(self, config: DAFConfig | None = None, **options: Any) -> None:
+    def __init__(self, config: DAFConfig | Mapping[str, Any] | None = None, **options: Any) -> None:
         self.config = configured(config, options)
         self._session = DAFSession(self.config)
         self._patches: list[_Patch] = []

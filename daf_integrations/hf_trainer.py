@@ -35,8 +35,7 @@ class DAFTrainerMixin:
     ) -> None:
         given = list(callbacks or [])
         if not any(isinstance(each, DAFCallback) or each is DAFCallback for each in given):
-            config = daf if daf is None or isinstance(daf, DAFConfig) else DAFConfig.from_dict(daf)
-            given.append(DAFCallback(config))
+            given.append(DAFCallback(daf))
         elif daf is not None:
             raise ConfigError("both daf and a DAFCallback are given; leave one out")
         super().__init__(*args, **{**kwargs, "callbacks": given})

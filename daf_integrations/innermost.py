@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from daf_core import UnsupportedDeviceError
+from daf_core import ConfigError, UnsupportedDeviceError
+from daf_core.errors import shown
+
+_INSTEAD = {
+    ("torch", "Optimizer"): "give the model that it trains; the optimizer stays as it is",
+    ("torch", "DataLoader"): "give the model; what loads its batches stays as it is",
+    ("accelerate", "Accelerator"): "give the model, before or after accelerator.prepare",
+    ("transformers", "Trainer"): "give the Trainer callbacks=[DAFCallback(precision=4)]",
+    ("lightning", "Trainer"): "give the Trainer strategy=DAFStrategy(precision=4)",
+    ("pytorch_lightning", "Trainer"): "give the Trainer strategy=DAFStrategy(precision=4)",
+}
+"""What to do instead, by package and class of what was taken for a model."""
 
 _FABRIC = "_FabricModule"
 """Class of what `lightning.fabric` and `lightning_fabric` make of a model, by name: importing one takes seconds."""
@@ -23,8 +35,10 @@ def innermost(model: nn.Module) -> nn.Module:
     """Returns the model inside of torch.compile, DistributedDataParallel and Lightning Fabric.
 
     Raises:
+        ConfigError: It is no model.
         UnsupportedDeviceError: It is in a DataParallel.
     """
+    _refuse_others(model)
     *_, inner = _layers(model)
     return inner
 
@@ -107,3 +121,12 @@ def _in_precision(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _refuse_others(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    given = shown(model) if isinstance(model, str | int | None | type) else type(model).__name__
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in inspect.getmro(type(model))]
+    found = next((_INSTEAD[kind] for kind in kinds if kind in _INSTEAD), "make or load one, and give that")
+    raise ConfigError(f"a model is a torch.nn.Module, got {given}; {found}")

@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 log = getLogger("daf")
 
 
-def prepare(model: Model, config: DAFConfig | None = None, **options: Any) -> Model:
+def prepare(model: Model, config: DAFConfig | Mapping[str, Any] | None = None, **options: Any) -> Model:
     """Has a model's activations compressed whenever it is called in training mode; returns the same model.
 
     A step ends with the `step` of any torch optimizer that holds parameters of the model. Where the model returns its
@@ -45,12 +45,13 @@ def prepare(model: Model, config: DAFConfig | None = None, **options: Any) -> Mo
     Args:
         model: The model as it is called: compiled, in a DistributedDataParallel, set up by Lightning Fabric, or none of
             these.
-        config: A configuration, instead of options.
+        config: A configuration, or a mapping of its fields, instead of options.
         options: The fields of `DAFConfig`, such as ``precision=4``. They go before those that an Accelerate
             configuration file or the environment gives (``ACCELERATE_USE_DAF=1``, ``ACCELERATE_DAF_CONFIG`` as JSON).
 
     Raises:
-        ConfigError: An option is unknown or its value is not allowed, or both `config` and options are given.
+        ConfigError: An option is unknown, its value is not allowed or without effect, both `config` and options are
+            given, or `model` is no model.
         HooksActiveError: Saved-tensor hooks of someone else are active.
         NothingToTrainError: No parameter requires a gradient.
         UnsupportedDeviceError: The model is on device "meta", or in a DataParallel.
@@ -95,7 +96,7 @@ def step(
         ProfileError: What a step takes cannot be measured.
     """
     loss_of = loss_function or partial(_own_loss, model)
-    training = _training(model)
+    training = _training_in(model)
     if training is not None:
         return training.step(model, batch, loss_of, backward)
     loss = loss_of(batch)
@@ -169,7 +170,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     Only ``precision="auto"``, a `memory_budget` and `elastic` learn: with others a run resumes to the same numbers
     without it.
     """
-    training = _training(model)
+    training = _training_in(model)
     return {} if training is None else training.session.state()
 
 
@@ -179,7 +180,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         StateError: It is something else.
     """
-    training = _training(model)
+    training = _training_in(model)
     if training is not None and state:
         training.load_state(state)
 
@@ -191,15 +192,23 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _training(model: nn.Module | None) -> Training | None:
+    """Returns the training of a model, or the only one where none is given."""
+    return _only(trainings(), "") if model is None else _training_in(model)
+
+
+def _training_in(model: nn.Module) -> Training | None:
     """Returns the training of a model, or of the one inside of something that is not known to be a wrapper."""
-    training = None if model is None else training_of(model)
+    training = training_of(model)
     if training is not None:
         return training
-    parts = None if model is None else set(model.modules())
-    found = [training for training in trainings() if parts is None or training.model in parts]
+    parts = set(model.modules())
+    found = [training for training in trainings() if training.model in parts]
+    return _only(found, f" inside of {type(model).__name__}")
+
+
+def _only(found: list[Training], where: str) -> Training | None:
     if len(found) > 1:
         names = ", ".join(type(training.model).__name__ for training in found)
-        where = "" if model is None else f" inside of {type(model).__name__}"
         raise ConfigError(
             f"{len(found)} models are prepared{where} ({names}); give the one that is meant, as in scope(model)"
         )

@@ -20,7 +20,6 @@ from daf_core import (
     DAFConfig,
     GradientError,
     HooksActiveError,
-    StateError,
     StepStatistics,
 )
 from daf_core.elastic.course import ElasticStep
@@ -33,6 +32,7 @@ from daf_core.snapshots.measurement import missing_values
 from daf_integrations.audit_warnings import AuditWarnings
 from daf_integrations.description import describe, title
 from daf_integrations.obstacles import audit_obstacle, warn_of_large_graphs
+from daf_integrations.saved_state import SavedState
 from daf_integrations.totals import RunTotals
 
 LEAST_SHARE = 1 / 1024
@@ -105,11 +105,11 @@ class DAFSession:
         self.detach()
         refuse_foreign_hooks()
         self._engine = ActivationEngine(model, self.config)
-        if self._engine_state is not None:
-            self._engine.load_state_dict(self._engine_state)
         # Not `outer or model`: a compiled model asks the model inside for its length.
         called = model if outer is None else outer
         try:
+            if self._engine_state is not None:
+                self._engine.load_state_dict(self._engine_state)
             self._undo_loss = chunk_loss(self.config, called)
             if self.config.elastic is not None:
                 self._elastic = ElasticTraining(model, called, self._engine, self.config.elastic)
@@ -364,19 +364,15 @@ class DAFSession:
         return {"totals": asdict(self.totals), "engine_state": learned, "elastic_state": elastic}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned, attached or not.
+        """Goes on from what `state` returned, attached or not: from all of it, or with an error from nothing.
 
         Raises:
             ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
             StateError: It is something else.
         """
-        try:
-            totals, engine_state = RunTotals(**state["totals"]), state["engine_state"]
-            elastic_state = state.get("elastic_state")
-        except (KeyError, TypeError) as error:
-            raise StateError(f"this is no saved state of a run with DAF: {error!r}") from error
-        if self._engine is not None and engine_state is not None:
-            self._engine.load_state_dict(engine_state)
-        if self._elastic is not None and elastic_state is not None:
-            self._elastic.load(elastic_state)
-        self.totals, self._engine_state, self._elastic_state = totals, engine_state, elastic_state
+        totals, learned, elastic = SavedState.of(state, self.config)
+        if self._elastic is not None and elastic is not None:
+            self._elastic.load(elastic)
+        if self._engine is not None and learned is not None:
+            self._engine.load_state_dict(learned)
+        self.totals, self._engine_state, self._elastic_state = totals, learned, elastic

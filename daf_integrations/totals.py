@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
-from daf_core import StepStatistics
+from daf_core import StateError, StepStatistics
+from daf_core.checked import DAMAGED, amount, count, number
 from daf_core.elastic.course import ElasticStep
 
 
@@ -49,6 +51,22 @@ class RunTotals:
     elastic_depth: int = 0
     elastic_share: float = 0.0
 
+    @classmethod
+    def from_state(cls, state: object) -> RunTotals:
+        """Returns the sums that were saved as a mapping; those that are missing, as of an older version, begin anew.
+
+        Raises:
+            StateError: It is something else, or one of them is no such number.
+        """
+        try:
+            figures = cast("Mapping[str, Any]", state)
+            totals = cls(**figures)
+            for name, figure in figures.items():
+                _CHECKS[type(getattr(cls, name))](figure)
+        except DAMAGED as error:
+            raise StateError(f"these are no saved totals of a run with DAF: {error}") from error
+        return totals
+
     def add(self, step: StepStatistics) -> None:
         """Adds a step."""
         self.steps += 1
@@ -81,6 +99,15 @@ class RunTotals:
     def an_elastic_step(self, total: float) -> float | None:
         """Returns a sum over steps of elastic training as their mean; None if there were none."""
         return total / self.elastic_steps if self.elastic_steps else None
+
+
+def _measured(figure: Any) -> None:
+    if figure is not None:
+        number(figure)
+
+
+_CHECKS: dict[type, Callable[[Any], object]] = {int: count, float: amount, type(None): _measured}
+"""What a saved sum has to be, by the type that it begins with."""
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,8 @@ def test_where_nothing_can_be_installed_glibc_is_set(monkeypatch: pytest.MonkeyP
         ("glibc", "65536", "glibc, MALLOC_MMAP_THRESHOLD_=65536", False),
         ("glibc", "33554432", "glibc", True),
         ("glibc", "", "glibc", True),
+        ("glibc", "\u00b2", "glibc", True),
+        ("glibc", "9" * 5000, "glibc", True),
         ("tcmalloc", "65536", "tcmalloc", False),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from daf_core.checked import amount, count
 from daf_core.elastic.clock import StepTimes
 from daf_core.elastic.units import Units
 
@@ -19,7 +20,7 @@ class _Shortest:
     """The least of the last `MEMORY` values; None before the first."""
 
     def __init__(self, values: Sequence[float] = ()) -> None:
-        self.values = deque(map(float, values), maxlen=MEMORY)
+        self.values = deque(map(amount, values), maxlen=MEMORY)
 
     @property
     def least(self) -> float | None:
@@ -167,13 +168,13 @@ class StepCosts:
         Raises:
             KeyError, TypeError, ValueError: It is something else.
         """
-        count = len(self.units.blocks)
+        length = len(self.units.blocks)
         names = ("plain", "with_graph", "backward", "lowest")
         plain, with_graph, backward, lowest = ([_Shortest(each) for each in state[name]] for name in names)
-        held = [float(size) for size in state["held"]]
-        if any(len(each) != count for each in (plain, with_graph, backward, lowest, held)):
-            raise ValueError(f"the model has {count} blocks")
+        held = [amount(size) for size in state["held"]]
+        if any(len(each) != length for each in (plain, with_graph, backward, lowest, held)):
+            raise ValueError(f"the model has {length} blocks")
         self._forward, self._backward, self._lowest = {False: plain, True: with_graph}, backward, lowest
         self._outside, self._rest = _Shortest(state["outside"]), _Shortest(state["rest"])
-        self._held, self._held_outside = held, float(state["held_outside"])
-        self._held_elements = int(state["held_elements"])
+        self._held, self._held_outside = held, amount(state["held_outside"])
+        self._held_elements = count(state["held_elements"])

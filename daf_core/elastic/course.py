@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
+from daf_core.checked import amount, count, flag, number
 from daf_core.config import ElasticConfig
 from daf_core.elastic.clock import StepTimes
 from daf_core.elastic.costs import StepCosts
@@ -271,14 +272,16 @@ class Course:
         self._costs.load(state["costs"])
         if gains is not None and len(gains) != len(self._all):
             raise ValueError(f"there are {len(self._all)} units")
-        self._gains = None if gains is None else [float(gain) for gain in gains]
+        self._gains = None if gains is None else [amount(gain) for gain in gains]
         self._selection = None if selection is None else Selection.from_state(self._units, selection)
-        self._early = [frozenset(map(int, on)) for on in state["early"]]
-        self._balance = float(state["balance"])
+        self._early = [frozenset(map(count, on)) for on in state["early"]]
+        if not all(on <= self._all for on in self._early):
+            raise ValueError(f"there are {len(self._all)} units")
+        self._balance = number(state["balance"])
         self._since_plan, self._seen, self._settled = (
-            int(state["since_plan"]),
-            int(state["seen"]),
-            bool(state["settled"]),
+            count(state["since_plan"]),
+            count(state["seen"]),
+            flag(state["settled"]),
         )
         if state["shares"] == [self._asked, self._memory]:
             self.target = float(state["target"])

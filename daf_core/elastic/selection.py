@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from daf_core.checked import amount, count, number
 from daf_core.elastic.costs import Prices
 from daf_core.elastic.knapsack import PrefixKnapsack
 from daf_core.elastic.units import Units
@@ -90,11 +91,11 @@ class Selection:
             KeyError, TypeError, ValueError: It was made from something else.
         """
         own, reaching, base = state["prices"]
-        prices = Prices([*map(float, own)], [*map(float, reaching)], float(base))
-        gains, most = [*map(float, state["gains"])], frozenset(map(int, state["most"]))
-        count = len(units.units)
-        if any(len(each) != count for each in (prices.own, prices.reaching, gains)) or not most <= units.everything:
-            raise ValueError(f"there are {count} units")
+        prices = Prices([*map(number, own)], [*map(number, reaching)], number(base))
+        gains, most = [*map(amount, state["gains"])], frozenset(map(count, state["most"]))
+        length = len(units.units)
+        if any(len(each) != length for each in (prices.own, prices.reaching, gains)) or not most <= units.everything:
+            raise ValueError(f"there are {length} units")
         return cls(units, prices, gains, most)
 
 

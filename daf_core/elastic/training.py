@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from daf_core.checked import as_a_whole, count
 from daf_core.config import ElasticConfig
 from daf_core.elastic.calls import CallWatch
 from daf_core.elastic.clock import BlockClock, StepTimes, UntimedSteps, is_training_pass
@@ -28,7 +29,7 @@ from daf_core.elastic.refusals import (
 )
 from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of
 from daf_core.engine import ActivationEngine
-from daf_core.errors import ElasticError, StateError
+from daf_core.errors import ElasticError
 from daf_core.hooks import OwnHook
 from daf_core.plan import ranks
 from daf_core.plan.blocks import layers_of
@@ -274,23 +275,21 @@ class ElasticTraining:
         """Goes on from what `state` returned.
 
         Raises:
-            StateError: It is something else, or of another model.
+            ElasticError, StateError: A new share cannot be kept, or it is something else; all is as before then.
         """
         self._leave_step()
-        try:
-            calls = {str(name): int(size) for name, size in state["calls"]}
+        with as_a_whole(self, (*LEARNED, "_blocks", "_calls"), "elastic training of this model"):
+            calls = {str(name): count(size) for name, size in state["calls"]}
             if self._trained_something_else(calls, state["trained"]):
                 log.info("other parameters were trained when this state was saved: DAF measures anew what pays")
                 return
-            self._unused = {int(number) for number in state["unused"]}
+            self._unused = {range(len(self._trained))[count(number)] for number in state["unused"]}
             self._blocks = [block for block in self._blocks if block.name in calls]
             self._follow(calls)
             if state["idle"].keys() != self._idle.keys():
                 raise ValueError("the model's units are others")
-            self._idle = {name: int(steps) for name, steps in state["idle"].items()}
+            self._idle = {name: count(steps) for name, steps in state["idle"].items()}
             self._course.load(state["course"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"this is no saved state of elastic training of this model: {error!r}") from error
 
     def _leave_step(self) -> None:
         self._stop_watching()

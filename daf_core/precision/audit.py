@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from daf_core.checked import DAMAGED, count, flag, number
 from daf_core.config import DAFConfig
-from daf_core.errors import StateError
+from daf_core.errors import StateError, shown
 from daf_core.precision.calibration import calibrate
 from daf_core.precision.census import LastPass, Sizes
 from daf_core.precision.importance import LEVELS
@@ -154,14 +155,37 @@ class Auditor:
             StateError: It is something else.
         """
         try:
-            step, misses = int(state["step"]), [float(miss) for miss in state["misses"]]
-            late, late_calibration = (bool(state.get(name, False)) for name in ("late", "late_calibration"))
-            learned = bool(state.get("learns", True))
-            if step < 1 or len(misses) < len(PRIOR) or not all(map(math.isfinite, misses)):
-                raise ValueError(f"step {step}, misses {misses}")
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            step, misses = count(state["step"], 1), [number(miss) for miss in state["misses"]]
+            late, late_calibration = (flag(state.get(name, False)) for name in ("late", "late_calibration"))
+            learned = flag(state.get("learns", True))
+            if len(misses) < len(PRIOR):
+                raise ValueError(f"misses {misses}")
+        except DAMAGED as error:
             raise StateError(f"this is no saved state of DAF's audits: {error!r}") from error
         self._step, self._misses = step, deque(misses, maxlen=MEMORY)
         # With other options than before nothing was learned, and the next calibration may be a thousand steps away.
         self._late = late or (self._learns and not learned)
         self._late_calibration = late_calibration or (self._learns and not learned)
+
+
+PARTS = ("policy", "auditor", "last_pass")
+"""What an engine has learned, by the names under which it is saved."""
+
+
+def restored(config: DAFConfig, policy: PrecisionPolicy, state: object) -> tuple[Auditor, LastPass]:
+    """Has a policy go on from the state of an engine, and returns its other parts; with an error it stays as it was.
+
+    Raises:
+        StateError: It is the state of something else, or damaged.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(f"this is no saved state of an engine: {shown(state)}; it is what state_dict() returns")
+    parts = cast("Mapping[str, Any]", state)
+    missing = [name for name in PARTS if not isinstance(parts.get(name), Mapping)]
+    if missing:
+        raise StateError(f"this is no saved state of an engine: it has no {' and no '.join(missing)}")
+    auditor = Auditor(config, policy)
+    auditor.load(parts["auditor"])
+    last_pass = LastPass.from_state(parts["last_pass"])
+    policy.load(parts["policy"])
+    return auditor, last_pass

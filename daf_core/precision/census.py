@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from daf_core.checked import DAMAGED, count
 from daf_core.codecs import PlanesActivation
 from daf_core.errors import StateError
 from daf_core.precision.importance import LEVELS
@@ -115,10 +116,10 @@ class LastPass:
         try:
             sites = [Site.from_state(entry[:3]) for entry in state["sites"]]
             bits = [checked_bits(entry[3]) for entry in state["sites"]]
-            sizes = [[int(size) for size in entry[4:]] for entry in state["sites"]]
-            if any(len(site_sizes) != len(LEVELS) + 1 or min(site_sizes) < 0 for site_sizes in sizes):
+            sizes = [[count(size) for size in entry[4:]] for entry in state["sites"]]
+            if any(len(site_sizes) != len(LEVELS) + 1 for site_sizes in sizes):
                 raise ValueError("a site has a size for each precision")
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        except DAMAGED as error:
             raise StateError(f"this is no saved state of a forward pass of DAF: {error!r}") from error
         return cls(dict(zip(sites, bits, strict=True)), dict(zip(sites, sizes, strict=True)))
 
@@ -129,6 +130,6 @@ def checked_bits(value: Any) -> int | None:
     Raises:
         ValueError: It is something else.
     """
-    if value is not None and (isinstance(value, bool) or value not in LEVELS):
+    if value is not None and (type(value) is not int or value not in LEVELS):
         raise ValueError(f"{value!r} is no precision")
     return value

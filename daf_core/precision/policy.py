@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from daf_core.checked import DAMAGED, amount
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError
 from daf_core.precision.allocation import Choices, Frontier
@@ -185,7 +186,7 @@ class PrecisionPolicy:
             errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
             slopes = {Site.from_state(entry) for entry in state["slopes"]}
             plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        except DAMAGED as error:
             raise StateError(f"this is no saved state of DAF's precision: {error!r}") from error
         self._errors, self._slopes, self._plan = errors, slopes, plan
 
@@ -217,7 +218,7 @@ def _filled(found: SiteErrors) -> SiteErrors:
 
 
 def _errors(values: Sequence[Any]) -> list[float]:
-    errors = [float(value) for value in values]
-    if len(errors) != len(LEVELS) or not all(0 <= error < float("inf") for error in errors):
-        raise ValueError(f"a site has {len(LEVELS)} finite errors, got {values!r}")
+    errors = [amount(value) for value in values]
+    if len(errors) != len(LEVELS):
+        raise ValueError(f"a site has {len(LEVELS)} errors, got {values!r}")
     return errors

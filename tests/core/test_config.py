@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError
+from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError, ElasticConfig
+from daf_core.errors import shown
 
 PRECISIONS = r"allowed: 'auto', 'exact', 8, 4, 2, 1$"
 NAMES = (
@@ -25,7 +28,7 @@ SEED = r"give an integer from 0 to 2\*\*64 - 1$"
 SIZE = r'is not a size; give a positive number of bytes or a size such as "400MB" or "1\.5GiB", or'
 LEAST = r"allowed: None, 0, 1, 2, 4, 8$"
 BOUND = "give a number above 0, and 1 at most$"
-STEPS = "give a number of steps, 1 or more, or None$"
+STEPS = r"give a number of steps from 1 to 2\*\*63 - 1, or None$"
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precision": 3}, rf"^precision=3 is not allowed; {PRECISIONS}"),
@@ -89,11 +92,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precison": 4}, rf"^unknown option 'precison'; did you mean 'precision'\? Allowed: {NAMES}$"),
     ({"max_gradient_eror": 0.1}, r"^unknown option 'max_gradient_eror'; did you mean 'max_gradient_error'\? Allowed: "),
     ({"budget": 4}, rf"^unknown option 'budget'.* Allowed: {NAMES}$"),
-    ({"zzz": 4}, r"^unknown option 'zzz' Allowed: |^unknown option 'zzz'; "),
+    ({"zzz": 4}, rf"^unknown option 'zzz'\. Allowed: {NAMES}$"),
+    *(
+        ({**options, "daf_config": {"precision": 4}}, r"^unknown option .*; daf_config is a section of .* Allowed:")
+        for options in ({}, {"compute_environment": "LOCAL_MACHINE"})
+    ),
+    *(
+        ({"memory_budget": size}, rf'^memory_budget=\S{{1,210}} {SIZE} "auto"$')
+        for size in (2**63, 10**400, "9" * 400, "9" * 310 + "PB", "9" * 5000)
+    ),
+    ({"audit_every": 10**400}, rf"^audit_every=\d+\.\.\.\d+ is not allowed; {STEPS}"),
+    ({"seed": 10**400}, rf"^seed=\d+\.\.\.\d+ is not allowed; {SEED}"),
+    ({"spill_dir": "/tmp/\0"}, r"^spill_dir='/tmp/\\x00' is no folder; make it, or name another$"),
+    ({"precision": [[[[4]]] * 99]}, r"^precision=\[\[.{1,99}\]\] is not allowed"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda value: repr(value) if type(value) is dict else "")
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda value: shown(value) if type(value) is dict else "")
 @pytest.mark.parametrize("way", ["keywords", "mapping", "replace", "yaml"])
 def test_wrong_values_are_refused(options: dict[str, Any], message: str, way: str, tmp_path: Path) -> None:
     """However it is given, the message is the same."""
@@ -311,6 +326,10 @@ WRONG_FILES = {
     "broken": b"precision: [4",
     "not-text": b"\xff\xfe\x00\x01",
     "boolean-key": b"on: 4",
+    "deep": b"[" * 5000,
+    "digits": b"seed: " + b"9" * 5000,
+    "date": b"seed: 2001-99-99",
+    "tags": b"seed: !!timestamp x",
 }
 
 
@@ -330,13 +349,72 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
             DAFConfig.from_yaml(path)
 
 
+@pytest.mark.parametrize("path", ["a\0b", 4, None, b"x"], ids=repr)
+def test_what_is_no_path_is_named(path: Any) -> None:
+    """Such a file cannot exist."""
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        DAFConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize("value", [4, {"precision": 4}, "daf.yaml", DAFConfig()], ids=repr)
+@pytest.mark.parametrize("kind", [DAFConfig, ElasticConfig])
+def test_options_have_names(kind: Any, value: object) -> None:
+    """A value without one is refused with what to write."""
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__} takes options by name alone, got .*precision=4"):
+        kind(value)
+
+
+class Unprintable:
+    """Has no `repr`."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+numbers = st.integers() | st.floats() | st.booleans().map(lambda negative: (-1 if negative else 1) * 10**5000)
+scalars = numbers | st.none() | st.booleans() | st.text(max_size=9) | st.binary(max_size=9) | st.builds(Unprintable)
+words = st.sampled_from(["auto", "exact", "400MB", "9" * 400, ".", "a\0b", "adaptive", "activations", "device"])
+values = st.recursive(
+    scalars | words | st.sampled_from([8, 4, 2, 1, 0]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9) | st.integers(), inner, max_size=3),
+)
+names = st.sampled_from([*DAFConfig().to_dict(), "time", "refresh", "daf_config", "self", "cls"]) | st.text(max_size=9)
+
+
+@given(st.dictionaries(names, values, max_size=4) | values)
+def test_whatever_is_given_is_a_configuration_or_an_error_of_it(options: Any) -> None:
+    """No bare error of Python's comes out, and the message is short enough to read."""
+    ways: list[Callable[[], object]] = [lambda: DAFConfig.from_dict(options), lambda: DAFConfig(options)]
+    if isinstance(options, dict) and all(isinstance(name, str) for name in options):
+        ways += [lambda: DAFConfig(**options), lambda: ElasticConfig(**options)]
+    for make in ways:
+        assert len(_complaint(make)) < 1000
+
+
+def _complaint(make: Callable[[], object]) -> str:
+    try:
+        make()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@given(text=st.text(max_size=40) | values.map(shown))
+def test_whatever_a_file_holds_is_a_configuration_or_an_error_of_it(
+    text: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """PyYAML has errors of many kinds."""
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, errors="replace")
+    with contextlib.suppress(ConfigError):
+        DAFConfig.from_yaml(path)
+
+
 def test_configuration_is_frozen() -> None:
     """A running engine's options cannot change under it."""
     config = DAFConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.precision = 8
-    with pytest.raises(TypeError):
-        DAFConfig(4)
 
 
 def test_budget_error_survives_pickling() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from daf_core import DAFConfig, packing_choice
+from daf_core import ActivationEngine, ConfigError, DAFConfig, packing_choice
 from daf_core.backends import Backends
 from daf_core.in_flight import Flight
 from daf_core.packing_choice import MOST_THREADS, TRIALS, WARM_UP, PackingChoice
@@ -113,6 +114,19 @@ def test_cores_that_torch_leaves_idle(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     assert packing_choice.idle_cores() == expected
+
+
+@pytest.mark.parametrize("processes", ["", "0", "-2", "two", "1.0", "9" * 400, "\u00b2"])
+def test_a_wrong_number_of_processes_is_found_before_the_first_pass(
+    processes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the model is as it was."""
+    model = nn.Linear(1, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    with pytest.raises(ConfigError, match=r"^LOCAL_WORLD_SIZE='.*' is no number of processes; set it to"):
+        ActivationEngine(model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 def test_every_core_counts_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from daf_core import ConfigError, DAFConfig
 from daf_core.config import ElasticConfig
 
 SHARE = "give a share above 0 and below 1$"
-STEPS = "give a number of steps, 1 or more$"
+STEPS = r"give a number of steps from 1 to 2\*\*63 - 1$"
 
 WRONG: list[tuple[Any, str]] = [
     *(

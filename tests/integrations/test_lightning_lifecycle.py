@@ -128,6 +128,16 @@ class TestCheckpoints:
         trainer.fit(module, loader(module.model), data)
         assert strategy._daf_session.totals.steps == STEPS
 
+    def test_are_loaded_before_the_module_is_attached(self, tmp_path: Path) -> None:
+        path = tmp_path / "half.ckpt"
+        saved_at(tmp_path, Classifier(), path, strategy=DAFStrategy())
+        trainer = trainer_for(tmp_path, strategy=DAFStrategy())
+        trainer._checkpoint_connector.resume_start(path)
+        module = Classifier()
+        trainer.validate(module, loader(module.model, count=BATCH), ckpt_path=path, verbose=False)
+        trainer.fit(module, loader(module.model), loader(module.model, count=BATCH))
+        assert trainer.strategy._daf_session.totals.steps == STEPS
+
     def test_of_a_killed_run_resume_to_the_losses_of_a_whole_one(self, tmp_path: Path) -> None:
         whole = Classifier()
         fit(tmp_path, whole, strategy=DAFStrategy(precision=4, audit_every=1), **EPOCHS)

@@ -113,6 +113,12 @@ class TestChoice:
         with pytest.raises(ConfigError, match="did you mean 'precision'"):
             DAFStrategy(precison=4)
 
+    def test_says_how_a_strategy_is_given(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"^a strategy to add DAF to is given by name: base=DDPStrategy\(\.\.\.\)$"
+        ):
+            DAFStrategy(DDPStrategy())
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="FSDP finds the GPU that it needs")
     def test_of_fsdp_needs_a_gpu(self, tmp_path: Path) -> None:
         """Lightning's own check asks for exactly its class."""

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as lightning
 import pytest
 import torch
-from torch import Tensor, nn
+from accelerate import Accelerator
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
 
 import daf_integrations as daf
 from daf_core import AuditError, ConfigError, DAFConfig, HooksActiveError, NothingToTrainError, UnsupportedDeviceError
@@ -32,6 +35,18 @@ from tests.integrations.hf_runs import (
     run,
 )
 from tests.integrations.loop_runs import adam, batches, collate, loss_outside, own_loss, train, weights_of
+
+NO_MODELS = {
+    "name": "'roberta-base'; make or load one, and give that",
+    "none": "None; make or load one, and give that",
+    "class": r"<class '.*Linear'>; make or load one, and give that",
+    "state": "dict; make or load one, and give that",
+    "optimizer": "AdamW?; give the model that it trains; the optimizer stays as it is",
+    "loader": "DataLoader; give the model; what loads its batches stays as it is",
+    "accelerator": r"Accelerator; give the model, before or after accelerator\.prepare",
+    "trainer": r"Trainer; give the Trainer callbacks=\[DAFCallback\(precision=4\)\]",
+    "lightning": r"Trainer; give the Trainer strategy=DAFStrategy\(precision=4\)",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -307,6 +322,28 @@ class TestModel:
             daf.prepare(lora().requires_grad_(False))
         with pytest.raises(UnsupportedDeviceError, match="DataParallel"):
             daf.prepare(nn.DataParallel(roberta()))
+
+    @pytest.mark.parametrize("config", [4, "daf.yaml", optim.SGD([torch.zeros(1)], 0.1)], ids=repr)
+    def test_what_is_no_configuration(self, config: Any) -> None:
+        with pytest.raises(ConfigError, match=r"is no configuration; give options by name, as in precision=4"):
+            daf.prepare(lora(), config)
+
+    @pytest.mark.parametrize(("given", "message"), NO_MODELS.items(), ids=str)
+    def test_what_is_no_model(self, given: str, message: str, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+        model = {
+            "name": lambda: "roberta-base",
+            "none": lambda: None,
+            "class": lambda: nn.Linear,
+            "state": lambda: daf.state_dict(lora()),
+            "optimizer": lambda: adam(lora()),
+            "loader": lambda: DataLoader([1]),
+            "accelerator": Accelerator,
+            "trainer": make_trainer,
+            "lightning": lambda: lightning.Trainer(logger=False, default_root_dir=tmp_path, barebones=True),
+        }[given]()
+        for take in (daf.prepare, daf.state_dict, lambda wrong: daf.step(wrong, {})):
+            with pytest.raises(ConfigError, match=rf"^a model is a torch\.nn\.Module, got {message}$"):
+                take(model)
 
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
     def test_an_error_in_a_pass_leaves_no_hooks(self, error: type[BaseException]) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import accelerate.commands.config.config_args as config_args
 import pytest
 import yaml
+from torch import nn
 from transformers import HfArgumentParser, TrainingArguments
 
-from daf_core import ConfigError, DAFConfig
-from daf_integrations import DAFArguments, _autoload
+from daf_core import ActivationEngine, ConfigError, DAFConfig
+from daf_integrations import DAFArguments, DAFCallback, DAFStrategy, _autoload
 from daf_integrations.settings import configured
 
 FILE: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
@@ -108,6 +111,64 @@ class TestOrder:
         monkeypatch.setenv("ACCELERATE_DAF_CONFIG", "precision=4")
         with pytest.raises(ConfigError, match="ACCELERATE_DAF_CONFIG='precision=4' is not JSON"):
             configured()
+
+    @pytest.mark.parametrize("text", ["", "[" * 100_000, "9" * 5000], ids=["nothing", "brackets", "digits"])
+    def test_what_no_parser_takes_is_refused_in_a_line(
+        self, load: Load, monkeypatch: pytest.MonkeyPatch, text: str
+    ) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_DAF", "1")
+        monkeypatch.setenv("ACCELERATE_DAF_CONFIG", text)
+        with pytest.raises(ConfigError, match=r"^ACCELERATE_DAF_CONFIG=.{1,400}give an object such as"):
+            configured()
+
+    @pytest.mark.parametrize("value", ["maybe", "2", " 1", "ja"])
+    def test_a_switch_is_on_or_off(self, load: Load, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_DAF", value)
+        for read in (configured, lambda: load(**FILE, daf_config={})):
+            with pytest.raises(ConfigError, match=f"^ACCELERATE_USE_DAF='{value}' is not allowed; set it to 1 or 0"):
+                read()
+
+
+class TestTogether:
+    @pytest.mark.parametrize("config", [4, "auto", "daf.yaml", [("precision", 4)], DAFConfig, True], ids=repr)
+    def test_what_is_no_configuration_is_refused(self, load: Load, config: Any) -> None:
+        for take in (configured, DAFCallback, DAFStrategy, lambda given: ActivationEngine(nn.Linear(1, 1), given)):
+            with pytest.raises(ConfigError, match=r" is no configuration; give options by name, as in precision=4"):
+                take(config)
+
+    def test_a_mapping_is_a_configuration(self, load: Load) -> None:
+        expected = DAFConfig(precision=4)
+        for given in ({"precision": 4}, MappingProxyType({"precision": 4})):
+            assert configured(given) == DAFCallback(given).config == expected
+            assert ActivationEngine(nn.Linear(1, 1), given).config == expected
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"spill_dir": "."}, "spill_dir='.'"),
+            ({"precision": "exact", "spill_dir": "."}, "spill_dir='.'"),
+            ({"budget_covers": "activations"}, "budget_covers='activations'"),
+            ({"precision": 4, "min_precision": 2}, "min_precision=2"),
+            ({"precision": 4, "min_precision": 0}, "min_precision=0"),
+        ],
+    )
+    def test_what_needs_a_budget_is_refused_without(self, load: Load, options: dict[str, Any], named: str) -> None:
+        with pytest.raises(ConfigError, match=f"^{re.escape(named)} means nothing without memory_budget; give one"):
+            configured(options=options)
+        with pytest.raises(ConfigError, match="means nothing without memory_budget"):
+            configured(DAFConfig(**options))
+        assert configured(options={**options, "memory_budget": "1GB"}).memory_budget == 10**9
+
+    def test_exact_values_are_not_rounded(self, load: Load) -> None:
+        with pytest.raises(ConfigError, match=r"^rounding='stochastic' means nothing with precision=\"exact\"; leave"):
+            configured(options={"rounding": "stochastic", "precision": "exact"})
+
+    def test_a_budget_may_come_from_elsewhere(self, load: Load) -> None:
+        load(**FILE, daf_config={"spill_dir": "."})
+        assert configured(options={"memory_budget": "1GB"}).spill_dir == "."
+
+    def test_a_least_precision_bounds_what_is_chosen(self, load: Load) -> None:
+        assert configured(options={"min_precision": 2}).min_precision == 2
 
 
 class TestCommandLine:
