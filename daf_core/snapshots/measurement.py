@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, ModuleAttributes
 from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
+from daf_core.torch_internals import has_compiled_parts
 
 LARGEST_DIGEST = 1 << 20
 """Bytes of a value that are looked at to see whether it has changed."""
@@ -64,7 +66,8 @@ class Measurement:
         copies = [Copy(tensor) for name, tensor in tensors if timed and name in self._written and has_storage(tensor)]
         writes = Writes(tensors)
         try:
-            with nullcontext() if timed else writes:
+            # A graph of torch.compile would be compiled again, without what looks at operators.
+            with nullcontext() if timed or has_compiled_parts(self._model) else writes:
                 yield
         finally:
             self.changed |= (attributes.restore() | writes.written) - _statistics(self._model)
@@ -123,8 +126,9 @@ class Measurement:
 
 
 def missing_values(model: nn.Module) -> str | None:
-    """Says which parameter of a model has no values before its first forward pass; None where all have."""
-    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    """Says which parameter or buffer of a model has no values before its first forward pass; None where all have."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is None:
         return None
     return f"{lazy} has no values before a first batch has run through the model; run one through it, without gradient"
@@ -145,12 +149,12 @@ def _statistics(model: nn.Module) -> set[str]:
 
 def _values(model: nn.Module) -> dict[str, bytes | None]:
     """Returns what tells whether attributes of modules, and what is in them, have other values."""
-    kept: dict[str, bytes | None] = {}
+    kept, left_out = dict[str, bytes | None](), _statistics(model)
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             parts = value.items() if attribute in REGISTERED else [(attribute, value)]
             kept |= {f"{name}.{part}".lstrip("."): _pickled(each, by_value=True) for part, each in parts}
-    return {name: value for name, value in kept.items() if name not in _statistics(model)}
+    return {name: value for name, value in kept.items() if name not in left_out}
 
 
 def _digests(tensors: Iterable[tuple[str, Tensor]], opaque: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -167,7 +171,7 @@ def _sum_of_bits(tensor: Tensor) -> Any:
     """Returns a number that differs where one value does; it reads as fast as memory does."""
     if not has_storage(tensor) or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         return None
-    values = tensor.detach()
+    values = tensor.detach().resolve_conj().resolve_neg()
     if not values.is_contiguous():
         values = values.contiguous()
     size = values.element_size()

@@ -272,3 +272,34 @@ def test_what_a_pass_adds_to_is_a_repeated_change(change: Callable[[Any], object
     with measurement.running():
         model(torch.ones(2, 2))
     assert measurement.repeated_changes(lambda: model(torch.ones(2, 2))) == {f"0.{name}"}
+
+
+def test_tensors_without_values_of_their_own() -> None:
+    """They are left alone."""
+    model = nn.Module()
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    model.freed, model.meta = freed, torch.ones(2, device="meta")
+    model.sparse, model.none = torch.eye(2).to_sparse(), torch.ones(0)
+    model.negative = torch.ones(2, dtype=torch.complex64).conj().imag
+    model.expanded = torch.ones(1).expand(4)
+    for _ in range(2):
+        with measuring(model):
+            pass
+    assert freed.untyped_storage().nbytes() == 0
+
+
+def test_compiled_models_are_not_compiled_again() -> None:
+    """What looks at operators would have their graphs compiled anew."""
+    compiled: list[object] = []
+
+    def backend(graph: Any, _inputs: object) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model = torch.compile(Keeping(lambda _: None).linear, backend=backend)
+    for _ in range(2):
+        with measuring(model):
+            model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2)).sum().backward()
+    assert len(compiled) == 1
