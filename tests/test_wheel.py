@@ -127,6 +127,14 @@ def test_wheel_has_every_source_and_type_marker(wheel: Path) -> None:
     assert wanted <= files_in(wheel)
 
 
+def test_wheel_is_described_by_the_readme(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert (ROOT / "README.md").read_text().splitlines()[0] in metadata
+
+
 def test_wheel_alone_trains(alone: Alone) -> None:
     done = alone("-c", STEP.format(trainers=TRAINERS))
     assert done.returncode == 0, done.stderr
