@@ -9,11 +9,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig, VeloraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.ao.quantization import MovingAverageMinMaxObserver
 from torch.utils.data import DataLoader
 from transformers import (
     CanineConfig,
     CanineForQuestionAnswering,
+    LlamaConfig,
+    LlamaForCausalLM,
     SplinterConfig,
     SplinterForQuestionAnswering,
     Trainer,
@@ -80,6 +85,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.standardize = Standardize()
+        self.observer = MovingAverageMinMaxObserver()
         self.blocks = nn.Sequential(Counting(), Counting(), Counting())
         self.head = nn.Linear(64, 10)
         self.labels = [0]
@@ -88,13 +94,14 @@ class Net(nn.Module):
         if self.training:
             self.labels.append(int(labels.sum()))
             labels.clamp_(max=len(x) % 10 + 1)
-        logits = self.head(self.blocks(self.standardize(x)))
+        logits = self.head(self.blocks(self.observer(self.standardize(x))))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
     def traces(self) -> list[Any]:
         """What it has noted."""
         counts: list[Any] = [[block.calls, block.rows, block.average] for block in self.blocks]
-        return [self.labels, self.standardize.mean.tolist(), self.standardize.deviation.tolist(), counts]
+        ranges = [self.observer.min_val.item(), self.observer.max_val.item()]
+        return [self.labels, self.standardize.mean.tolist(), self.standardize.deviation.tolist(), ranges, counts]
 
 
 class Module(pl.LightningModule):
@@ -142,7 +149,23 @@ def in_loop(net: Net, options: dict[str, Any] | None, folder: Path) -> None:
         optimizer.zero_grad()
 
 
-TRAINERS: dict[str, Callable[..., None]] = {"transformers": in_hf, "lightning": in_lightning, "loop": in_loop}
+def in_accelerate(net: Net, options: dict[str, Any] | None, folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = net if options is None else daf.prepare(net, **options)
+    optimizer, loader = torch.optim.SGD(net.parameters(), 0.01), DataLoader(DATA, ROWS)  # pyright: ignore[reportArgumentType] a list is a dataset
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+TRAINERS: dict[str, Callable[..., None]] = {
+    "transformers": in_hf,
+    "lightning": in_lightning,
+    "loop": in_loop,
+    "accelerate": in_accelerate,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {"precision": "exact"},
     "exact in a budget": {"precision": "exact", "memory_budget": "50MB"},
@@ -169,7 +192,8 @@ def test_traces_are_those_of_training_without(
     plain, net = trained(trainer, None, tmp_path), trained(trainer, OPTIONS[name], tmp_path)
     labels, *kept = net.traces()
     assert labels == plain.traces()[0]
-    for found, expected in zip(kept[2], plain.traces()[3], strict=True):
+    assert kept[:3] == plain.traces()[1:4]
+    for found, expected in zip(kept[3], plain.traces()[4], strict=True):
         assert found[:2] == expected[:2]
     if name.startswith("exact") and "elastic" not in name:
         assert net.traces() == plain.traces()
@@ -263,3 +287,32 @@ def test_models_that_change_their_labels(make: Callable[[], nn.Module], name: st
         start = flat(make())
         updates = [flat(model) - start for model in models]
         assert torch.cosine_similarity(*updates, dim=0) > 0.9
+
+
+def velora() -> nn.Module:
+    size: dict[str, Any] = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    own = VeloraConfig(num_groups=4, init_type="batch_average_once")
+    base = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **size))
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], velora_config=own))
+
+
+@pytest.mark.parametrize("name", ["exact", "exact in a budget", "auto"])
+def test_adapters_that_their_first_batch_sets_up(name: str, tmp_path: Path) -> None:
+    """VeLoRA takes its projections from it, and trains nothing where they are zero."""
+    ids = [torch.randint(0, 200, (64,), generator=torch.Generator().manual_seed(number)) for number in range(8 * STEPS)]
+    data = [{"input_ids": each, "labels": each} for each in ids]
+    models: list[nn.Module] = []
+    for options in (None, OPTIONS[name]):
+        torch.manual_seed(0)
+        models.append(velora())
+        in_hf(models[-1], options, tmp_path, data, 8)
+    plain, found = (dict(model.named_buffers()) for model in models)
+    assert [each for each in plain if "velora" in each]
+    assert all(torch.equal(found[each], plain[each]) for each in plain)
+    if name.startswith("exact"):
+        assert torch.equal(flat(models[1]), flat(models[0]))
+    torch.manual_seed(0)
+    start = dict(velora().named_parameters())
+    adapters = [(each, value) for each, value in models[1].named_parameters() if "lora_A" in each]
+    assert len(adapters) == 4
+    assert not any(torch.equal(value, start[each]) for each, value in adapters)
