@@ -20,7 +20,7 @@ from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, ModuleAttributes
 from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
-from daf_core.torch_internals import has_compiled_parts
+from daf_core.torch_internals import has_compiled_anything
 
 LARGEST_DIGEST = 1 << 20
 """Bytes of a value that are looked at to see whether it has changed."""
@@ -63,11 +63,11 @@ class Measurement:
         numbers, attributes, buffers = self._taken()
         tensors = attributes.tensors
         before = None if self._checked else _digests(tensors, attributes.opaque)
-        copies = [Copy(tensor) for name, tensor in tensors if timed and name in self._written and has_storage(tensor)]
+        compiled = has_compiled_anything()  # under what looks at operators nothing runs compiled
+        copies = [] if not timed and not compiled else self._copied(tensors, compiled)
         writes = Writes(tensors)
         try:
-            # A graph of torch.compile would be compiled again, without what looks at operators.
-            with nullcontext() if timed or has_compiled_parts(self._model) else writes:
+            with nullcontext() if timed or compiled else writes:
                 yield
         finally:
             self.changed |= (attributes.restore() | writes.written) - _statistics(self._model)
@@ -105,6 +105,14 @@ class Measurement:
 
     def _taken(self) -> tuple[RandomNumbers, ModuleAttributes, Buffers]:
         return RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model), Buffers(self._model)
+
+    def _copied(self, tensors: Iterable[tuple[str, Tensor]], compiled: bool) -> list[Copy]:
+        """Returns copies of what may be written to where operators are not looked at."""
+        return [
+            Copy(tensor)
+            for name, tensor in tensors
+            if has_storage(tensor) and (name in self._written or (compiled and not isinstance(tensor, nn.Parameter)))
+        ]
 
     def _refuse(self) -> None:
         lazy = missing_values(self._model)
