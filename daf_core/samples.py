@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from daf_core.batches import IGNORED, has_rows, map_values, named_tensors, rows_of, tensors_in, text_bounds
+from daf_core.errors import TraceError
 
 SHARE = 1 / 8
 """Part of a batch that an audit uses: with a forward and two backward passes on it every 100 steps, audits take 0.2% of
@@ -83,14 +87,26 @@ def copied(batch: Any) -> Any:
 def _copied(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, dict | list | tuple | type | nn.Module) or depth == _NESTED or not hasattr(value, "__dict__"):
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Iterator):
+        raise TraceError(f"a batch with a {type(value).__name__} is used up by the first that reads it; make it a list")
+    if isinstance(value, dict | list | tuple | type | nn.Module | Dataset) or depth == _NESTED:
         return value
-    inside = {name: map_values(each, lambda part: _copied(part, depth + 1)) for name, each in vars(value).items()}
-    if not any(new is not vars(value)[name] and has_rows(new) for name, new in inside.items()):
+    attributes = _attributes(value)
+    inside = {name: map_values(each, lambda part: _copied(part, depth + 1)) for name, each in attributes.items()}
+    if not any(new is not attributes[name] and has_rows(new) for name, new in inside.items()):
         return value
     new = copy.copy(value)
-    vars(new).update(inside)
+    for name, each in inside.items():
+        object.__setattr__(new, name, each)  # also where an object is frozen
     return new
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+    return {**vars(value)} if hasattr(value, "__dict__") else {}
 
 
 def _tensor_rows(batch: Any, rows: int, size: int) -> Any:

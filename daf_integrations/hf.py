@@ -189,7 +189,7 @@ class DAFCallback(TrainerCallback, ExportableState):
         def audited(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             def loss_of(rows: Any) -> Any:
                 # The audit's gradients are its own, on every rank, and so are tokens and metrics that trainers count.
-                counted = attributes_kept(trainer(), private=True)
+                counted = attributes_kept(trainer(), private=True, others=innermost(model))
                 with counted, getattr(model, "no_sync", nullcontext)():
                     return compute_loss(model, rows, *args, **kwargs)
 
@@ -213,7 +213,7 @@ class DAFCallback(TrainerCallback, ExportableState):
 
             def loss_of(rows: Any) -> Any:
                 # Not through DistributedDataParallel, which would wait for other processes.
-                kept = attributes_kept(trainer, private=True)
+                kept = attributes_kept(trainer, private=True, others=innermost(model))
                 with self._session.opened(), kept, trainer.compute_loss_context_manager():
                     prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
                     return compute_loss(innermost(model), prepared, num_items_in_batch=num_items_in_batch)
@@ -229,7 +229,9 @@ class DAFCallback(TrainerCallback, ExportableState):
             # Tokens and metrics that trainers count are those of the attempt that had enough memory.
             try:
                 with self._uninstalled_on_error():
-                    return runner.run(inputs, loss_of, step, Attributes(trainer, private=True).restore)
+                    return runner.run(
+                        inputs, loss_of, step, Attributes(trainer, private=True, others=innermost(model)).restore
+                    )
             finally:
                 self._session.lift()
 

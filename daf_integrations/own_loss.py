@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from daf_core import AuditError
 from daf_core.batches import tensors_in
@@ -48,7 +49,7 @@ def losses_in(output: Any) -> dict[str, Tensor]:
 def _named(output: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(output, Mapping):
         yield from ((str(key), value) for key, value in output.items())
-    elif isinstance(output, tuple) and not hasattr(output, "loss"):
+    elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
         yield from ((str(place), value) for place, value in enumerate(output))
     elif isinstance(output, Tensor):
         yield "", output
@@ -63,7 +64,9 @@ def _chosen(losses: Mapping[str, Tensor], name: str | None) -> str | None:
 
 
 def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and (value.requires_grad or not torch.is_grad_enabled())
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.numel() != 1:
+        return False
+    return value.grad_fn is not None or not torch.is_grad_enabled()
 
 
 class LossWatch:
@@ -75,35 +78,44 @@ class LossWatch:
     """
 
     def __init__(self, output: Any, name: str | None) -> None:
-        self._used: set[str] = set()
-        self._others: list[_Beside] = []
         losses = losses_in(output)
+        found = {id(tensor): tensor for tensor in (*losses.values(), *tensors_in(_contents(output)))}
+        # Not logits that wait until they are read: they are of another class.
+        tensors = [tensor for tensor in found.values() if type(tensor) is Tensor and tensor.grad_fn is not None]
+        self._roots = {known: _Root(loss, tensors) for known, loss in losses.items()}
         self._name = _chosen(losses, name)
-        for known, loss in losses.items():
-            loss.register_hook(partial(self._use, known))
-        numbers = set(map(id, losses.values()))
-        for tensor in tensors_in(_contents(output)):
-            if type(tensor) is Tensor and tensor.requires_grad and id(tensor) not in numbers:  # not logits that wait
-                self._others.append(_Beside(tensor, losses.get(self._name or "")))
 
     @property
     def seen(self) -> bool:
         """Whether a backward pass has come to anything that the model has returned."""
-        return bool(self._used) or any(other.seen for other in self._others)
-
-    @property
-    def instead(self) -> str | None:
-        """The one loss that is trained on in place of the other; None where that is not so."""
-        others = self._used - {self._name}
-        return next(iter(others)) if len(self._used) == len(others) == 1 else None
+        return any(root.seen or any(other.seen for other in root.others) for root in self._roots.values())
 
     @property
     def is_trained(self) -> bool:
-        """Whether the loss is trained on, and nothing else of what the model has returned."""
-        return self._used == {self._name} and not any(other.is_used for other in self._others)
+        """Whether the loss is trained on, and nothing else of what the model has returned but by way of it."""
+        return self._name is not None and self._roots[self._name].is_trained
 
-    def _use(self, name: str, _gradient: Tensor) -> None:
-        self._used.add(name)
+    @property
+    def instead(self) -> str | None:
+        """The loss that is trained on in place of the other; None where there is none."""
+        return next((name for name, root in self._roots.items() if root.is_trained), None)
+
+
+class _Root:
+    """Sees whether a loss is trained on, and no other result of the model but by way of it."""
+
+    def __init__(self, loss: Tensor, tensors: Iterable[Tensor]) -> None:
+        self.seen = False
+        loss.register_hook(self._see)
+        nodes = all_nodes(loss.grad_fn)
+        self.others = [_Beside(tensor, nodes) for tensor in tensors if tensor is not loss]
+
+    @property
+    def is_trained(self) -> bool:
+        return self.seen and not any(other.is_used for other in self.others)
+
+    def _see(self, gradient: Tensor | None) -> None:
+        self.seen |= gradient is not None
 
 
 class _Beside:
@@ -112,12 +124,12 @@ class _Beside:
     What the nodes pass on that lead from the loss to the tensor is compared with what it gets, in some elements.
     """
 
-    def __init__(self, tensor: Tensor, loss: Tensor | None) -> None:
+    def __init__(self, tensor: Tensor, nodes: Iterable[Any]) -> None:
         self._passed = self._got = torch.zeros(())
         self.seen = False
         tensor.register_hook(self._get)
         source = (tensor.grad_fn, tensor.output_nr)
-        for node in [] if loss is None else all_nodes(loss.grad_fn):
+        for node in nodes:
             places = [place for place, edge in enumerate(node.next_functions) if edge == source]
             if places:
                 node.register_hook(partial(self._pass, places))
@@ -142,7 +154,11 @@ class _Beside:
 
 
 def _contents(output: Any) -> Any:
-    return output if isinstance(output, Mapping | tuple | list | Tensor) else vars(output)
+    if isinstance(output, Mapping | tuple | list | Tensor):
+        return output
+    if is_dataclass(output):
+        return {field.name: getattr(output, field.name, None) for field in fields(output)}
+    return vars(output) if hasattr(output, "__dict__") else {}
 
 
 def _some(gradient: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from daf_core import DAFConfig, ProfileError
 from daf_core.forward import ForwardWrapper
 from daf_core.plan.obstacles import unplannable
 from daf_core.plan.ranks import exchanging
+from daf_core.snapshots.attributes import referred_kept
 from daf_integrations.innermost import alone, any_backward, innermost, is_redirected
 from daf_integrations.own_loss import LossWatch, loss_in
 from daf_integrations.session import DAFSession
@@ -145,7 +146,7 @@ class Training:
         """
 
         def aside(rows: Any) -> Tensor:
-            with self._uncompressed(), any_backward(model):
+            with self._uncompressed(), any_backward(model), referred_kept(loss_function, self.model):
                 return loss_function(rows)
 
         def run(part: Any, weight: float, _last: bool) -> Tensor:

@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import is_dataclass
-from types import SimpleNamespace
+from functools import partial
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from daf_core.snapshots.writes import Copy, has_storage
+
 LARGEST = 10_000
-"""Items of a collection up to which it is looked into: what is larger is data."""
+"""Items of a collection up to which these are looked into: what is larger is data."""
+
+LONGEST = 10_000_000
+"""Items of a collection up to which it is kept: 80 MB."""
 
 MOST = 1000
 """Collections and objects of one owner that are looked into: where there are more, they are data, too."""
 
-LARGEST_ARRAY = 1 << 20
+LARGEST_ARRAY = 64 << 20
 """Bytes of a numpy array up to which it is copied."""
+
+LARGEST_TENSOR = 1 << 20
+"""Bytes of a tensor outside of the model up to which it is copied."""
 
 FRAMEWORKS = {"torch", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"}
 """Packages whose objects are not looked into: of what they count themselves their integrations know."""
 
-
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes of a module whose contents are called as if they were its own."""
 
+_OWN = {*FRAMEWORKS, "daf_core", "daf_integrations", "daf_kernels", "builtins"}
+
 _PLAIN = (bool, int, float, complex, str, bytes, type)
+
+_COLLECTIONS = (list, deque, dict, set, bytearray)
 
 
 class Attributes:
@@ -40,14 +52,18 @@ class Attributes:
     Args:
         owner: The object.
         private: Whether those with a leading underscore are its user's own too.
+        others: Modules that are kept by others; None where no object that it refers to is looked into.
     """
 
-    def __init__(self, owner: object, private: bool = False) -> None:
+    def __init__(self, owner: object, private: bool = False, others: nn.Module | None = None) -> None:
         self._owner, self._private = owner, private
         self._before = _attributes(owner, private)
-        self._contents = Contents()
+        packages = {_package(kind) for kind in type(owner).__mro__} - _OWN
+        known = set() if others is None else set(map(id, others.modules()))
+        self._contents = Contents(packages if others is not None else (), known)
         for name, value in self._before.items():
             self._contents.add(name, value)
+        self._copies = _small_copies(self._contents) if others is not None else []
 
     def restore(self) -> None:
         """Takes them back, any number of times."""
@@ -55,22 +71,39 @@ class Attributes:
             del vars(self._owner)[name]
         vars(self._owner).update(self._before)
         self._contents.restore()
+        for tensor in self._copies:
+            tensor.restore()
 
 
 @contextmanager
-def attributes_kept(owner: object, private: bool = False) -> Generator[None]:
+def attributes_kept(owner: object, private: bool = False, others: nn.Module | None = None) -> Generator[None]:
     """Gives an object's attributes back, as `Attributes` does."""
-    kept = Attributes(owner, private)
+    kept = Attributes(owner, private, others)
     try:
         yield
     finally:
         kept.restore()
 
 
+@contextmanager
+def referred_kept(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
+    """Gives back what a function refers to, such as a loss with a moving average, but for the model."""
+    contents = Contents(set(), set(map(id, model.modules())))
+    contents.add("", function)
+    copies = _small_copies(contents)
+    try:
+        yield
+    finally:
+        contents.restore()
+        for tensor in copies:
+            tensor.restore()
+
+
 class ModuleAttributes:
     """The attributes of all modules of a model, and of their own classes, as they are now, with what is in them.
 
-    Objects that they refer to are looked into where their classes come from the packages of the model's.
+    Objects that they refer to are looked into where their classes come from the packages of the model's, and so is what
+    functions that are hooks refer to.
 
     Args:
         model: The model.
@@ -82,32 +115,26 @@ class ModuleAttributes:
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
-        kinds = {kind for module in modules.values() for kind in type(module).__mro__ if kind is not object}
-        packages = frozenset(map(_package, kinds)) - FRAMEWORKS - {"builtins"}
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.opaque: list[tuple[str, Any]] = []
-        known = set(map(id, modules.values()))
-        self._contents: list[Contents] = []
+        kinds = {kind for module in modules.values() for kind in type(module).__mro__}
+        self._contents = contents = Contents(set(map(_package, kinds)) - _OWN, set(map(id, modules.values())))
         for name, module in modules.items():
-            contents = Contents(packages, known)
             contents.add_object(name, module)
-            self._contents.append(contents)
-        self._classes = [_ClassAttributes(kind, packages) for kind in kinds if _package(kind) in packages]
-        for contents in (*self._contents, *(each.contents for each in self._classes)):
-            self.tensors += contents.tensors
-            self.opaque += contents.opaque
+        for name, parameter in model.named_parameters():
+            contents.add(name, getattr(parameter, "_backward_hooks", None))
+        self._classes = [_ClassAttributes(kind, contents) for kind in kinds if _package(kind) not in _OWN]
+        self.tensors, self.opaque = contents.tensors, contents.opaque
 
     def restore(self) -> set[str]:
         """Takes them back, any number of times; returns the names of those that had changed."""
-        changed = set[str]().union(*(contents.restore() for contents in self._contents))
-        return changed.union(*(each.restore() for each in self._classes))
+        return self._contents.restore().union(*(each.restore() for each in self._classes))
 
 
 class Contents:
     """What is in values now: in collections, arrays, random generators and objects, also inside of each other.
 
     Args:
-        packages: Objects of classes from these are looked into, besides plain data.
+        packages: Objects of classes from these are looked into, and of those that modules and functions come from which
+            are, besides plain data; no objects at all, if it is an empty tuple.
         others: Identities of what is kept by others.
 
     Attributes:
@@ -118,12 +145,16 @@ class Contents:
     def __init__(self, packages: Collection[str] = (), others: Collection[int] = ()) -> None:
         self.tensors: list[tuple[str, Tensor]] = []
         self.opaque: list[tuple[str, Any]] = []
-        self._packages, self._others = packages, others
+        self._packages, self._others = set(packages), others
+        self._looks = packages != ()
         self._kept: dict[int, _Collection | _Numbers] = {}
+        self._waiting: list[tuple[str, Any]] = []
+        self._known: set[int] = set()
 
     def add_object(self, name: str, owner: object) -> None:
         """Adds the attributes of an object."""
         self._keep(name, vars(owner), named=True)
+        self._finish()
 
     def add(self, name: str, value: Any) -> None:
         """Adds a value, and what is in it.
@@ -132,71 +163,103 @@ class Contents:
             name: What it is called; what is in a collection is called as that is.
             value: The value.
         """
-        if value is None or isinstance(value, _PLAIN):
-            return
-        if isinstance(value, Tensor):
-            self.tensors.append((name, value))
-        elif id(value) in self._kept or id(value) in self._others or len(self._kept) >= MOST:
-            return
-        elif isinstance(value, list | deque | dict | set | tuple):
-            self._keep(name, value, named=False)
-        elif (numbers := _numbers(value)) is not None:
-            self._kept[id(value)] = _Numbers(name, value, *numbers)
-        elif self._is_own(value):
-            self.add_object(name, value)
-        elif not callable(value) and _package(type(value)) not in FRAMEWORKS:
-            self.opaque.append((name, value))
+        self._waiting.append((name, value))
+        self._finish()
 
     def restore(self) -> set[str]:
         """Takes everything back, any number of times; returns the names of what had changed."""
         return set[str]().union(*(kept.restore() for kept in self._kept.values()))
 
-    def _keep(self, name: str, collection: Any, named: bool) -> None:
-        if len(collection) > LARGEST or id(collection) in self._kept:
+    def _finish(self) -> None:
+        """Looks into what waits, and into what is found there."""
+        most = len(self._known) + MOST
+        while self._waiting:
+            name, value = self._waiting.pop()
+            if not is_plain(value) and id(value) not in self._known and id(value) not in self._others:
+                self._look_into(name, value, len(self._known) < most)
+
+    def _look_into(self, name: str, value: Any, room: bool) -> None:
+        if isinstance(value, Tensor):
+            self.tensors.append((name, value))
+        elif isinstance(value, (*_COLLECTIONS, tuple)):
+            if len(value) > LONGEST or not room:
+                self.opaque.append((name, value))
+                return
+            self._keep(name, value, named=False)
+            if self._looks and vars_of(value):
+                self._keep(name, vars(value), named=True)
+        elif (numbers := _numbers(value)) is not None:
+            self._kept[id(value)] = _Numbers(name, value, *numbers)
+        elif not room or not self._looks:
             return
+        elif isinstance(value, FunctionType | MethodType | partial):
+            self._known.add(id(value))
+            self._packages |= {(getattr(value, "__module__", None) or "").partition(".")[0]} - _OWN
+            self._waiting += [(name, each) for each in _referred(value)]
+            owner = getattr(value, "__self__", None)
+            known = id(vars_of(owner)) in self._known or id(owner) in self._others
+            if vars_of(owner) and not known and _package(type(owner)) not in _OWN:
+                self._keep(name, vars(owner), named=True)
+        elif self._is_own(value):
+            self._keep(name, vars(value), named=True)
+        elif not callable(value) and _package(type(value)) not in FRAMEWORKS:
+            self.opaque.append((name, value))
+
+    def _keep(self, name: str, collection: Any, named: bool) -> None:
+        self._known.add(id(collection))
         if not isinstance(collection, tuple):
             self._kept[id(collection)] = _Collection(name, collection, named)
+        if len(collection) > LARGEST:
+            return
         if isinstance(collection, dict):
-            for key, value in [*collection.items()]:
+            for key, value in collection.items():
                 if named and key in REGISTERED and isinstance(value, dict):
                     self._keep(name, value, named=True)
-                else:
-                    self.add(f"{name}.{key}".lstrip(".") if named else name, value)
-        else:
-            for item in collection:
-                self.add(name, item)
+                elif not is_plain(value):
+                    self._waiting.append((f"{name}.{key}".lstrip(".") if named else name, value))
+        elif not isinstance(collection, bytearray):
+            self._waiting += [(name, item) for item in collection if not is_plain(item)]
 
     def _is_own(self, value: Any) -> bool:
-        if not hasattr(value, "__dict__"):
-            return False
         package = _package(type(value))
-        if isinstance(value, nn.Module | SimpleNamespace) or is_dataclass(value):
-            return bool(self._packages) and (package == "torch" or package not in FRAMEWORKS)
-        return package in self._packages
+        if isinstance(value, nn.Module):
+            self._packages |= {package} - _OWN
+            return True
+        if isinstance(value, SimpleNamespace) or is_dataclass(value):
+            return package not in FRAMEWORKS and hasattr(value, "__dict__")
+        return package in self._packages and hasattr(value, "__dict__")
 
 
 class _Collection:
     """What is in a list, dictionary or set; `named` says that it is the dictionary of an object's attributes."""
 
+    __slots__ = ("_collection", "_content", "_name", "_named")
+
     def __init__(self, name: str, collection: Any, named: bool) -> None:
         self._name, self._collection, self._named = name, collection, named
-        self._content = copy(collection)
+        self._content = copy(collection) if collection else None
 
     def restore(self) -> set[str]:
-        changed = self._changed()
+        now, before = self._collection, self._content
+        if before is None and not now:
+            return set()
+        changed = self._changed(now, type(now)() if before is None else before)
         if changed:
-            self._collection.clear()
-            if isinstance(self._collection, list | deque):
-                self._collection.extend(self._content)
+            now.clear()
+            if before is None:
+                pass
+            elif isinstance(now, list | deque | bytearray):
+                now.extend(before)
             else:
-                self._collection.update(self._content)
+                now.update(before)
         return changed
 
-    def _changed(self) -> set[str]:
-        now, before = self._collection, self._content
+    def _changed(self, now: Any, before: Any) -> set[str]:
         if isinstance(now, Mapping):
-            keys = now.keys() ^ before.keys()
-            keys |= {key for key in now.keys() & before.keys() if not _same(now[key], before[key])}
+            keys = {key for key in now.keys() & before.keys() if not _same(now[key], before[key])}
+            keys |= now.keys() ^ before.keys()
+            if not keys and [*now] != [*before]:
+                return {self._name}
             return {f"{self._name}.{key}".lstrip(".") if self._named else self._name for key in keys}
         if isinstance(now, set):
             return {self._name} if now != before else set()
@@ -222,14 +285,13 @@ class _Numbers:
 class _ClassAttributes:
     """What a class of the user's counts itself, in attributes that are neither functions nor descriptors."""
 
-    def __init__(self, kind: type, packages: Collection[str]) -> None:
+    def __init__(self, kind: type, contents: Contents) -> None:
         self._kind, self._before = kind, _data_of(kind)
-        self.contents = Contents(packages)
         for name, value in self._before.items():
-            self.contents.add(f"{kind.__qualname__}.{name}", value)
+            contents.add(f"{kind.__qualname__}.{name}", value)
 
     def restore(self) -> set[str]:
-        now, changed = _data_of(self._kind), self.contents.restore()
+        now, changed = _data_of(self._kind), set[str]()
         for name in now.keys() | self._before.keys():
             if name not in self._before:
                 delattr(self._kind, name)
@@ -239,6 +301,38 @@ class _ClassAttributes:
                 continue
             changed.add(f"{self._kind.__qualname__}.{name}")
         return changed
+
+
+def is_plain(value: object) -> bool:
+    """Says whether a value cannot change."""
+    return value is None or isinstance(value, _PLAIN)
+
+
+def vars_of(value: object) -> dict[str, Any]:
+    """Returns an object's attributes; {} where it has none of its own."""
+    return getattr(value, "__dict__", {})
+
+
+def _referred(function: Any) -> Iterator[Any]:
+    """Yields what a function of the user's refers to that it may change: what it encloses, is bound to, and globals."""
+    if isinstance(function, partial):
+        yield from (function.func, function.args, function.keywords)
+        return
+    if isinstance(function, MethodType):
+        yield from (function.__func__, function.__self__)
+        return
+    if (function.__module__ or "").partition(".")[0] in _OWN:
+        return
+    yield from (function.__defaults__, function.__kwdefaults__)
+    yield from (cell.cell_contents for cell in function.__closure__ or () if cell != CellType())
+    found = (function.__globals__.get(name) for name in function.__code__.co_names)
+    yield from (value for value in found if isinstance(value, _COLLECTIONS))
+
+
+def _small_copies(contents: Contents) -> list[Copy]:
+    """Returns copies of tensors that are no parameters."""
+    tensors = [tensor for _, tensor in contents.tensors if has_storage(tensor) and not isinstance(tensor, nn.Parameter)]
+    return [Copy(tensor) for tensor in tensors if tensor.untyped_storage().nbytes() <= LARGEST_TENSOR]
 
 
 def _attributes(owner: object, private: bool) -> dict[str, Any]:
@@ -261,7 +355,7 @@ def _numbers(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | 
     """Returns what reads and what writes the content of an array or a random generator; None for anything else."""
     if isinstance(value, np.ndarray):
         return (value.copy, lambda before: np.copyto(value, before)) if value.nbytes <= LARGEST_ARRAY else None
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
     if isinstance(value, np.random.RandomState):
         return value.get_state, value.set_state
@@ -275,7 +369,7 @@ def _numbers(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | 
 
 def _same(one: object, other: object) -> bool:
     """Compares by identity, but for plain values: equality of others may be anything, such as a tensor."""
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+    return one is other or (type(one) is type(other) and is_plain(one) and one == other)
 
 
 def _equal(one: Any, other: Any) -> bool:

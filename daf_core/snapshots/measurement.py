@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Iterable
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from types import GeneratorType
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] what all have in common
@@ -17,10 +21,16 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from daf_core.errors import TraceError
-from daf_core.snapshots.attributes import REGISTERED, ModuleAttributes
+from daf_core.snapshots.attributes import REGISTERED, ModuleAttributes, is_plain
 from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
-from daf_core.torch_internals import has_compiled_anything
+from daf_core.torch_internals import has_compiled_anything, is_compiled
+
+PART = 1 << 22
+"""Elements of a tensor that are added up at once."""
+
+LARGEST_BUFFER = 1 << 20
+"""Bytes of a buffer up to which it is copied in any case: kernels may write to it without saying so."""
 
 LARGEST_DIGEST = 1 << 20
 """Bytes of a value that are looked at to see whether it has changed."""
@@ -63,7 +73,8 @@ class Measurement:
         numbers, attributes, buffers = self._taken()
         tensors = attributes.tensors
         before = None if self._checked else _digests(tensors, attributes.opaque)
-        compiled = has_compiled_anything()  # under what looks at operators nothing runs compiled
+        # Under what looks at operators nothing runs compiled, and what was to be compiled then never is.
+        compiled = has_compiled_anything() or any(map(is_compiled, self._model.modules()))
         copies = [] if not timed and not compiled else self._copied(tensors, compiled)
         writes = Writes(tensors)
         try:
@@ -101,10 +112,13 @@ class Measurement:
             first = _values(self._model)
             numbers.restore()
             run()
-            return {name for name, value in _values(self._model).items() if value != first.get(name)}
+            second = _values(self._model)
+        unknown = {name for name in self.changed if _of_attribute(name, second) is None}
+        return unknown | {name for name, value in second.items() if value != first.get(name)}
 
     def _taken(self) -> tuple[RandomNumbers, ModuleAttributes, Buffers]:
-        return RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model), Buffers(self._model)
+        buffers = Buffers(self._model, LARGEST_BUFFER)
+        return RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model), buffers
 
     def _copied(self, tensors: Iterable[tuple[str, Tensor]], compiled: bool) -> list[Copy]:
         """Returns copies of what may be written to where operators are not looked at."""
@@ -158,20 +172,21 @@ def _statistics(model: nn.Module) -> set[str]:
 def _values(model: nn.Module) -> dict[str, bytes | None]:
     """Returns what tells whether attributes of modules, and what is in them, have other values."""
     kept, left_out = dict[str, bytes | None](), _statistics(model)
+    known = frozenset(map(id, model.modules()))
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             parts = value.items() if attribute in REGISTERED else [(attribute, value)]
-            kept |= {f"{name}.{part}".lstrip("."): _pickled(each, by_value=True) for part, each in parts}
+            kept |= {f"{name}.{part}".lstrip("."): _pickled(each, known) for part, each in parts}
     return {name: value for name, value in kept.items() if name not in left_out}
 
 
 def _digests(tensors: Iterable[tuple[str, Tensor]], opaque: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Returns what tells whether values have changed, by name."""
-    found: dict[str, Any] = {}
+    found: dict[str, list[Any]] = defaultdict(list)
     for name, tensor in tensors:
-        found[name] = (found.get(name), _sum_of_bits(tensor))
+        found[name].append(_sum_of_bits(tensor))
     for name, value in opaque:
-        found[name] = (found.get(name), _pickled(value))
+        found[name].append(_digest(value))
     return found
 
 
@@ -184,22 +199,43 @@ def _sum_of_bits(tensor: Tensor) -> Any:
         values = values.contiguous()
     size = values.element_size()
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)
-    return tuple(values.shape), int(values.view(-1).view(whole).sum(dtype=torch.int64)) if values.numel() else 0
+    parts = values.view(-1).view(whole).split(PART)  # a sum makes numbers of 64 bits of all that it is given
+    return tuple(values.shape), sum(int(part.sum(dtype=torch.int64)) for part in parts)
 
 
-def _pickled(value: Any, by_value: bool = False) -> bytes | None:
+def _digest(value: Any) -> Any:
+    """Returns what differs where a value does; None where that is unknown."""
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        return None if frame is None else (frame.f_lasti, [each for each in frame.f_locals.values() if is_plain(each)])
+    if isinstance(value, np.ndarray):
+        is_read = value.flags.c_contiguous and not isinstance(value, np.memmap) and not value.dtype.hasobject
+        return zlib.crc32(memoryview(cast("Any", value)).cast("B")) if is_read and value.size else None
+    if isinstance(value, list | deque | dict | set | tuple):
+        return len(value)  # one that is too large to be looked into
+    return _pickled(value)
+
+
+def _of_attribute(name: str, values: dict[str, bytes | None]) -> bytes | None:
+    """Returns the value that a name is of, or a part of."""
+    while name and name not in values:
+        name = name.rpartition(".")[0]
+    return values.get(name)
+
+
+def _pickled(value: Any, modules: Collection[int] | None = None) -> bytes | None:
     """Returns what a value would be stored as; None where that is unknown, or large.
 
     Args:
         value: The value.
-        by_value: Whether tensors in it are told apart by their values; otherwise by identity.
+        modules: Identities of modules; tensors, and other modules, are told apart by their values then.
     """
     stream = _Limited()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # iterators of itertools will not be pickled one day
             pickler = _Pickler(stream)
-            pickler.by_value = by_value
+            pickler.modules = modules
             pickler.fast = True  # equal values are stored alike, whether they are one object or two
             pickler.dump(value)
     except Exception:  # whatever objects do that are not made to be pickled
@@ -216,10 +252,12 @@ class _Limited(io.BytesIO):
 
 
 class _Pickler(pickle.Pickler):
-    by_value = False
+    modules: Collection[int] | None = None
 
     @override
     def persistent_id(self, obj: Any, /) -> Any:
-        if self.by_value and isinstance(obj, Tensor):
+        if self.modules is not None and isinstance(obj, Tensor):
             return _sum_of_bits(obj)
+        if isinstance(obj, nn.Module) and self.modules is not None and id(obj) not in self.modules:
+            return None
         return id(obj) if isinstance(obj, Tensor | nn.Module) else None

@@ -32,20 +32,33 @@ class RandomNumbers:
             _module(device).set_rng_state(state, *_place(device))
 
 
-class Buffers:
-    """The buffers of a model as they are now: running statistics, for example."""
+NORMALIZATIONS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-    def __init__(self, model: nn.Module) -> None:
+
+class Buffers:
+    """The buffers of a model as they are now: running statistics, for example.
+
+    Args:
+        model: The model.
+        largest: Bytes up to which those are kept that are no statistics of normalizations; None for all.
+    """
+
+    def __init__(self, model: nn.Module, largest: int | None = None) -> None:
         self._buffers = [
             (module, name, buffer, buffer.clone())
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            if largest is None or isinstance(module, NORMALIZATIONS) or _size(buffer) <= largest
         ]
 
     def restore(self) -> None:
         """Takes them back, any number of times."""
         for module, name, buffer, before in self._buffers:
             setattr(module, name, _restored(buffer, before))
+
+
+def _size(buffer: Tensor) -> int:
+    return buffer.nbytes if buffer.layout is torch.strided else 0
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from daf_core import TraceError
 from daf_core.snapshots.measurement import Measurement, measuring
+
+SEEN: list[int] = []
 
 
 class Counter:
@@ -31,7 +34,7 @@ class Counter:
 class Record:
     """Plain data."""
 
-    values: list[int] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
 
 
 class Slots:
@@ -63,11 +66,22 @@ class Keeping(nn.Module):
         self.generator = torch.Generator().manual_seed(1)
         self.counter, self.record, self.space = Counter(), Record(), SimpleNamespace(calls=0)
         self.hidden = [nn.BatchNorm1d(2)]
+        self.history, self.raw, self.used = [0] * 20_000, bytearray(2), OrderedDict(a=1, b=2)
+        self.register_forward_hook(_recording(self.items))
         self.slots, self.steps = Slots(), iter(range(9))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.change[0](self)
         return self.linear(x)
+
+
+def _recording(seen: list[int]) -> Callable[..., None]:
+    def record(module: Keeping, *_: object) -> None:
+        if module.record.values == ["record"]:
+            seen.append(1)
+            SEEN.append(1)
+
+    return record
 
 
 def _inner(model: Keeping) -> Any:
@@ -88,6 +102,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any]]] = {
     "list in a dictionary": (lambda model: model.table["x"].append(1), lambda model: str(model.table)),
     "dictionary": (lambda model: model.table.update(y=1), lambda model: str(model.table)),
     "deque": (lambda model: model.recent.extend([2, 3]), lambda model: [*model.recent]),
+    "long list": (lambda model: model.history.append(1), lambda model: len(model.history)),
+    "bytes": (lambda model: model.raw.extend(b"ab"), lambda model: bytes(model.raw)),
+    "order": (lambda model: model.used.move_to_end("a"), lambda model: [*model.used]),
+    "list of a hook": (lambda model: model.record.values.append("record"), lambda model: [*model.items]),
+    "global list of a hook": (lambda model: model.record.values.append("record"), lambda _: [*SEEN]),
     "set": (lambda model: model.kinds.add(2), lambda model: {*model.kinds}),
     "tensor in place": (lambda model: model.mean.add_(1), lambda model: model.mean.tolist()),
     "tensor behind autograd": (lambda model: model.mean.data.add_(1), lambda model: model.mean.tolist()),
@@ -289,17 +308,22 @@ def test_tensors_without_values_of_their_own() -> None:
     assert freed.untyped_storage().nbytes() == 0
 
 
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.weight * x
+
+
 def test_compiled_models_are_not_compiled_again() -> None:
-    """What looks at operators would have their graphs compiled anew."""
-    compiled: list[object] = []
-
-    def backend(graph: Any, _inputs: object) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    model = torch.compile(Keeping(lambda _: None).linear, backend=backend)
+    """What looks at operators would have them run as written, and never be compiled."""
+    torch.compiler.reset()
+    counters.clear()
+    model = torch.compile(Doubled(), backend="eager")
     for _ in range(2):
         with measuring(model):
             model(torch.ones(1, 2)).sum().backward()
         model(torch.ones(1, 2)).sum().backward()
-    assert len(compiled) == 1
+    assert counters["stats"]["unique_graphs"] == 1

@@ -40,6 +40,14 @@ def itself(found: Tensor) -> Tensor:
     return found
 
 
+@dataclass(slots=True)
+class Slots:
+    """The same without a dictionary of attributes."""
+
+    loss: Tensor
+    logits: Tensor
+
+
 def other(logits: Tensor) -> Tensor:
     return logits.square().mean()
 
@@ -69,6 +77,24 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]
         lambda logits, loss: {"objective": loss, "logits": logits},
         lambda found: found["objective"],
         True,
+    ),
+    "beside its parts": (
+        lambda logits, loss: {"loss": loss + other(logits), "ce": loss, "reg": other(logits)},
+        lambda found: found["loss"],
+        True,
+    ),
+    "before its parts": (
+        lambda logits, loss: (loss + other(logits), loss, other(logits)),
+        lambda found: found[0],
+        True,
+    ),
+    "after its parts": (lambda logits, loss: [loss, other(logits), loss + other(logits)], lambda found: found[2], True),
+    "by two names": (lambda _, loss: {"loss": loss, "objective": loss}, lambda found: found["loss"], True),
+    "in slots": (lambda logits, loss: Slots(loss, logits), lambda found: found.loss, True),
+    "part of a sum": (
+        lambda logits, loss: {"loss": loss, "reg": other(logits)},
+        lambda found: found["loss"] + found["reg"],
+        False,
     ),
     "of the logits": (mapping, lambda found: other(found["logits"]), False),
     "of the logits of an object": (result, lambda found: other(found.logits), False),

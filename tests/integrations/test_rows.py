@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers import BatchEncoding
 from transformers.utils.generic import ModelOutput
 
 from daf_core.batches import rows_of
+from daf_core.errors import TraceError
 from daf_core.samples import LEAST_LENGTH, SHARE, few_rows
 
 
@@ -187,6 +189,26 @@ def test_what_is_returned_are_copies(rows: int) -> None:
     assert torch.equal(batch["more"][0], _numbered(rows))
     assert torch.equal(IMAGES, IMAGES_BEFORE)
     assert len(batch["more"]) == 2
+
+
+@dataclass(slots=True)
+class Slots:
+    """A batch without a dictionary of attributes."""
+
+    x: Tensor
+    numbers: Any
+
+
+def test_what_is_no_tensor_is_copied() -> None:
+    """Also in objects without a dictionary; what reading uses up is refused."""
+    batch = Slots(IMAGES.clone(), np.zeros(3))
+    part = few_rows([batch, IMAGES])[0]
+    part.x.add_(1)
+    part.numbers += 1
+    assert torch.equal(batch.x, IMAGES)
+    assert not batch.numbers.any()
+    with pytest.raises(TraceError, match="a batch with a generator is used up by the first that reads it"):
+        few_rows(each for each in [IMAGES])
 
 
 def test_inputs_with_gradients_are_leaves_of_their_own() -> None:

@@ -246,6 +246,85 @@ def test_what_is_measured_before_the_first_batch_needs_parameters(options: dict[
         daf.prepare(Lazy(), **options)
 
 
+class Centred(nn.Module):
+    """A loss with a centre that moves, and a meter."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(10))
+        self.meter, self.sum = Meter(), torch.zeros(())
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.centre.mul_(0.9).add_(logits.detach().mean(0))
+        self.meter.calls += 1
+        self.sum.add_(1)
+        return nn.functional.cross_entropy(logits - self.centre, labels)
+
+    def traces(self) -> list[Any]:
+        return [self.centre.tolist(), self.meter.calls, float(self.sum)]
+
+
+class Meter:
+    """Counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CentredTrainer(Trainer):
+    """Keeps a loss of its own."""
+
+    criterion: Centred
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
+        return self.criterion(model(inputs["x"]), inputs["labels"] % 10)
+
+
+@pytest.mark.parametrize("name", ["exact in a budget", "auto"])
+def test_a_trainers_own_loss_has_no_traces(name: str, tmp_path: Path) -> None:
+    """What it keeps is put back, too."""
+    found: list[list[Any]] = []
+    for options in (None, OPTIONS[name]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+        args = TrainingArguments(
+            str(tmp_path),
+            max_steps=STEPS,
+            per_device_train_batch_size=ROWS,
+            report_to="none",
+            remove_unused_columns=False,
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        callbacks: list[Any] = [] if options is None else [DAFCallback(**options)]
+        trainer = CentredTrainer(model, args, train_dataset=DATA, callbacks=callbacks)  # pyright: ignore[reportArgumentType]
+        trainer.criterion = Centred()
+        trainer.train()
+        found.append(trainer.criterion.traces())
+    assert found[1][1:] == found[0][1:] == [STEPS, float(STEPS)]
+    assert found[1][0] == pytest.approx(found[0][0], rel=0.05, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["exact in a budget", "auto"])
+def test_a_loss_function_has_no_traces(name: str) -> None:
+    """What it refers to is put back, too."""
+    found: list[list[Any]] = []
+    for options in (None, OPTIONS[name]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+        model, loss = model if options is None else daf.prepare(model, **options), Centred()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for batch in DataLoader(DATA, ROWS):  # pyright: ignore[reportArgumentType] a list is a dataset
+            daf.step(model, batch, lambda rows, model=model, loss=loss: loss(model(rows["x"]), rows["labels"] % 10))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.traces())
+    assert found[1][1:] == found[0][1:] == [STEPS, float(STEPS)]
+    assert found[1][0] == pytest.approx(found[0][0], rel=0.05, abs=0.02)
+
+
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
