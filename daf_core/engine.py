@@ -24,7 +24,7 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.packing import Packer
 from daf_core.packing_choice import PackingChoice
 from daf_core.precision.audit import Auditor
-from daf_core.precision.census import Census, LastPass, Sizes
+from daf_core.precision.census import Census, KindsOfPasses, Sizes
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.rehearsal import GradientError, Rehearsal
 from daf_core.readers.learning import Readers
@@ -38,9 +38,6 @@ from daf_core.treatments import Treatments
 REHEARSED_ELEMENTS = 128
 REHEARSED_PAGE_BYTES = 128
 """A rehearsal encodes what a batch of 32 times as many rows would."""
-
-KINDS = 4
-"""Kinds of steps that are remembered beside the last: elastic training has three, and those of plans are others."""
 
 
 class ActivationEngine:
@@ -73,7 +70,6 @@ class ActivationEngine:
         self._eligibility = Eligibility(model)
         self._scopes = ModuleScopes()
         self._readers = Readers(model, wanted=self.config.precision != "exact")
-        self._treatments = Treatments()
         self._hooks = follow_modules(model, self._scopes)
         self._recorder = StepRecorder()
         self._policy = PrecisionPolicy(self.config)
@@ -83,8 +79,7 @@ class ActivationEngine:
         self._doubts = Doubts()
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
-        self._last_pass = LastPass()
-        self._other_passes: list[tuple[Treatments, LastPass]] = []
+        self._passes = KindsOfPasses()
         self._inside = threading.local()
 
     @contextmanager
@@ -122,13 +117,7 @@ class ActivationEngine:
 
         It says what is stored how; to recompute blocks is the caller's part, with `Recomputation`.
         """
-        if treatments == self._treatments:
-            return
-        # What was stored before may not be stored again, but where a few kinds of steps take turns.
-        passes = [(self._treatments, self._last_pass), *self._other_passes]
-        self._last_pass = next((last for known, last in passes if known == treatments), LastPass())
-        self._other_passes = [each for each in passes if each[0] != treatments][:KINDS]
-        self._treatments = treatments
+        self._passes.turn_to(treatments)
         self._policy.recomputed = treatments.recomputed
 
     @contextmanager
@@ -202,14 +191,14 @@ class ActivationEngine:
         """
         started = time.perf_counter()
         with self.rehearse(loss_function) as rehearsal:
-            measured = self._auditor.audit(rehearsal, self._last_pass)
+            measured = self._auditor.audit(rehearsal, self._passes.last)
         self._recorder.add_audit(measured, time.perf_counter() - started)
         return measured
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learned about the model's sites, as JSON-able values."""
-        parts = {"policy": self._policy, "auditor": self._auditor, "last_pass": self._last_pass}
-        return {name: part.state() for name, part in parts.items()}
+        parts = {"policy": self._policy, "auditor": self._auditor, "last_pass": self._passes}
+        return {**{name: part.state() for name, part in parts.items()}, "passes": self._streams.passes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned.
@@ -222,9 +211,10 @@ class ActivationEngine:
             raise StateError(f"this is no saved state of an engine: it has no {' and no '.join(missing)}")
         auditor = Auditor(self.config, self._policy)
         auditor.load(state["auditor"])
-        last_pass = LastPass.from_state(state["last_pass"])
+        passes = KindsOfPasses(self._passes.treatments)
+        passes.load(state["last_pass"])
         self._policy.load(state["policy"])
-        self._auditor, self._last_pass = auditor, last_pass
+        self._auditor, self._passes, self._streams.passes = auditor, passes, int(state.get("passes", 0))
 
     @contextmanager
     def itemized(self) -> Generator[Items]:
@@ -261,18 +251,17 @@ class ActivationEngine:
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that takes the engine back to now, for a step that ran out of memory and is run again.
 
-        To be called when what was saved since is gone, any number of times. Statistics, what was learned of the model
-        and the random numbers of rounding are then as they are now, and unused pages go back to the system.
+        To be called when what was saved since is gone, any number of times. Statistics, treatments, what was learned of
+        the model and the random numbers of rounding are then as they are now, and unused pages go back to the system.
         """
         self._packer.drain()
-        last_pass, pagers = self._last_pass, self._pagers.snapshot()
-        parts = Attributes(self._policy, self._auditor, self._streams, self._recorder)
+        pagers = self._pagers.snapshot()
+        parts = Attributes(self._policy, self._auditor, self._streams, self._recorder, self._passes)
 
         def restore() -> None:
             self._packer.drain()
             parts.restore()
             pagers()
-            self._last_pass = last_pass
 
         return restore
 
@@ -366,7 +355,7 @@ class ActivationEngine:
         self._recorder.enter_scope()
         if threads:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
-        self._scopes.start(self._treatments.kept)
+        self._scopes.start(self._passes.treatments.kept)
 
     def _join_pass(self, census: Census, threads: int) -> None:
         """Lets a thread pack for another's forward pass."""
@@ -381,7 +370,7 @@ class ActivationEngine:
         self._packer.end_pass()
         census = self._store.census
         if complete and census.sizes:
-            self._last_pass = self._last_pass.updated(census)
+            self._passes.last = self._passes.last.updated(census)
             self._policy.follow(census.sizes, self._room())
 
     def _room(self) -> int | None:

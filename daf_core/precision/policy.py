@@ -173,6 +173,8 @@ class PrecisionPolicy:
             "errors": [[*site, *errors] for site, errors in self._errors.items()],
             "slopes": [[*site] for site in sorted(self._slopes)],
             "plan": [[*site, bits] for site, bits in self._plan.items()],
+            "planned": self._planned is not None,
+            **_state_of([*(each for each in (self._planned,) if each is not None), *self._recent]),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -185,9 +187,12 @@ class PrecisionPolicy:
             errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
             slopes = {Site.from_state(entry) for entry in state["slopes"]}
             plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
+            recent = _passes_of(state)
+            planned = recent.pop(0) if state.get("planned") else None
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise StateError(f"this is no saved state of DAF's precision: {error!r}") from error
         self._errors, self._slopes, self._plan = errors, slopes, plan
+        self._recent, self._planned = deque(recent, maxlen=RECENT), planned
 
     def _choose(
         self, sizes: Sizes, levels: Sequence[int | None], least: int, select: Callable[[Frontier], list[int]]
@@ -214,6 +219,24 @@ def _filled(found: SiteErrors) -> SiteErrors:
         return {}
     usual = [float(np.median(errors)) for errors in zip(*known, strict=True)]
     return {site: errors if any(errors) else usual for site, errors in found.items()}
+
+
+def _state_of(passes: Sequence[Pass]) -> dict[str, Any]:
+    """Returns passes as JSON-able values; sizes, which most of them share, once."""
+    sizes: list[Sizes] = []
+    for each in passes:
+        if each.sizes not in sizes:
+            sizes.append(each.sizes)
+    return {
+        "passes": [[each.raw, each.room, sizes.index(each.sizes)] for each in passes],
+        "sizes": [[[*site, *bytes_] for site, bytes_ in each.items()] for each in sizes],
+    }
+
+
+def _passes_of(state: Mapping[str, Any]) -> list[Pass]:
+    """Returns what `_state_of` was given; nothing for states that have no passes."""
+    sizes = [{Site.from_state(site[:3]): [*map(int, site[3:])] for site in each} for each in state.get("sizes", ())]
+    return [Pass(int(raw), int(room), sizes[number]) for raw, room, number in state.get("passes", ())]
 
 
 def _errors(values: Sequence[Any]) -> list[float]:
