@@ -113,8 +113,9 @@ class DAFSession:
         try:
             plan_file = open_plan_file(self.config, model, lambda: self.totals.steps)
             self._undo_loss = chunk_loss(self.config, called)
-            if self.config.elastic is not None:
-                self._elastic = ElasticTraining(model, called, self._engine, self.config.elastic)
+            elastic = self.config.elastic
+            if elastic is not None:
+                self._elastic = ElasticTraining(model, called, self._engine, elastic, plan_file=plan_file)
                 if self._elastic_state is not None:
                     self._elastic.load(self._elastic_state)
             if self.config.plans_steps:

@@ -13,7 +13,7 @@ from torch import nn
 
 from daf_core.config import ElasticConfig
 from daf_core.elastic.calls import CallWatch
-from daf_core.elastic.clock import BlockClock, StepTimes, UntimedSteps, is_training_pass
+from daf_core.elastic.clock import BlockClock, StepTimes, TimedSteps, is_training_pass
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.course import Choice, Course, ElasticStep
 from daf_core.elastic.gains import Update
@@ -32,6 +32,7 @@ from daf_core.errors import ElasticError, StateError
 from daf_core.hooks import OwnHook
 from daf_core.plan import ranks
 from daf_core.plan.blocks import layers_of
+from daf_core.plan.plan_file import PlanFile
 
 LEARNED = ("_trained", "_unused", "_units", "_mask", "_idle", "_costs", "_course")
 """What is known of each set of parameters that the user has trained."""
@@ -51,6 +52,7 @@ class ElasticTraining:
         engine: Says what saved activations hold.
         config: The share of time or memory.
         course: Makes what decides; others are for comparison.
+        plan_file: Has the times of an earlier run, and takes those that it does not have; None for none.
 
     Raises:
         ConfigError: The model cannot be trained elastically.
@@ -63,6 +65,7 @@ class ElasticTraining:
         engine: ActivationEngine,
         config: ElasticConfig,
         course: Callable[[Units, StepCosts, ElasticConfig], Course] = Course,
+        plan_file: PlanFile | None = None,
     ) -> None:
         self._make_course = course
         self._model, self._outer, self._engine, self._config = model, outer, engine, config
@@ -74,15 +77,14 @@ class ElasticTraining:
         self._aside = self._inside = False
         self._follow(registered_calls(model))
         refuse_units(self._units)
-        self._checked = False
-        self._begun = self._stepped = False
+        self._checked = self._begun = self._stepped = False
         self._updated: set[int] = set()
         self._choice: Choice | None = None
         self._watch: CallWatch | None = None
         self._clock: BlockClock | None = None
         self._update: Update | None = None
         self._gains: list[float] | None = None
-        self._untimed = UntimedSteps()
+        self._timed = TimedSteps(plan_file)
         self._hooks = InputGradientHooks(model)
         self._holder = model.register_forward_pre_hook(OwnHook(self._hold))
 
@@ -156,13 +158,9 @@ class ElasticTraining:
             return None
         self._choice = None
         clock, self._clock = self._clock, None
-        times = None if clock is None else clock.stop()
-        if times is not None and not times.elements:  # the model was not run in this step
-            times = None
+        times = None if clock is None else self._timed.add(clock.stop())
         gains, self._gains, self._update = self._gains, None, None
         self._mask.lift()
-        if choice.measured:
-            self._untimed.add(times)
         choice, times = self._look(choice, times)
         for number, unit in enumerate(self._units.units):
             # What comes back to be measured alone, with the momentum that it had, has not come back.
@@ -268,6 +266,7 @@ class ElasticTraining:
             "unused": sorted(self._unused),
             "idle": dict(self._idle),
             "course": self._course.state(),
+            "timed": self._timed.count,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -278,6 +277,7 @@ class ElasticTraining:
         """
         self._leave_step()
         try:
+            self._timed.count = int(state.get("timed", 0))
             calls = {str(name): int(size) for name, size in state["calls"]}
             if self._trained_something_else(calls, state["trained"]):
                 log.info("other parameters were trained when this state was saved: DAF measures anew what pays")
