@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from logging import getLogger
@@ -55,6 +55,14 @@ class Batch:
     def bucket(self) -> int:
         """Number of the range of lengths that it is in."""
         return math.ceil(BUCKETS * math.log2(max(self.length, 1)))
+
+    def size(self, length: int) -> BatchSize:
+        """Returns how large batches of this range are at most, in rows of a profile of so long ones."""
+        return BatchSize(self.rows, 2 ** (self.bucket / BUCKETS) / length)
+
+    def kind(self, whole: str | None, without_graph: Collection[str] = ()) -> StepKind:
+        """Returns what its step has in common with others that the same plan serves."""
+        return StepKind(self.rows, self.bucket, whole is None, tuple(sorted(without_graph)))
 
 
 class StepPlanner:
@@ -189,8 +197,7 @@ class StepPlanner:
         self._ceiling, self._steps_below = ceiling, 0
 
     def _kind(self, batch: Batch, whole: str | None) -> StepKind:
-        names = () if self._elastic is None else self._elastic.without_graph
-        return StepKind(batch.rows, batch.bucket, whole is None, tuple(sorted(names)))
+        return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph)
 
     def _made(self, batch: Batch, whole: str | None) -> NamedPlan:
         """Returns the plan for a batch by what is measured now, or was before."""
@@ -244,7 +251,7 @@ class StepPlanner:
         assert self._limit is not None
         assert self._profiled is not None
         whole = whole or profile.whole
-        size = BatchSize(batch.rows, 2 ** (batch.bucket / BUCKETS) / self._profiled.length)
+        size = batch.size(self._profiled.length)
         plan = find_plan(profile, size, self._limit, self._config, whole is None)
         if plan is not None:
             return plan
