@@ -99,6 +99,21 @@ def test_the_clock_decides_without_a_file_alone(
     assert Path(path).read_text() == written
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": 4, "rounding": "stochastic"}, {"audit_every": 2}, {"audit_every": 2, **ELASTIC}],
+    ids=["stochastic", "audited", "elastic"],
+)
+def test_what_is_compressed_goes_on_as_it_was(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine(monkeypatch)
+    options = {**options, "memory_budget": "550KB", "plan_file": str(tmp_path / "plan.json")}
+    first = machine.run(4.0, **options)
+    assert "COMPRESS" in Path(options["plan_file"]).read_text()
+    assert same(machine.resumed(0.01, 0.2, **options), first)
+
+
 @pytest.mark.parametrize("options", [BUDGET, {**BUDGET, **ELASTIC}], ids=["budget", "both"])
 def test_a_resumed_run_adds_what_it_does(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
