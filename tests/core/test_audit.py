@@ -137,8 +137,12 @@ class TestMeasuredError:
                 loss = loss_of(model, 0)
             loss.backward()
             engine.finish_step()
-        engine.treat(whole)
-        assert _audit(engine, model, loss_of).error > 0
+        resumed = engine_for(model, 4)
+        resumed.load_state_dict(json.loads(json.dumps(engine.state_dict(), sort_keys=True)))
+        for each in (engine, resumed):
+            each.treat(whole)
+        assert _audit(resumed, model, loss_of) == (found := _audit(engine, model, loss_of))
+        assert found.error > 0
         engine.treat(Treatments({"blocks.1": True}))
         assert engine.audit(lambda: loss_of(model, 0)) is None
 
