@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from daf_core.config import DAFConfig
 from daf_core.errors import ConfigError
@@ -218,7 +219,7 @@ def _purpose(config: DAFConfig, model: nn.Module) -> dict[str, Any]:
     options = config.to_dict()
     chosen = {name: options[name] for name in OPTIONS} | {"spill_dir": config.spill_dir is not None}
     shapes = [
-        (name, [*each.shape], str(each.dtype), each.device.type, each.requires_grad)
+        (name, [] if is_lazy(each) else [*each.shape], str(each.dtype), each.device.type, each.requires_grad)
         for name, each in model.named_parameters()
     ]
     digest = sha256(json.dumps(shapes).encode()).hexdigest()[:16]

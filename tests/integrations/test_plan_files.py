@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import daf_integrations as daf
 from daf_core import ConfigError, DAFConfig
 from daf_core.plan import observation
 from daf_core.plan.plan_file import PlanFile
-from daf_integrations import DAFCallback
+from daf_integrations import DAFCallback, DAFStrategy
+from tests.integrations import lightning_runs
 from tests.integrations.elastic_runs import CountingClock, classifier
 from tests.integrations.hf_runs import MakeTrainer, lora, run, weights
+from tests.integrations.lightning_runs import Classifier, fit
 from tests.integrations.loop_runs import adam, batches, weights_of
 
 BUDGET: dict[str, Any] = {"memory_budget": "650KB"}
@@ -140,6 +143,25 @@ def test_a_trainer_that_is_resumed(
         run(trainer, **({} if folder is None else {"resume_from_checkpoint": folder}))
         trainers.append(trainer)
     first, second, resumed = map(weights, trainers)
+    assert same(first, second)
+    assert same(first, resumed)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers",
+    "ignore:Be aware that when using `ckpt_path`",  # the run that goes on saves nothing
+)
+def test_a_trainer_of_lightning_that_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = {**BUDGET, **ELASTIC, "plan_file": str(tmp_path / "plan.json")}
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}")], "enable_checkpointing": True}
+    machine, found = Machine(monkeypatch), []
+    for backward, more, path in ((4.0, saving, None), (0.01, {}, None), (0.2, {}, tmp_path / f"step={SAVED}.ckpt")):
+        machine.clock(backward)
+        module = Classifier(classifier(0.1))
+        training = {"max_steps": STEPS, "limit_train_batches": SAVED, "strategy": DAFStrategy(**options), **more}
+        fit(tmp_path, module, ckpt_path=path, **training)
+        found.append(lightning_runs.weights(module))
+    first, second, resumed = found
     assert same(first, second)
     assert same(first, resumed)
 
