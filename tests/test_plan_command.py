@@ -154,6 +154,20 @@ def test_only_alike_neighbours_are_joined() -> None:
     assert found == [(OUTSIDE, 1), ("h.0 - h.1", 2), ("h.2", 1), ("h.3", 1)]
 
 
+def test_batches_of_models_that_count_their_passes_stay_whole(tmp_path: Path) -> None:
+    """As in training: each part would count."""
+    file = tmp_path / "counting.py"
+    file.write_text(
+        "from torch.utils.data import default_collate\n"
+        "from tests.integrations.test_traces import DATA, Net\n"
+        "def made(rows, length):\n"
+        "    return Net().train(), default_collate(DATA[:rows])\n"
+    )
+    result = run(f"{file}:made", "--batch", "32", "--precision", "exact", "--budget", "30KB")
+    assert result.exit_code == 1
+    assert "no micro-batches (each forward pass changes blocks.0." in result.output
+
+
 def test_a_saved_plan_is_followed_by_a_training(gpt2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*_: Any) -> None:
         raise AssertionError("the plan is there")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from daf_core import ActivationEngine, ConfigError, DAFConfig
 from daf_core.memory import available
@@ -200,6 +200,11 @@ def test_parameters_that_are_trained_are_a_part_of_it(path: Path) -> None:
     next(planned.model.parameters()).requires_grad_(False)
     with pytest.raises(ConfigError, match="parameters was"):
         PlanFile(str(path), DAFConfig(**TIGHT), planned.model)
+
+
+def test_parameters_that_the_first_batch_makes(path: Path) -> None:
+    for _ in range(2):
+        PlanFile(str(path), DAFConfig(**TIGHT), nn.LazyLinear(4))
 
 
 @pytest.mark.parametrize("name", ["missing/plan.json", "."])
