@@ -186,12 +186,12 @@ class PlanFile:
             if found["plan_file"] != FORMAT:
                 raise ValueError(f"format {found['plan_file']!r}; this version reads {FORMAT}")
             before: dict[str, Any] = found["made_for"]
-            other = [f"{name} was {before.get(name)!r} and is {wanted[name]!r}" for name in wanted]
+            pairs = {name: (before.get(name), value) for name, value in wanted.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._error(f"holds no plans of DAF: {error!r}") from error
-        differing = [words for words, name in zip(other, wanted, strict=True) if before.get(name) != wanted[name]]
-        if differing:
-            raise self._error(f"was made for another training: {'; '.join(differing)}")
+        other = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
+        if other:
+            raise self._error(f"was made for another training: {'; '.join(other)}")
 
     def _write(self, line: dict[str, Any]) -> None:
         try:
