@@ -108,6 +108,9 @@ class DAFConfig:
             not.
         elastic: Trains in each step only what pays, within a share of a step's time or memory; an `ElasticConfig`, or a
             mapping of its fields such as ``{"time": 0.6}``. None trains everything in each step.
+        plan_file: File of what a `memory_budget` for whole steps and `elastic` decide by measured times and free
+            memory: a run follows what is in it, and adds what is not, so that runs with the same seed, data and machine
+            give the same numbers, resumed ones too. It is made if it is missing. None measures in each run.
 
     Raises:
         ConfigError: An option is unknown or a value is not allowed.
@@ -127,6 +130,7 @@ class DAFConfig:
     packing: Packing = "auto"
     chunked_loss: ChunkedLoss = "auto"
     elastic: ElasticConfig | None = None
+    plan_file: str | None = None
 
     def __new__(cls, /, *values: object, **options: object) -> DAFConfig:
         """Refuses what the generated constructor would with a bare TypeError: values without names, unknown options."""
@@ -152,6 +156,9 @@ class DAFConfig:
             object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget, "auto"))
         object.__setattr__(self, "pool_growth", parse_size("pool_growth", self.pool_growth, "adaptive"))
         object.__setattr__(self, "elastic", _elastic(self.elastic))
+        _check_plan_file(self.plan_file, self.plans_steps or self.elastic is not None)
+        if self.plan_file is not None:
+            object.__setattr__(self, "plan_file", os.fspath(self.plan_file))
 
     @property
     def plans_steps(self) -> bool:
@@ -296,6 +303,18 @@ def _folder(name: str, folder: object) -> str:
     if not os.path.isdir(path):
         raise ConfigError(f"{name}={shown(path)} is no folder; make it, or name another")
     return path
+
+
+def _check_plan_file(path: object, planned: bool) -> None:
+    if path is None:
+        return
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"plan_file={path!r} is not allowed; give the path of a file")
+    if not planned:
+        raise ConfigError(
+            f"plan_file={str(path)!r} means nothing where nothing is planned; set elastic, or a memory_budget with "
+            'budget_covers="step", or leave it out'
+        )
 
 
 def _check_seed(seed: object) -> None:

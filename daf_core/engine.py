@@ -24,7 +24,7 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.packing import Packer
 from daf_core.packing_choice import PackingChoice
 from daf_core.precision.audit import PARTS, Auditor, restored
-from daf_core.precision.census import Census, LastPass, Sizes
+from daf_core.precision.census import Census, KindsOfPasses, Sizes
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.rehearsal import GradientError, Rehearsal
 from daf_core.readers.learning import Readers
@@ -38,9 +38,6 @@ from daf_core.treatments import Treatments
 REHEARSED_ELEMENTS = 128
 REHEARSED_PAGE_BYTES = 128
 """A rehearsal encodes what a batch of 32 times as many rows would."""
-
-KINDS = 4
-"""Kinds of steps that are remembered beside the last: elastic training has three, and those of plans are others."""
 
 
 class ActivationEngine:
@@ -75,7 +72,6 @@ class ActivationEngine:
         self._eligibility = Eligibility(model)
         self._scopes = ModuleScopes()
         self._readers = Readers(model, wanted=self.config.precision != "exact")
-        self._treatments = Treatments()
         self._hooks = follow_modules(model, self._scopes)
         self._recorder = StepRecorder()
         self._policy = PrecisionPolicy(self.config)
@@ -84,8 +80,7 @@ class ActivationEngine:
         self._doubts = Doubts()
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
-        self._last_pass = LastPass()
-        self._other_passes: list[tuple[Treatments, LastPass]] = []
+        self._passes = KindsOfPasses()
         self._inside = threading.local()
 
     @contextmanager
@@ -123,13 +118,7 @@ class ActivationEngine:
 
         It says what is stored how; to recompute blocks is the caller's part, with `Recomputation`.
         """
-        if treatments == self._treatments:
-            return
-        # What was stored before may not be stored again, but where a few kinds of steps take turns.
-        passes = [(self._treatments, self._last_pass), *self._other_passes]
-        self._last_pass = next((last for known, last in passes if known == treatments), LastPass())
-        self._other_passes = [each for each in passes if each[0] != treatments][:KINDS]
-        self._treatments = treatments
+        self._passes.turn_to(treatments)
         self._policy.recomputed = treatments.recomputed
 
     @contextmanager
@@ -203,14 +192,14 @@ class ActivationEngine:
         """
         started = time.perf_counter()
         with self.rehearse(loss_function) as rehearsal:
-            measured = self._auditor.audit(rehearsal, self._last_pass)
+            measured = self._auditor.audit(rehearsal, self._passes.last)
         self._recorder.add_audit(measured, time.perf_counter() - started)
         return measured
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learned about the model's sites, as JSON-able values."""
-        learned = (self._policy, self._auditor, self._last_pass)
-        return {name: part.state() for name, part in zip(PARTS, learned, strict=True)}
+        learned = zip(PARTS, (self._policy, self._auditor, self._passes), strict=True)
+        return {"passes": self._streams.passes, **{name: part.state() for name, part in learned}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned.
@@ -218,7 +207,9 @@ class ActivationEngine:
         Raises:
             StateError: It is something else; nothing is changed then.
         """
-        self._auditor, self._last_pass = restored(self.config, self._policy, state)
+        self._auditor, self._passes, self._streams.passes = restored(
+            self.config, self._policy, state, self._passes.treatments
+        )
 
     @contextmanager
     def itemized(self) -> Generator[Items]:
@@ -255,18 +246,17 @@ class ActivationEngine:
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that takes the engine back to now, for a step that ran out of memory and is run again.
 
-        To be called when what was saved since is gone, any number of times. Statistics, what was learned of the model
-        and the random numbers of rounding are then as they are now, and unused pages go back to the system.
+        To be called when what was saved since is gone, any number of times. Statistics, treatments, what was learned of
+        the model and the random numbers of rounding are then as they are now, and unused pages go back to the system.
         """
         self._packer.drain()
-        last_pass, pagers = self._last_pass, self._pagers.snapshot()
-        parts = Attributes(self._policy, self._auditor, self._streams, self._recorder)
+        pagers = self._pagers.snapshot()
+        parts = Attributes(self._policy, self._auditor, self._streams, self._recorder, self._passes)
 
         def restore() -> None:
             self._packer.drain()
             parts.restore()
             pagers()
-            self._last_pass = last_pass
 
         return restore
 
@@ -360,7 +350,7 @@ class ActivationEngine:
         self._recorder.enter_scope()
         if threads:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
-        self._scopes.start(self._treatments.kept)
+        self._scopes.start(self._passes.treatments.kept)
 
     def _join_pass(self, census: Census, threads: int) -> None:
         """Lets a thread pack for another's forward pass."""
@@ -375,7 +365,7 @@ class ActivationEngine:
         self._packer.end_pass()
         census = self._store.census
         if complete and census.sizes:
-            self._last_pass = self._last_pass.updated(census)
+            self._passes.last = self._passes.last.updated(census)
             self._policy.follow(census.sizes, self._room())
 
     def _room(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,7 @@ class Treatments:
 
     kept: Mapping[str, bool] = field(default_factory=dict[str, bool])
     recomputed: frozenset[str] = frozenset()
+
+    def state(self) -> dict[str, Any]:
+        """Returns it as JSON-able values."""
+        return {"kept": dict(self.kept), "recomputed": sorted(self.recomputed)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 import click
@@ -53,14 +54,22 @@ def _sizes(_context: click.Context, _parameter: click.Parameter, values: tuple[s
         raise click.BadParameter(str(error)) from error
 
 
+def _check_saving(path: str, budgets: list[int]) -> None:
+    if len(budgets) != 1:
+        raise click.UsageError("--save takes the plan for one budget; pass --budget once")
+    if not Path(path).absolute().parent.is_dir():
+        raise click.UsageError(f"--save {path}: there is no such folder; make it, or name another")
+
+
 @main.command()
 @model_options
 @precision_option
 @click.option(
     "--budget", "budgets", callback=_sizes, multiple=True, help="Memory of a step, such as 600MB; repeatable."
 )
+@click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file for the option plan_file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as one JSON object.")
-def plan(budgets: list[int], precision: str, as_json: bool, **model: Any) -> None:
+def plan(budgets: list[int], precision: str, save: str | None, as_json: bool, **model: Any) -> None:
     """Say how a training step of MODEL keeps a memory budget, and what that costs.
 
     MODEL is a name on the Hugging Face Hub, a folder with a config.json, or FILE.py:FUNCTION, where the function gets
@@ -70,6 +79,8 @@ def plan(budgets: list[int], precision: str, as_json: bool, **model: Any) -> Non
 
     Exits with 1 if there is no plan for a budget.
     """
+    if save is not None:
+        _check_saving(save, budgets)
     workload = workload_of(**model)
     from daf_integrations.plan_report import as_dict, print_plans  # takes long to load
     from daf_integrations.planning import Planning
@@ -78,6 +89,8 @@ def plan(budgets: list[int], precision: str, as_json: bool, **model: Any) -> Non
         sized = build(workload)
         planning = Planning(sized, precision_of(precision))
         planned = [planning.plan(budget) for budget in budgets or planning.ladder()]
+        if save is not None:
+            planning.save(planned[0], save)
     except DAFError as error:
         raise click.ClickException(str(error)) from error
     if as_json:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
+from pathlib import Path
 
 from daf_core.config import DAFConfig, Precision
-from daf_core.errors import PlanError
+from daf_core.errors import ConfigError, PlanError
 from daf_core.memory.available import beside_reserve, device_memory
 from daf_core.parts.obstacles import obstacle
 from daf_core.plan.costs import Treatment
 from daf_core.plan.measure import measure
 from daf_core.plan.plain import forecast_plain
-from daf_core.plan.planner import BatchSize, Plan, find_plan, held_by_part, least_budget, tried
+from daf_core.plan.plan_file import NamedPlan, PlanFile
+from daf_core.plan.planner import Plan, find_plan, held_by_part, least_budget, tried
+from daf_core.plan.runner import described
 from daf_core.plan.timeline import Forecast
 from daf_core.rewrites.operators import OperatorRewrites
 from daf_integrations.sizing import Sized
@@ -70,9 +73,10 @@ class Planning:
     """
 
     def __init__(self, sized: Sized, precision: Precision) -> None:
-        self._config = DAFConfig(precision=precision)
-        self._size = BatchSize(next(iter(sized.batch.values())).shape[0])
-        self._whole = obstacle(sized.model, sized.batch)
+        self._config, self._model = DAFConfig(precision=precision), sized.model
+        self._batch = described(sized.batch, sized.loss)
+        self._size = self._batch.size(self._batch.length)
+        self._unsplit = obstacle(sized.model, sized.batch)
         limit = beside_reserve(*device_memory(next(sized.model.parameters()).device))
         rows, loss_of = self._size.rows, sized.loss_of
         self.plain: Forecast = forecast_plain(sized.model, loss_of, rows, limit)
@@ -83,6 +87,7 @@ class Planning:
             self._profile = measure(sized.model, self._config, loss_of, rows, limit)
         finally:
             rewrites.undo()
+        self._whole = self._unsplit or self._profile.whole
 
     @cached_property
     def least(self) -> int:
@@ -102,6 +107,21 @@ class Planning:
         names = [OUTSIDE, *self._profile.names]
         parts = zip(names, (plan.outside, *plan.blocks), held, strict=True)
         return PlannedStep(budget, plan, tuple(PlannedBlock(*part) for part in parts))
+
+    def save(self, step: PlannedStep, path: str) -> None:
+        """Writes a file that trainings of this model with the same options follow, in place of what is there.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        config = replace(self._config, memory_budget=step.budget)
+        try:
+            Path(path).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--save {path} cannot be written: {error}. Name another file") from error
+        file = PlanFile(path, config, self._model)
+        file.begin_batch()
+        file.add_plan(self._batch.kind(self._unsplit), NamedPlan(tuple(self._profile.names), step.plan))
 
     def ladder(self) -> list[int]:
         """Returns budgets from what plain training takes down to the smallest that a plan exists for."""

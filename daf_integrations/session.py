@@ -25,6 +25,7 @@ from daf_core import (
 from daf_core.elastic.course import ElasticStep
 from daf_core.elastic.training import ElasticTraining
 from daf_core.hook_stack import refuse_foreign_hooks
+from daf_core.plan.plan_file import open_plan_file
 from daf_core.plan.runner import StepRunner
 from daf_core.rewrites.loss_option import chunk_loss
 from daf_core.samples import SHARE, few_rows
@@ -95,7 +96,7 @@ class DAFSession:
 
         Raises:
             ConfigError: Steps are to be planned, training to be elastic or the loss computed in chunks, and this
-                model's cannot.
+                model's cannot; `plan_file` is not usable.
             ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
             HooksActiveError: Saved-tensor hooks of someone else are active.
             NothingToTrainError: No parameter requires a gradient.
@@ -110,13 +111,15 @@ class DAFSession:
         try:
             if self._engine_state is not None:
                 self._engine.load_state_dict(self._engine_state)
+            plan_file = open_plan_file(self.config, model, lambda: self.totals.steps)
             self._undo_loss = chunk_loss(self.config, called)
-            if self.config.elastic is not None:
-                self._elastic = ElasticTraining(model, called, self._engine, self.config.elastic)
+            elastic = self.config.elastic
+            if elastic is not None:
+                self._elastic = ElasticTraining(model, called, self._engine, elastic, plan_file=plan_file)
                 if self._elastic_state is not None:
                     self._elastic.load(self._elastic_state)
             if self.config.plans_steps:
-                self.runner = StepRunner(called, model, self._engine, self.config, self._elastic)
+                self.runner = StepRunner(called, model, self._engine, self.config, self._elastic, plan_file)
         except BaseException:
             self.detach()
             raise

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import daf_integrations as daf
+from daf_core.plan import steps
 from daf_core.plan.costs import Treatment
 from daf_integrations.cli import main
+from daf_integrations.plan_report import words
 from daf_integrations.planning import OUTSIDE, PlannedBlock, joined
+from daf_integrations.sizing import Workload, build
+from daf_integrations.training import training_of
 
 pytest.importorskip("transformers", reason="plans are made for models of transformers")
 pytest.importorskip("peft", reason="plans are made for LoRA")
@@ -147,3 +152,54 @@ def test_only_alike_neighbours_are_joined() -> None:
     rows.append(("a.h.3", compress, 3))
     found = [(name, count) for name, count, _ in joined([PlannedBlock(*row) for row in rows])]
     assert found == [(OUTSIDE, 1), ("h.0 - h.1", 2), ("h.2", 1), ("h.3", 1)]
+
+
+def test_batches_of_models_that_count_their_passes_stay_whole(tmp_path: Path) -> None:
+    """As in training: each part would count."""
+    file = tmp_path / "counting.py"
+    file.write_text(
+        "from torch.utils.data import default_collate\n"
+        "from tests.integrations.test_traces import DATA, Net\n"
+        "def made(rows, length):\n"
+        "    return Net().train(), default_collate(DATA[:rows])\n"
+    )
+    result = run(f"{file}:made", "--batch", "32", "--precision", "exact", "--budget", "30KB")
+    assert result.exit_code == 1
+    assert "no micro-batches (each forward pass changes blocks.0." in result.output
+
+
+def test_a_saved_plan_is_followed_by_a_training(gpt2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: Any) -> None:
+        raise AssertionError("the plan is there")
+
+    path, budget = tmp_path / "plan.json", 3_000_000
+    path.write_text("of an earlier model")
+    [plan] = report(gpt2, *SIZE, "--budget", str(budget), "--save", str(path))["plans"]
+    written = path.read_text()
+    sized = build(Workload(model=gpt2, batch=4, length=64, lora_rank=8))
+    model = daf.prepare(sized.model, memory_budget=budget, plan_file=str(path))
+    monkeypatch.setattr(steps, "measure", measure)
+    daf.step(model, sized.batch)
+    training = training_of(model)
+    assert training is not None
+    assert training.session.runner is not None
+    followed = training.session.runner.plan
+    assert followed is not None
+    assert (followed.parts, followed.forecast.peak_bytes) == (plan["micro_batches"], plan["peak_bytes"])
+    assert [words(each) for each in followed.blocks] == [block["treatment"] for block in plan["blocks"]]
+    assert path.read_text() == written
+    training.stop()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--save", "plan.json"), "--save takes the plan for one budget; pass --budget once"),
+        (("--save", "plan.json", "--budget", "5MB", "--budget", "6MB"), "--save takes the plan for one budget"),
+        (("--save", "missing/plan.json", "--budget", "5MB"), "--save missing/plan.json: there is no such folder"),
+    ],
+)
+def test_what_cannot_be_saved(gpt2: str, arguments: tuple[str, ...], message: str) -> None:
+    result = run(gpt2, *SIZE, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from logging import getLogger
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from daf_core.hooks import OwnHook
 from daf_core.plan import observation
 from daf_core.plan.blocks import Block
 from daf_core.torch_internals import call_after_backward, in_backward
+
+if TYPE_CHECKING:
+    from daf_core.plan.plan_file import PlanFile
 
 UNTIMED_STEPS = 5
 """Steps in a row that should have been timed, and could not be, before a warning."""
@@ -54,21 +57,41 @@ class StepTimes:
     held_elements: int
 
 
-class UntimedSteps:
-    """Says once that steps cannot be timed, so that all of them train everything."""
+class TimedSteps:
+    """Says what timed steps are to have taken, and once that steps cannot be timed, so that all train everything.
 
-    def __init__(self) -> None:
-        self._count = 0
+    Args:
+        plan_file: Has the times of an earlier run, and takes those that it does not have; None for none.
 
-    def add(self, times: StepTimes | None) -> None:
-        """Counts what a step took that was to be timed; None where it could not be."""
-        self._count = 0 if times is not None else self._count + 1
-        if self._count == UNTIMED_STEPS:
+    Attributes:
+        count: Steps that were timed.
+    """
+
+    def __init__(self, plan_file: PlanFile | None = None) -> None:
+        self.count = self._untimed = 0
+        self._file = plan_file
+
+    def add(self, times: StepTimes) -> StepTimes | None:
+        """Returns what a step is to have taken; None where it could not be timed.
+
+        Args:
+            times: What the clock says.
+
+        Raises:
+            ConfigError: The file is of a model with other blocks, or cannot be written.
+        """
+        if times.elements:
+            self._untimed = 0
+            self.count += 1
+            return times if self._file is None else StepTimes(**self._file.times(self.count, asdict(times)))
+        self._untimed += 1  # the model was not run in this step
+        if self._untimed == UNTIMED_STEPS:
             log.warning(
                 "elastic training saves nothing: %d steps in a row could not be timed, as the model's forward passes "
                 "run inside of backward passes (as in gradient caching), or where DAF does not see them",
-                self._count,
+                self._untimed,
             )
+        return None
 
 
 class BlockClock:

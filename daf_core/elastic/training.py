@@ -14,7 +14,7 @@ from torch import nn
 from daf_core.checked import as_a_whole, count
 from daf_core.config import ElasticConfig
 from daf_core.elastic.calls import CallWatch
-from daf_core.elastic.clock import BlockClock, StepTimes, UntimedSteps, is_training_pass
+from daf_core.elastic.clock import BlockClock, StepTimes, TimedSteps, is_training_pass
 from daf_core.elastic.costs import StepCosts
 from daf_core.elastic.course import Choice, Course, ElasticStep
 from daf_core.elastic.gains import Update
@@ -33,6 +33,7 @@ from daf_core.errors import ElasticError
 from daf_core.hooks import OwnHook
 from daf_core.plan import ranks
 from daf_core.plan.blocks import layers_of
+from daf_core.plan.plan_file import PlanFile
 
 LEARNED = ("_trained", "_unused", "_units", "_mask", "_idle", "_costs", "_course")
 """What is known of each set of parameters that the user has trained."""
@@ -52,6 +53,7 @@ class ElasticTraining:
         engine: Says what saved activations hold.
         config: The share of time or memory.
         course: Makes what decides; others are for comparison.
+        plan_file: Has the times of an earlier run, and takes those that it does not have; None for none.
 
     Raises:
         ConfigError: The model cannot be trained elastically.
@@ -64,6 +66,7 @@ class ElasticTraining:
         engine: ActivationEngine,
         config: ElasticConfig,
         course: Callable[[Units, StepCosts, ElasticConfig], Course] = Course,
+        plan_file: PlanFile | None = None,
     ) -> None:
         self._make_course = course
         self._model, self._outer, self._engine, self._config = model, outer, engine, config
@@ -75,15 +78,14 @@ class ElasticTraining:
         self._aside = self._inside = False
         self._follow(registered_calls(model))
         refuse_units(self._units)
-        self._checked = False
-        self._begun = self._stepped = False
+        self._checked = self._begun = self._stepped = False
         self._updated: set[int] = set()
         self._choice: Choice | None = None
         self._watch: CallWatch | None = None
         self._clock: BlockClock | None = None
         self._update: Update | None = None
         self._gains: list[float] | None = None
-        self._untimed = UntimedSteps()
+        self._timed = TimedSteps(plan_file)
         self._hooks = InputGradientHooks(model)
         self._holder = model.register_forward_pre_hook(OwnHook(self._hold))
 
@@ -157,13 +159,9 @@ class ElasticTraining:
             return None
         self._choice = None
         clock, self._clock = self._clock, None
-        times = None if clock is None else clock.stop()
-        if times is not None and not times.elements:  # the model was not run in this step
-            times = None
+        times = None if clock is None else self._timed.add(clock.stop())
         gains, self._gains, self._update = self._gains, None, None
         self._mask.lift()
-        if choice.measured:
-            self._untimed.add(times)
         choice, times = self._look(choice, times)
         for number, unit in enumerate(self._units.units):
             # What comes back to be measured alone, with the momentum that it had, has not come back.
@@ -269,6 +267,7 @@ class ElasticTraining:
             "unused": sorted(self._unused),
             "idle": dict(self._idle),
             "course": self._course.state(),
+            "timed": self._timed.count,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -279,8 +278,9 @@ class ElasticTraining:
         """
         self._leave_step()
         with as_a_whole(self, (*LEARNED, "_blocks", "_calls"), "elastic training of this model"):
-            calls = {str(name): count(size) for name, size in state["calls"]}
+            timed, calls = count(state.get("timed", 0)), {str(name): count(size) for name, size in state["calls"]}
             if self._trained_something_else(calls, state["trained"]):
+                self._timed.count = timed
                 log.info("other parameters were trained when this state was saved: DAF measures anew what pays")
                 return
             self._unused = {range(len(self._trained))[count(number)] for number in state["unused"]}
@@ -290,6 +290,7 @@ class ElasticTraining:
                 raise ValueError("the model's units are others")
             self._idle = {name: count(steps) for name, steps in state["idle"].items()}
             self._course.load(state["course"])
+        self._timed.count = timed
 
     def _leave_step(self) -> None:
         self._stop_watching()

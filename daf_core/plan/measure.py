@@ -161,6 +161,7 @@ def _plain(config: DAFConfig) -> DAFConfig:
         min_precision=None,
         max_gradient_error=None,
         memory_budget=None,
+        plan_file=None,
         spill_dir=None,
         packing="device",
     )

@@ -27,6 +27,16 @@ def several(group: ProcessGroup | None = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
+def count() -> int:
+    """Returns how many processes there are."""
+    return dist.get_world_size() if several() else 1
+
+
+def rank() -> int:
+    """Returns the number of this one of several processes; 0 where it is the only one."""
+    return dist.get_rank() if several() else 0
+
+
 def agree(failed: bool, group: ProcessGroup | None = None) -> bool:
     """Says in all processes whether one of them has failed. With several processes, each has to call it.
 

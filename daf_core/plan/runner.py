@@ -19,6 +19,7 @@ from daf_core.parts.microbatch import Step, run_parts
 from daf_core.parts.selftest import Weighting
 from daf_core.plan import ranks
 from daf_core.plan.obstacles import refuse_unplannable
+from daf_core.plan.plan_file import PlanFile
 from daf_core.plan.planner import Plan
 from daf_core.plan.retry import is_out_of_memory, with_retries
 from daf_core.plan.steps import Batch, StepPlanner
@@ -41,6 +42,7 @@ class StepRunner:
         engine: Compresses its activations.
         config: Budget and precision.
         elastic: Says which blocks build no graph in a step; None where all do.
+        plan_file: Has plans to follow, and takes those that are made; None for none.
 
     Raises:
         ConfigError: Steps of this model cannot be planned.
@@ -53,6 +55,7 @@ class StepRunner:
         engine: ActivationEngine,
         config: DAFConfig,
         elastic: ElasticTraining | None = None,
+        plan_file: PlanFile | None = None,
     ) -> None:
         refuse_unplannable(model, inner)
         self._model = model
@@ -64,7 +67,7 @@ class StepRunner:
         if config.precision != "exact":
             self._rewrites.apply()
         relieve = partial(release_memory, devices_of(inner))
-        self.planner = StepPlanner(inner, engine, config, relieve, elastic)
+        self.planner = StepPlanner(inner, engine, config, relieve, elastic, plan_file)
 
     @property
     def plan(self) -> Plan | None:
@@ -83,6 +86,7 @@ class StepRunner:
             PlanError: There is no plan.
             ProfileError: What a step takes cannot be measured.
         """
+        self.planner.begin_batch()
         return self.planner.prepare(self._described(batch, loss_function), reason)
 
     def run(
@@ -104,6 +108,7 @@ class StepRunner:
             PlanError: No plan keeps the budget.
             ProfileError: What a step takes cannot be measured.
         """
+        self.planner.begin_batch()
         obstacle = ranks.obstacle(self._model)
         whole = self._unsplittable or obstacle or obstacles.obstacle(self._model, batch)
         attempt = partial(self._attempt, batch, loss_function, step, whole, begin)

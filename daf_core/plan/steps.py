@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from logging import getLogger
@@ -16,8 +16,10 @@ from daf_core.elastic.training import ElasticTraining
 from daf_core.engine import ActivationEngine
 from daf_core.errors import PlanError
 from daf_core.memory.available import HEAD_ROOM, AutoBudget
+from daf_core.plan.blocks import Block
 from daf_core.plan.costs import Treatment
 from daf_core.plan.measure import measure
+from daf_core.plan.plan_file import NamedPlan, PlanFile, StepKind
 from daf_core.plan.planner import BatchSize, Plan, find_plan, least_budget, tried
 from daf_core.plan.profile import Profile
 from daf_core.plan.recompute import Recomputation
@@ -54,6 +56,14 @@ class Batch:
         """Number of the range of lengths that it is in."""
         return math.ceil(BUCKETS * math.log2(max(self.length, 1)))
 
+    def size(self, length: int) -> BatchSize:
+        """Returns how large batches of this range are at most, in rows of a profile of so long ones."""
+        return BatchSize(self.rows, 2 ** (self.bucket / BUCKETS) / length)
+
+    def kind(self, whole: str | None, without_graph: Collection[str] = ()) -> StepKind:
+        """Returns what its step has in common with others that the same plan serves."""
+        return StepKind(self.rows, self.bucket, whole is None, tuple(sorted(without_graph)))
+
 
 class StepPlanner:
     """Has a model trained in steps that keep a memory budget.
@@ -64,6 +74,7 @@ class StepPlanner:
         config: Budget and precision.
         relieve: Gives back memory that allocators only keep for later.
         elastic: Says which blocks build no graph in a step; None where all do.
+        plan_file: Has plans to follow, and takes those that are made; None for none.
 
     Attributes:
         plan: That of the last step.
@@ -77,12 +88,15 @@ class StepPlanner:
         config: DAFConfig,
         relieve: Callable[[], None] | None = None,
         elastic: ElasticTraining | None = None,
+        plan_file: PlanFile | None = None,
     ) -> None:
         self._elastic = elastic
+        self._file = plan_file
         self._model = model
         self._engine = engine
         self._config = config
         self.recomputation = Recomputation(())
+        self._names: tuple[str, ...] = ()
         self.plan: Plan | None = None
         self._wanted = config.memory_budget if isinstance(config.memory_budget, int) else None
         self._ceiling = self._wanted
@@ -92,7 +106,7 @@ class StepPlanner:
         self._limit: int | None = None
         self._profile: Profile | None = None
         self._profiled: Batch | None = None
-        self._plans: dict[tuple[int, int, bool, frozenset[int]], Plan] = {}
+        self._plans: dict[StepKind, Plan] = {}
         self._last: tuple[Batch, str | None] | None = None
 
     @property
@@ -110,16 +124,20 @@ class StepPlanner:
         Raises:
             PlanError: There is none.
         """
-        self._follow_available_memory()
-        profile = self._profile_for(batch)
-        whole = whole or profile.whole
         self._last = batch, whole
-        plan = self._planned(profile, batch, whole)
-        if plan.forecast.peak_bytes > self._room:
-            self._set_limit(self._room)
-            plan = self._planned(profile, batch, whole)
-        self._apply(plan, profile.names)
-        return plan
+        kind = self._kind(batch, whole)
+        found = None if self._file is None else self._file.plan(kind)
+        if found is None:
+            found = self._made(batch, whole)
+            if self._file is not None:
+                self._file.add_plan(kind, found)
+        self._apply(found)
+        return found.plan
+
+    def begin_batch(self) -> None:
+        """Begins a batch, which may be prepared for several times."""
+        if self._file is not None:
+            self._file.begin_batch()
 
     def tighten(self, reason: str) -> bool:
         """Allows less than the last plan was expected to take; says whether there is a plan for less.
@@ -127,7 +145,14 @@ class StepPlanner:
         Args:
             reason: What happened, for the log.
         """
-        if self.plan is None or self._limit is None or self._last is None or self._profile is None:
+        if self.plan is None or self._last is None:
+            return False
+        if self._file is not None and self._file.give_up(self._kind(*self._last)):
+            self._lower(int(self.plan.forecast.peak_bytes * TIGHTER))
+            self._limit = None  # the next attempt measures
+            log.warning("the plan in %s does not hold, so that DAF makes another: %s", self._file.path, reason)
+            return True
+        if self._limit is None or self._profile is None:
             return False
         before, after = self._limit, int(min(self._limit, self.plan.forecast.peak_bytes) * TIGHTER)
         self._set_limit(after)
@@ -136,7 +161,7 @@ class StepPlanner:
         except PlanError:
             self._set_limit(before)
             return False
-        self._ceiling, self._steps_below = after, 0
+        self._lower(after)
         log.warning("DAF plans for %s instead of %s: %s", format_size(after), format_size(before), reason)
         return True
 
@@ -168,9 +193,25 @@ class StepPlanner:
         if self._limit is None or self._room > HEAD_ROOM * self._limit:
             self._set_limit(self._room)
 
+    def _lower(self, ceiling: int) -> None:
+        self._ceiling, self._steps_below = ceiling, 0
+
+    def _kind(self, batch: Batch, whole: str | None) -> StepKind:
+        return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph)
+
+    def _made(self, batch: Batch, whole: str | None) -> NamedPlan:
+        """Returns the plan for a batch by what is measured now, or was before."""
+        self._follow_available_memory()
+        profile = self._profile_for(batch)
+        plan = self._planned(profile, batch, whole)
+        if plan.forecast.peak_bytes > self._room:
+            self._set_limit(self._room)
+            plan = self._planned(profile, batch, whole)
+        return NamedPlan(tuple(profile.names), plan)
+
     def _planned(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
         """Returns the plan for a batch. What memory has run out for once is tried again rather than given up."""
-        key = batch.rows, batch.bucket, whole is None, profile.off
+        key = self._kind(batch, whole)
         if key not in self._plans:
             try:
                 plan = self._find(profile, batch, whole)
@@ -201,7 +242,6 @@ class StepPlanner:
             with nullcontext() if self._elastic is None else self._elastic.everything():
                 self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
             self._profiled = batch
-            self.recomputation = Recomputation(self._profile.blocks)
             self._plans.clear()
         if self._elastic is not None:
             self._profile = self._profile.with_off(self._elastic.without_graph)
@@ -210,7 +250,8 @@ class StepPlanner:
     def _find(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
         assert self._limit is not None
         assert self._profiled is not None
-        size = BatchSize(batch.rows, 2 ** (batch.bucket / BUCKETS) / self._profiled.length)
+        whole = whole or profile.whole
+        size = batch.size(self._profiled.length)
         plan = find_plan(profile, size, self._limit, self._config, whole is None)
         if plan is not None:
             return plan
@@ -218,12 +259,17 @@ class StepPlanner:
         attempts = tried(self._config, len(profile.blocks), whole)
         raise PlanError(self._limit + self._copied, least + self._copied, attempts)
 
-    def _apply(self, plan: Plan, names: Sequence[str]) -> None:
+    def _apply(self, named: NamedPlan) -> None:
+        names, plan = named
+        self._engine.treat(plan.treatments(names))  # also as before: a step that is run again has taken it back
         if plan is self.plan:
             return
         self.plan = None  # in case that what follows fails
+        if names != self._names:
+            self.recomputation.select(())
+            self.recomputation = Recomputation([Block(name, self._model.get_submodule(name)) for name in names])
+            self._names = names
         self.recomputation.select(plan.recomputed)
-        self._engine.treat(plan.treatments(names))
         self._engine.set_memory_budget(plan.activation_budget, plan.kept_bytes)
         self.plan = plan
 

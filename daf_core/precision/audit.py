@@ -13,10 +13,11 @@ from daf_core.checked import DAMAGED, count, flag, number
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError, shown
 from daf_core.precision.calibration import calibrate
-from daf_core.precision.census import LastPass, Sizes
+from daf_core.precision.census import KindsOfPasses, LastPass, Sizes
 from daf_core.precision.importance import LEVELS
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.rehearsal import GradientError, Rehearsal
+from daf_core.treatments import Treatments
 
 EARLY = (1, 3, 10, 30, 100, 300)
 """Steps at which importances are calibrated before it is done every `CALIBRATE_EVERY` steps: gradients change most at
@@ -172,8 +173,19 @@ PARTS = ("policy", "auditor", "last_pass")
 """What an engine has learned, by the names under which it is saved."""
 
 
-def restored(config: DAFConfig, policy: PrecisionPolicy, state: object) -> tuple[Auditor, LastPass]:
+def restored(
+    config: DAFConfig, policy: PrecisionPolicy, state: object, treatments: Treatments | None = None
+) -> tuple[Auditor, KindsOfPasses, int]:
     """Has a policy go on from the state of an engine, and returns its other parts; with an error it stays as it was.
+
+    Args:
+        config: The engine's.
+        policy: Its policy.
+        state: What its `state_dict` returned.
+        treatments: Those of its steps now; None for none.
+
+    Returns:
+        The auditor, what is remembered of passes, and the number of passes whose rounding drew random numbers.
 
     Raises:
         StateError: It is the state of something else, or damaged.
@@ -186,6 +198,11 @@ def restored(config: DAFConfig, policy: PrecisionPolicy, state: object) -> tuple
         raise StateError(f"this is no saved state of an engine: it has no {' and no '.join(missing)}")
     auditor = Auditor(config, policy)
     auditor.load(parts["auditor"])
-    last_pass = LastPass.from_state(parts["last_pass"])
+    passes = KindsOfPasses(treatments)
+    passes.load(parts["last_pass"])
+    try:
+        drawn = count(parts.get("passes", 0))
+    except ValueError as error:
+        raise StateError(f"this is no saved state of an engine: {error}") from error
     policy.load(parts["policy"])
-    return auditor, last_pass
+    return auditor, passes, drawn

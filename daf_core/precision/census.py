@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from daf_core.checked import DAMAGED, count
+from daf_core.checked import DAMAGED, count, flag
 from daf_core.codecs import PlanesActivation
 from daf_core.errors import StateError
 from daf_core.precision.importance import LEVELS
 from daf_core.sites import Site
+from daf_core.treatments import Treatments
+
+KINDS = 4
+"""Kinds of steps that are remembered beside the last: elastic training has three, and those of plans are others."""
 
 Sizes = Mapping[Site, Sequence[int]]
 """Bytes of each site's activations at each of `LEVELS`, and as they are."""
@@ -122,6 +126,65 @@ class LastPass:
         except DAMAGED as error:
             raise StateError(f"this is no saved state of a forward pass of DAF: {error!r}") from error
         return cls(dict(zip(sites, bits, strict=True)), dict(zip(sites, sizes, strict=True)))
+
+
+class KindsOfPasses:
+    """What is remembered of forward passes of each kind of step, where a few of them take turns.
+
+    What one kind has stored another may not store.
+
+    Args:
+        treatments: What happens to the activations of which part of the model now.
+
+    Attributes:
+        treatments: The same.
+        last: What is remembered of passes with these.
+    """
+
+    def __init__(self, treatments: Treatments | None = None) -> None:
+        self.treatments = treatments or Treatments()
+        self.last = LastPass()
+        self._others: list[tuple[Treatments, LastPass]] = []
+
+    def turn_to(self, treatments: Treatments) -> None:
+        """Goes on with passes of other treatments."""
+        if treatments != self.treatments:
+            self._turn_to(treatments, self._known)
+
+    def state(self) -> dict[str, Any]:
+        """Returns it as JSON-able values."""
+        others = [{**last.state(), **treatments.state()} for treatments, last in self._others]
+        return {**self.last.state(), **self.treatments.state(), "others": others}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned; a state without treatments is taken to be of those now.
+
+        Raises:
+            StateError: It is something else.
+        """
+        try:
+            kinds = [state, *state.get("others", ())]
+            treatments = [_treatments_of(each) if "kept" in each else self.treatments for each in kinds]
+        except DAMAGED as error:
+            raise StateError(f"this is no saved state of forward passes of DAF: {error!r}") from error
+        passes = [LastPass.from_state(each) for each in kinds]
+        self._turn_to(self.treatments, list(zip(treatments, passes, strict=True)))
+
+    @property
+    def _known(self) -> list[tuple[Treatments, LastPass]]:
+        return [(self.treatments, self.last), *self._others] if self.last.sizes else self._others
+
+    def _turn_to(self, treatments: Treatments, known: Sequence[tuple[Treatments, LastPass]]) -> None:
+        self.last = next((last for kind, last in known if kind == treatments), LastPass())
+        self._others = [each for each in known if each[0] != treatments][:KINDS]
+        self.treatments = treatments
+
+
+def _treatments_of(state: Mapping[str, Any]) -> Treatments:
+    names = [*state["kept"], *state["recomputed"]]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{names!r} are no names")
+    return Treatments({name: flag(kept) for name, kept in state["kept"].items()}, frozenset(state["recomputed"]))
 
 
 def checked_bits(value: Any) -> int | None:

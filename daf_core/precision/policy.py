@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from daf_core.checked import DAMAGED, amount
+from daf_core.checked import DAMAGED, amount, count, flag
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError
 from daf_core.precision.allocation import Choices, Frontier
@@ -174,6 +174,8 @@ class PrecisionPolicy:
             "errors": [[*site, *errors] for site, errors in self._errors.items()],
             "slopes": [[*site] for site in sorted(self._slopes)],
             "plan": [[*site, bits] for site, bits in self._plan.items()],
+            "planned": self._planned is not None,
+            **_state_of([*(each for each in (self._planned,) if each is not None), *self._recent]),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -186,9 +188,12 @@ class PrecisionPolicy:
             errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
             slopes = {Site.from_state(entry) for entry in state["slopes"]}
             plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
+            recent = _passes_of(state)
+            planned = recent.pop(0) if flag(state.get("planned", False)) else None
         except DAMAGED as error:
             raise StateError(f"this is no saved state of DAF's precision: {error!r}") from error
         self._errors, self._slopes, self._plan = errors, slopes, plan
+        self._recent, self._planned = deque(recent, maxlen=RECENT), planned
 
     def _choose(
         self, sizes: Sizes, levels: Sequence[int | None], least: int, select: Callable[[Frontier], list[int]]
@@ -215,6 +220,24 @@ def _filled(found: SiteErrors) -> SiteErrors:
         return {}
     usual = [float(np.median(errors)) for errors in zip(*known, strict=True)]
     return {site: errors if any(errors) else usual for site, errors in found.items()}
+
+
+def _state_of(passes: Sequence[Pass]) -> dict[str, Any]:
+    """Returns passes as JSON-able values; sizes, which most of them share, once."""
+    sizes: list[Sizes] = []
+    for each in passes:
+        if each.sizes not in sizes:
+            sizes.append(each.sizes)
+    return {
+        "passes": [[each.raw, each.room, sizes.index(each.sizes)] for each in passes],
+        "sizes": [[[*site, *bytes_] for site, bytes_ in each.items()] for each in sizes],
+    }
+
+
+def _passes_of(state: Mapping[str, Any]) -> list[Pass]:
+    """Returns what `_state_of` was given; nothing for states that have no passes."""
+    sizes = [{Site.from_state(site[:3]): [*map(count, site[3:])] for site in each} for each in state.get("sizes", ())]
+    return [Pass(count(raw), count(room), sizes[count(place)]) for raw, room, place in state.get("passes", ())]
 
 
 def _errors(values: Sequence[Any]) -> list[float]:

@@ -117,7 +117,7 @@ class TestMeasuredError:
         model, loss_of = make_model("transformer")
         engine = engine_for(model, "auto", audit_every=1)
         for step in range(4):
-            stored = engine._last_pass.precisions
+            stored = engine._passes.last.precisions
             torch.manual_seed(step)
             with engine.rehearse(lambda step=step: loss_of(model, step)) as rehearsal:
                 expected = rehearsal.compare(stored) if stored else None
@@ -137,8 +137,12 @@ class TestMeasuredError:
                 loss = loss_of(model, 0)
             loss.backward()
             engine.finish_step()
-        engine.treat(whole)
-        assert _audit(engine, model, loss_of).error > 0
+        resumed = engine_for(model, 4)
+        resumed.load_state_dict(json.loads(json.dumps(engine.state_dict(), sort_keys=True)))
+        for each in (engine, resumed):
+            each.treat(whole)
+        assert _audit(resumed, model, loss_of) == (found := _audit(engine, model, loss_of))
+        assert found.error > 0
         engine.treat(Treatments({"blocks.1": True}))
         assert engine.audit(lambda: loss_of(model, 0)) is None
 
@@ -194,8 +198,8 @@ def test_bound_is_kept_while_training(name: str, bound: float) -> None:
     assert len(errors) == 8
     assert sum(error > bound for error in errors) <= 0.05 * len(errors)
     assert any(error > bound / 10 for error in errors[2:]), "precision is never lowered"
-    assert None not in engine._last_pass.precisions.values()
-    assert min(bits for bits in engine._last_pass.precisions.values() if bits is not None) < 8
+    assert None not in engine._passes.last.precisions.values()
+    assert min(bits for bits in engine._passes.last.precisions.values() if bits is not None) < 8
 
 
 def test_unsettled_steps_have_eight_bits() -> None:
@@ -325,7 +329,7 @@ class TestTrainingGoesOn:
         _train(model, loss_of, engine, 3)
         measured = engine.audit(lambda: loss_of(model, 3))
         assert measured is not None
-        assert set(engine._last_pass.precisions.values()) <= {0, None}
+        assert set(engine._passes.last.precisions.values()) <= {0, None}
         assert measured.error > 0.1
         assert measured.cosine < (0.7 if name == "transformer" else 0.99)
 

@@ -157,11 +157,11 @@ def test_not_finite_is_counted_as_exact() -> None:
     engine = engine_for(model := Scale(), 4, packing="workers")
     with engine.compress():
         loss = model(_with(float("inf"))).sum()
-    assert list(engine._last_pass.precisions.values()) == [None]
+    assert list(engine._passes.last.precisions.values()) == [None]
     del loss
     with engine.compress():
         model(normal(*LARGE))
-    assert list(engine._last_pass.precisions.values()) == [4]
+    assert list(engine._passes.last.precisions.values()) == [4]
 
 
 def test_storage_that_is_kept_already_counts_once() -> None:

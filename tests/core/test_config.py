@@ -22,7 +22,7 @@ from daf_core.errors import shown
 PRECISIONS = r"allowed: 'auto', 'exact', 8, 4, 2, 1$"
 NAMES = (
     "precision, max_gradient_error, audit_every, rounding, memory_budget, budget_covers, min_precision, spill_dir, "
-    "pool_growth, seed, backend, packing, chunked_loss, elastic"
+    "pool_growth, seed, backend, packing, chunked_loss, elastic, plan_file"
 )
 SEED = r"give an integer from 0 to 2\*\*64 - 1$"
 SIZE = r'is not a size; give a positive number of bytes or a size such as "400MB" or "1\.5GiB", or'
@@ -89,6 +89,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"spill_dir": 4}, r"^spill_dir=4 is not allowed; give the path of a folder$"),
     ({"spill_dir": True}, r"^spill_dir=True is not allowed; give the path of a folder$"),
     ({"spill_dir": ["x"]}, r"^spill_dir=\['x'\] is not allowed; give the path of a folder$"),
+    ({"plan_file": 3, "memory_budget": 1}, r"^plan_file=3 is not allowed; give the path of a file$"),
+    ({"plan_file": "p.json"}, r"^plan_file='p\.json' means nothing where nothing is planned; set elastic, or a"),
+    ({"plan_file": "p", "memory_budget": 1, "budget_covers": "activations"}, r"^plan_file='p' means nothing "),
     ({"precison": 4}, rf"^unknown option 'precison'; did you mean 'precision'\? Allowed: {NAMES}$"),
     ({"max_gradient_eror": 0.1}, r"^unknown option 'max_gradient_eror'; did you mean 'max_gradient_error'\? Allowed: "),
     ({"budget": 4}, rf"^unknown option 'budget'.* Allowed: {NAMES}$"),

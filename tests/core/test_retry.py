@@ -23,6 +23,7 @@ from daf_core.plan.ranks import obstacle
 from daf_core.plan.retry import is_out_of_memory, with_retries
 from daf_core.snapshots.rng_and_buffers import RandomNumbers
 from daf_core.snapshots.step import Snapshot
+from daf_core.treatments import Treatments
 from tests.core import failing, pressure
 from tests.core.failing import CPU_TEXT, ERRORS, Fuse
 from tests.core.harness import LARGE, Scale, assert_same, engine_for, make_model, normal
@@ -283,6 +284,7 @@ def test_engine_learns_nothing_from_a_failed_attempt() -> None:
     engine.finish_step()
     restore, before = engine.snapshot(), engine.state_dict()
     engine.audit(lambda: loss_of(model, 1))
+    engine.treat(Treatments({"0": True}))
     with engine.compress():
         model[:4](normal(64, 64)).sum().backward()
     assert engine.state_dict() != before

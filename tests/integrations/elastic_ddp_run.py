@@ -35,6 +35,7 @@ from tests.integrations.loop_runs import collate, weights_of
 from tests.integrations.planned import AMPLE
 
 ROWS = 8
+FILE = {"plan_file": "plan.json"}
 SHORT = 32
 """Tokens of the first batches of the second process, where only it is to measure its model anew later."""
 
@@ -47,12 +48,12 @@ def batch_of(rows: list[Any], step: int, process: int, processes: int) -> dict[s
     return collate(rows[start : start + size])
 
 
-def loop(budget: bool) -> tuple[Masks, nn.Module]:
+def loop(budget: bool, **options: Any) -> tuple[Masks, nn.Module]:
     """Trains in a loop, within a budget or not."""
     model, rank = classifier(), dist.get_rank()
     rows = rows_for(model, ROWS * STEPS)
     wrapped = DistributedDataParallel(model.train(), find_unused_parameters=True)
-    daf.prepare(wrapped, **ELASTIC, **({"memory_budget": AMPLE} if budget else {}))
+    daf.prepare(wrapped, **ELASTIC, **({"memory_budget": AMPLE} if budget else {}), **options)
     optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.1)
     masks: Masks = []
     for number in range(STEPS):
@@ -116,6 +117,16 @@ def lightning(folder: Path, strategy: Any = None) -> tuple[Masks, nn.Module]:
     return module.trained, module.model
 
 
+def repeated(folder: Path) -> list[str]:
+    """Trains three times by other clocks, the last two times with a file of plans; returns digests of the weights."""
+    digests = []
+    for backward, options in ((0.1, {}), (4.0, FILE), (0.1, FILE)):
+        observation.synchronized_time = CountingClock(backward)
+        _, model = loop(True, **{name: str(folder / value) for name, value in options.items()})
+        digests.append(digest([value.detach() for value in model.parameters()]))
+    return digests
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -139,5 +150,6 @@ def main(folder: Path) -> None:
         lightning(folder, DAFStrategy(base=DDPStrategy(), **ELASTIC))
     except ConfigError as error:
         found["refused"] = str(error)
+    found["repeated"] = repeated(folder)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

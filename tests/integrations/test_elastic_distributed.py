@@ -19,6 +19,10 @@ def test_processes_train_the_same(tmp_path: Path) -> None:
         assert len(masks) == STEPS
         sizes = {len(mask) for mask in masks}
         assert min(sizes) < max(sizes) == first[name]["parameters"]
+    assert first["repeated"] == second["repeated"]
+    own, noted, followed = first["repeated"]
+    assert own != noted == followed
+    assert {"plan.json", "plan.rank1.json"} <= {each.name for each in tmp_path.iterdir()}
     for found in (first, second):
         assert found["largest difference"] < 1e-6
         assert found["largest change"] > 1e-3

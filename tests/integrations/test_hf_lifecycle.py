@@ -173,6 +173,7 @@ class TestCheckpoints:
             "packing": "auto",
             "chunked_loss": "auto",
             "elastic": None,
+            "plan_file": None,
         }
         assert state["attributes"]["totals"]["steps"] == 2
         assert state["attributes"]["totals"]["raw_bytes"] > 1e6
