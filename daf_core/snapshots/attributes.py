@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from daf_core.snapshots.writes import Copy, has_storage
 
@@ -22,7 +23,7 @@ LARGEST = 10_000
 """Items of a collection up to which these are looked into: what is larger is data."""
 
 LONGEST = 10_000_000
-"""Items of a collection up to which it is kept: 80 MB."""
+"""Items of a collection of a model's up to which it is kept: 80 MB."""
 
 MOST = 1000
 """Collections and objects of one owner that are looked into: where there are more, they are data, too."""
@@ -116,7 +117,8 @@ class ModuleAttributes:
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         kinds = {kind for module in modules.values() for kind in type(module).__mro__}
-        self._contents = contents = Contents(set(map(_package, kinds)) - _OWN, set(map(id, modules.values())))
+        known = set(map(id, modules.values()))
+        self._contents = contents = Contents(set(map(_package, kinds)) - _OWN, known, LONGEST)
         for name, module in modules.items():
             contents.add_object(name, module)
         for name, parameter in model.named_parameters():
@@ -136,17 +138,18 @@ class Contents:
         packages: Objects of classes from these are looked into, and of those that modules and functions come from which
             are, besides plain data; no objects at all, if it is an empty tuple.
         others: Identities of what is kept by others.
+        longest: Items of a collection up to which it is kept.
 
     Attributes:
         tensors: The tensors among them, with their names.
         opaque: What nothing is known of, with its names.
     """
 
-    def __init__(self, packages: Collection[str] = (), others: Collection[int] = ()) -> None:
+    def __init__(self, packages: Collection[str] = (), others: Collection[int] = (), longest: int = LARGEST) -> None:
         self.tensors: list[tuple[str, Tensor]] = []
         self.opaque: list[tuple[str, Any]] = []
         self._packages, self._others = set(packages), others
-        self._looks = packages != ()
+        self._looks, self._longest = packages != (), longest
         self._kept: dict[int, _Collection | _Numbers] = {}
         self._waiting: list[tuple[str, Any]] = []
         self._known: set[int] = set()
@@ -182,7 +185,7 @@ class Contents:
         if isinstance(value, Tensor):
             self.tensors.append((name, value))
         elif isinstance(value, (*_COLLECTIONS, tuple)):
-            if len(value) > LONGEST or not room:
+            if len(value) > self._longest or not room:
                 self.opaque.append((name, value))
                 return
             self._keep(name, value, named=False)
@@ -190,7 +193,7 @@ class Contents:
                 self._keep(name, vars(value), named=True)
         elif (numbers := _numbers(value)) is not None:
             self._kept[id(value)] = _Numbers(name, value, *numbers)
-        elif not room or not self._looks:
+        elif not room or not self._looks or isinstance(value, Dataset | DataLoader):
             return
         elif isinstance(value, FunctionType | MethodType | partial):
             self._known.add(id(value))
