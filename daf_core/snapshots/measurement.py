@@ -26,6 +26,9 @@ from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_o
 from daf_core.snapshots.writes import Copy, Writes, has_storage
 from daf_core.torch_internals import has_compiled_anything, is_compiled
 
+HOOKS = "_hooks"
+"""What the names of a module's collections of hooks contain."""
+
 PART = 1 << 22
 """Elements of a tensor that are added up at once."""
 
@@ -96,7 +99,7 @@ class Measurement:
         """Returns the names of what a pass changes once more that a pass before it has changed.
 
         Counts and moving averages are such, and what is set up once, or noted in each pass, is not: a pass that is run
-        again, or in parts, finds these as a whole one does.
+        again, or in parts, finds these as a whole one does. What hooks count is left out: they watch a model.
 
         Args:
             run: Runs a pass.
@@ -113,7 +116,7 @@ class Measurement:
             numbers.restore()
             run()
             second = _values(self._model)
-        unknown = {name for name in self.changed if _of_attribute(name, second) is None}
+        unknown = {name for name in self.changed if HOOKS not in name and _of_attribute(name, second) is None}
         return unknown | {name for name, value in second.items() if value != first.get(name)}
 
     def _taken(self) -> tuple[RandomNumbers, ModuleAttributes, Buffers]:
@@ -175,6 +178,8 @@ def _values(model: nn.Module) -> dict[str, bytes | None]:
     known = frozenset(map(id, model.modules()))
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
+            if HOOKS in attribute:
+                continue
             parts = value.items() if attribute in REGISTERED else [(attribute, value)]
             kept |= {f"{name}.{part}".lstrip("."): _pickled(each, known) for part, each in parts}
     return {name: value for name, value in kept.items() if name not in left_out}
