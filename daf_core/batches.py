@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,13 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 def has_rows(batch: Any) -> bool:
     """Says whether there is anything in a batch that has rows."""
     return next(tensors_in(batch), None) is not None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass, also of one with slots, or an object's attributes; {} where it has none."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+    return {**vars(value)} if hasattr(value, "__dict__") else {}
 
 
 def text_bounds(batch: Any) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from daf_core.batches import IGNORED, has_rows, map_values, named_tensors, rows_of, tensors_in, text_bounds
+from daf_core.batches import (
+    IGNORED,
+    attributes_of,
+    has_rows,
+    map_values,
+    named_tensors,
+    rows_of,
+    tensors_in,
+    text_bounds,
+)
 from daf_core.errors import TraceError
 
 SHARE = 1 / 8
@@ -93,7 +101,7 @@ def _copied(value: Any, depth: int = 0) -> Any:
         raise TraceError(f"a batch with a {type(value).__name__} is used up by the first that reads it; make it a list")
     if isinstance(value, dict | list | tuple | type | nn.Module | Dataset) or depth == _NESTED:
         return value
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     inside = {name: map_values(each, lambda part: _copied(part, depth + 1)) for name, each in attributes.items()}
     if not any(new is not attributes[name] and has_rows(new) for name, new in inside.items()):
         return value
@@ -101,12 +109,6 @@ def _copied(value: Any, depth: int = 0) -> Any:
     for name, each in inside.items():
         object.__setattr__(new, name, each)  # also where an object is frozen
     return new
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
-    return {**vars(value)} if hasattr(value, "__dict__") else {}
 
 
 def _tensor_rows(batch: Any, rows: int, size: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import AuditError
-from daf_core.batches import tensors_in
+from daf_core.batches import attributes_of, tensors_in
 from daf_core.torch_internals import all_nodes
 
 ELEMENTS = 1 << 14
@@ -79,7 +78,8 @@ class LossWatch:
 
     def __init__(self, output: Any, name: str | None) -> None:
         losses = losses_in(output)
-        found = {id(tensor): tensor for tensor in (*losses.values(), *tensors_in(_contents(output)))}
+        contents = output if isinstance(output, Mapping | tuple | list | Tensor) else attributes_of(output)
+        found = {id(tensor): tensor for tensor in (*losses.values(), *tensors_in(contents))}
         # Not logits that wait until they are read: they are of another class.
         tensors = [tensor for tensor in found.values() if type(tensor) is Tensor and tensor.grad_fn is not None]
         self._roots = {known: _Root(loss, tensors) for known, loss in losses.items()}
@@ -151,14 +151,6 @@ class _Beside:
         if gradient is not None:  # a node that nothing reached runs with none, as that of DistributedDataParallel does
             self.seen = True
             self._got = self._got + _some(gradient)
-
-
-def _contents(output: Any) -> Any:
-    if isinstance(output, Mapping | tuple | list | Tensor):
-        return output
-    if is_dataclass(output):
-        return {field.name: getattr(output, field.name, None) for field in fields(output)}
-    return vars(output) if hasattr(output, "__dict__") else {}
 
 
 def _some(gradient: Tensor) -> Tensor:

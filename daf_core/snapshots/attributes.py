@@ -40,7 +40,8 @@ FRAMEWORKS = {"torch", "transformers", "lightning", "pytorch_lightning", "lightn
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes of a module whose contents are called as if they were its own."""
 
-_OWN = {*FRAMEWORKS, "daf_core", "daf_integrations", "daf_kernels", "builtins"}
+_FOREIGN = {*FRAMEWORKS, "daf_core", "daf_integrations", "daf_kernels", "builtins"}
+"""Packages of which nothing is the user's own."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type)
 
@@ -59,7 +60,7 @@ class Attributes:
     def __init__(self, owner: object, private: bool = False, others: nn.Module | None = None) -> None:
         self._owner, self._private = owner, private
         self._before = _attributes(owner, private)
-        packages = {_package(kind) for kind in type(owner).__mro__} - _OWN
+        packages = {_package(kind) for kind in type(owner).__mro__} - _FOREIGN
         known = set() if others is None else set(map(id, others.modules()))
         self._contents = Contents(packages if others is not None else (), known)
         for name, value in self._before.items():
@@ -118,12 +119,12 @@ class ModuleAttributes:
         modules = dict(model.named_modules())
         kinds = {kind for module in modules.values() for kind in type(module).__mro__}
         known = set(map(id, modules.values()))
-        self._contents = contents = Contents(set(map(_package, kinds)) - _OWN, known, LONGEST)
+        self._contents = contents = Contents(set(map(_package, kinds)) - _FOREIGN, known, LONGEST)
         for name, module in modules.items():
             contents.add_object(name, module)
         for name, parameter in model.named_parameters():
             contents.add(name, getattr(parameter, "_backward_hooks", None))
-        self._classes = [_ClassAttributes(kind, contents) for kind in kinds if _package(kind) not in _OWN]
+        self._classes = [_ClassAttributes(kind, contents) for kind in kinds if _package(kind) not in _FOREIGN]
         self.tensors, self.opaque = contents.tensors, contents.opaque
 
     def restore(self) -> set[str]:
@@ -189,7 +190,7 @@ class Contents:
                 self.opaque.append((name, value))
                 return
             self._keep(name, value, named=False)
-            if self._looks and vars_of(value):
+            if self._looks and _vars_of(value):
                 self._keep(name, vars(value), named=True)
         elif (numbers := _numbers(value)) is not None:
             self._kept[id(value)] = _Numbers(name, value, *numbers)
@@ -197,11 +198,11 @@ class Contents:
             return
         elif isinstance(value, FunctionType | MethodType | partial):
             self._known.add(id(value))
-            self._packages |= {(getattr(value, "__module__", None) or "").partition(".")[0]} - _OWN
+            self._packages |= {(getattr(value, "__module__", None) or "").partition(".")[0]} - _FOREIGN
             self._waiting += [(name, each) for each in _referred(value)]
             owner = getattr(value, "__self__", None)
-            known = id(vars_of(owner)) in self._known or id(owner) in self._others
-            if vars_of(owner) and not known and _package(type(owner)) not in _OWN:
+            known = id(_vars_of(owner)) in self._known or id(owner) in self._others
+            if _vars_of(owner) and not known and _package(type(owner)) not in _FOREIGN:
                 self._keep(name, vars(owner), named=True)
         elif self._is_own(value):
             self._keep(name, vars(value), named=True)
@@ -226,7 +227,7 @@ class Contents:
     def _is_own(self, value: Any) -> bool:
         package = _package(type(value))
         if isinstance(value, nn.Module):
-            self._packages |= {package} - _OWN
+            self._packages |= {package} - _FOREIGN
             return True
         if isinstance(value, SimpleNamespace) or is_dataclass(value):
             return package not in FRAMEWORKS and hasattr(value, "__dict__")
@@ -311,7 +312,7 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, _PLAIN)
 
 
-def vars_of(value: object) -> dict[str, Any]:
+def _vars_of(value: object) -> dict[str, Any]:
     """Returns an object's attributes; {} where it has none of its own."""
     return getattr(value, "__dict__", {})
 
@@ -324,7 +325,7 @@ def _referred(function: Any) -> Iterator[Any]:
     if isinstance(function, MethodType):
         yield from (function.__func__, function.__self__)
         return
-    if (function.__module__ or "").partition(".")[0] in _OWN:
+    if (function.__module__ or "").partition(".")[0] in _FOREIGN:
         return
     yield from (function.__defaults__, function.__kwdefaults__)
     yield from (cell.cell_contents for cell in function.__closure__ or () if cell != CellType())

@@ -16,13 +16,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] what all have in common
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, ModuleAttributes, is_plain
-from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_of
+from daf_core.snapshots.rng_and_buffers import NORMALIZATION, Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
 from daf_core.torch_internals import has_compiled_anything, is_compiled
 
@@ -73,15 +72,17 @@ class Measurement:
             TraceError: A run changes what cannot be taken back, or the model has parameters that its first run makes.
         """
         self._refuse()
-        numbers, attributes, buffers = self._taken()
+        numbers, attributes = RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model)
+        buffers = Buffers(self._model, LARGEST_BUFFER)
         tensors = attributes.tensors
         before = None if self._checked else _digests(tensors, attributes.opaque)
         # Under what looks at operators nothing runs compiled, and what was to be compiled then never is.
         compiled = has_compiled_anything() or any(map(is_compiled, self._model.modules()))
-        copies = [] if not timed and not compiled else self._copied(tensors, compiled)
+        watched = not (timed or compiled)
+        copies = [] if watched else self._copied(tensors, compiled)
         writes = Writes(tensors)
         try:
-            with nullcontext() if timed or compiled else writes:
+            with writes if watched else nullcontext():
                 yield
         finally:
             self.changed |= (attributes.restore() | writes.written) - _statistics(self._model)
@@ -118,10 +119,6 @@ class Measurement:
             second = _values(self._model)
         unknown = {name for name in self.changed if HOOKS not in name and _of_attribute(name, second) is None}
         return unknown | {name for name, value in second.items() if value != first.get(name)}
-
-    def _taken(self) -> tuple[RandomNumbers, ModuleAttributes, Buffers]:
-        buffers = Buffers(self._model, LARGEST_BUFFER)
-        return RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model), buffers
 
     def _copied(self, tensors: Iterable[tuple[str, Tensor]], compiled: bool) -> list[Copy]:
         """Returns copies of what may be written to where operators are not looked at."""
@@ -168,7 +165,7 @@ def measuring(model: nn.Module) -> Generator[None]:
 
 def _statistics(model: nn.Module) -> set[str]:
     """Returns the names of the running statistics of batch normalization and its like."""
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _NormBase)]
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, NORMALIZATION)]
     return {f"{name}.{buffer}".lstrip(".") for name, module in norms for buffer, _ in module.named_buffers()}
 
 

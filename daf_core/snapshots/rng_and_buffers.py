@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] what all have in common
 
 
 class RandomNumbers:
@@ -32,7 +33,8 @@ class RandomNumbers:
             _module(device).set_rng_state(state, *_place(device))
 
 
-NORMALIZATIONS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMALIZATION = _NormBase
+"""What batch and instance normalizations have in common: running statistics, which no pass of training reads."""
 
 
 class Buffers:
@@ -48,7 +50,7 @@ class Buffers:
             (module, name, buffer, buffer.clone())
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-            if largest is None or isinstance(module, NORMALIZATIONS) or _size(buffer) <= largest
+            if largest is None or isinstance(module, NORMALIZATION) or _size(buffer) <= largest
         ]
 
     def restore(self) -> None:

@@ -284,7 +284,7 @@ def test_another_reader_at_the_same_place_gets_no_wrong_values(before: Head, aft
     try:
         assert error(step(net, engine), exact) < 0.3
     except ReaderError as refused:
-        assert "run the step again, or set precision to 'exact'" in str(refused)  # noqa: PT017
+        assert "run the step again, or set precision to 'exact'" in str(refused)  # noqa: PT017 it may be right instead
     net.zero_grad()
     gc.collect()
     assert_empty(engine)

@@ -279,7 +279,7 @@ def test_a_call_may_save_more_than_may_wait(kind: str, patience: int, monkeypatc
     head: Callable[[Tensor], Tensor] = {"foreach": _foreach, "recurrent": _recurrent}.get(kind, lambda x: x)
     if kind in scripts:
         scripted: Any = torch.jit.script(scripts[kind])
-        head = lambda x: scripted(_wide(x))  # noqa: E731
+        head = lambda x: scripted(_wide(x))  # noqa: E731 one of several heads
     net = Net(head)
     exact = plain(net)
     engine, seen = engine_for(net, 8), watch_waiting(monkeypatch)

@@ -118,15 +118,12 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(str(folder), max_steps=STEPS, report_to="none", disable_tqdm=True, use_cpu=True, **options)
+
+
 def in_hf(net: nn.Module, options: dict[str, Any] | None, folder: Path, data: Any = DATA, rows: int = ROWS) -> None:
-    args = TrainingArguments(
-        str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=rows,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    args = arguments(folder, per_device_train_batch_size=rows)
     callbacks: list[Any] = [] if options is None else [DAFCallback(**options)]
     Trainer(net, args, train_dataset=data, callbacks=callbacks).train()
 
@@ -289,15 +286,7 @@ def test_a_trainers_own_loss_has_no_traces(name: str, tmp_path: Path) -> None:
     for options in (None, OPTIONS[name]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
-        args = TrainingArguments(
-            str(tmp_path),
-            max_steps=STEPS,
-            per_device_train_batch_size=ROWS,
-            report_to="none",
-            remove_unused_columns=False,
-            use_cpu=True,
-            disable_tqdm=True,
-        )
+        args = arguments(tmp_path, per_device_train_batch_size=ROWS, remove_unused_columns=False)
         callbacks: list[Any] = [] if options is None else [DAFCallback(**options)]
         trainer = CentredTrainer(model, args, train_dataset=DATA, callbacks=callbacks)  # pyright: ignore[reportArgumentType]
         trainer.criterion = Centred()
