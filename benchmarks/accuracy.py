@@ -27,9 +27,9 @@ from benchmarks.options import method_names, usable_device, whole_number
 from benchmarks.rows import SourceError
 from benchmarks.scores import TEXT_METRICS
 from benchmarks.tasks import TASKS
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.bench.methods import METHODS as BENCH_METHODS
-from daf_integrations.doctor import loaded_allocator
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.methods import METHODS as BENCH_METHODS
+from daf_integrations.cli.doctor import loaded_allocator
 
 METHODS = (*BENCH_METHODS, *(f"{kind}@0.7" for kind in COURSES))
 DEFAULT_DATA = Path("../shared/data/glue/mrpc")

@@ -19,12 +19,12 @@ from rich.table import Table
 
 from benchmarks.options import method_names, whole_number
 from benchmarks.zoo import models
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.bench.rounds import rotated, run_process
-from daf_integrations.bench.summary import paired_ratio
-from daf_integrations.bench.worker import Measurement, Task
-from daf_integrations.doctor import installed_tcmalloc
-from daf_integrations.sizing import Workload
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.rounds import rotated, run_process
+from daf_integrations.cli.bench.summary import paired_ratio
+from daf_integrations.cli.bench.worker import Measurement, Task
+from daf_integrations.cli.doctor import installed_tcmalloc
+from daf_integrations.cli.workload.build import Workload
 
 MEGABYTE = 1e6
 GLIBC = (
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, method in track(runs, "allocators", console=Console(stderr=True)):
             task, variables = asdict(_task(options, method)), variables_of(named[name])
-            found = run_process("daf_integrations.bench.worker", task, f"{method}, {name}", Path(folder), variables)
+            found = run_process("daf_integrations.cli.bench.worker", task, f"{method}, {name}", Path(folder), variables)
             measured[method][name].append(Measurement(**found))
     results = [result for method in options.methods for result in summarize(method, measured[method])]
     Console().print(result_table(results))

@@ -20,15 +20,15 @@ from benchmarks.timing import time_in_turn, wall_timer
 from benchmarks.zoo.models import SEED, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.errors import PlanError
-from daf_core.memory.release import release_free_memory
-from daf_core.plan.meter import TensorMeter
-from daf_core.plan.planner import Plan
-from daf_core.plan.runner import StepRunner
-from daf_integrations.bench.methods import open_method
-from daf_integrations.bench.process_memory import peak_bytes, reset_peak, resident_bytes
-from daf_integrations.bench.summary import compare_gradients, compare_lora_gradients, paired_ratio
-from daf_integrations.bench.worker import gradients_of, switch_dropout_off
-from daf_integrations.doctor import loaded_allocator
+from daf_core.memory.system.release import release_free_memory
+from daf_core.plan.observe.meter import TensorMeter
+from daf_core.plan.run.runner import StepRunner
+from daf_core.plan.search.planner import Plan
+from daf_integrations.cli.bench.methods import open_method
+from daf_integrations.cli.bench.process_memory import peak_bytes, reset_peak, resident_bytes
+from daf_integrations.cli.bench.summary import compare_gradients, compare_lora_gradients, paired_ratio
+from daf_integrations.cli.bench.worker import gradients_of, switch_dropout_off
+from daf_integrations.cli.doctor import loaded_allocator
 
 DROPOUT = 0.1
 SETTLING = 3

@@ -20,9 +20,9 @@ from rich.progress import Progress
 
 from benchmarks.budget_worker import BudgetMeasurement, BudgetTask
 from benchmarks.options import whole_number
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.bench.rounds import run_process
-from daf_integrations.bench.tables import Grid, markdown_table, terminal_table
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.rounds import run_process
+from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
 
 SHAPES = {"gpt2": (2, 512), "roberta-base": (8, 128), "tiny": (8, 64)}
 """Rows of a batch and tokens of a row."""

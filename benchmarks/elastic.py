@@ -27,15 +27,15 @@ from benchmarks.options import whole_number
 from benchmarks.timing import time_in_turn
 from benchmarks.zoo.models import build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig, ElasticConfig
-from daf_core.elastic.clock import StepTimes
-from daf_core.elastic.costs import StepCosts
-from daf_core.elastic.course import Choice, Course
+from daf_core.elastic.block_timer import StepTimes
+from daf_core.elastic.cost_model import StepCosts
+from daf_core.elastic.schedule import Choice, Course
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.bench.summary import paired_ratio
-from daf_integrations.bench.tables import Grid, terminal_table
-from daf_integrations.doctor import loaded_allocator
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.summary import paired_ratio
+from daf_integrations.cli.bench.tables import Grid, terminal_table
+from daf_integrations.cli.doctor import loaded_allocator
 
 CUTS = (0.25, 0.5, 0.75)
 """Parts of the blocks that are cut off, from the input on."""

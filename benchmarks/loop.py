@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from daf_integrations.bench.methods import Method
+from daf_integrations.cli.bench.methods import Method
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -21,12 +21,12 @@ from rich.table import Table
 from benchmarks.finetune import MissingEncoderError, Recipe, build_encoder, load_splits, training_batches
 from benchmarks.options import whole_number
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
+from daf_core.codecs.plane_importance import plane_importances, rounding_errors
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
-from daf_core.memory.pool import PAGE_BYTES, PagePool
-from daf_core.precision.importance import plane_importances, rounding_errors
-from daf_integrations.bench.machine import describe_machine
-from daf_integrations.doctor import loaded_allocator
+from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
+from daf_integrations.cli.bench.machine import describe_machine
+from daf_integrations.cli.doctor import loaded_allocator
 from daf_kernels import PRECISIONS, PlaneLayout, plane_layout, planes_for
 from daf_kernels.layout import BLOCK, HEADER_BYTES
 

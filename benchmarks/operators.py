@@ -23,12 +23,12 @@ from benchmarks.options import whole_number
 from benchmarks.saved_bytes import saved_bytes
 from benchmarks.timing import time_in_turn, wall_timer
 from benchmarks.zoo.models import SEED, build_batch, build_model
-from daf_core.plan.meter import TensorMeter
-from daf_core.rewrites.operators import OperatorRewrites
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.bench.summary import paired_ratio
-from daf_integrations.bench.tables import Grid, terminal_table
-from daf_integrations.doctor import loaded_allocator
+from daf_core.plan.observe.meter import TensorMeter
+from daf_core.rewrites.registry import OperatorRewrites
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.summary import paired_ratio
+from daf_integrations.cli.bench.tables import Grid, terminal_table
+from daf_integrations.cli.doctor import loaded_allocator
 
 MEGABYTE = 1e6
 SHAPES = {

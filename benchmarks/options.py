@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from daf_integrations.bench.methods import METHODS, is_method
+from daf_integrations.cli.bench.methods import METHODS, is_method
 
 
 def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], int]:

@@ -28,9 +28,9 @@ from benchmarks.options import usable_device, whole_number
 from benchmarks.zoo.models import MODELS, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig, StepStatistics
 from daf_core.config import Packing, Precision
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.bench.summary import paired_ratio
-from daf_integrations.doctor import loaded_allocator
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.summary import paired_ratio
+from daf_integrations.cli.doctor import loaded_allocator
 
 PRECISIONS: dict[str, Precision] = {"8": 8, "4": 4, "2": 2, "1": 1}
 SMALLEST_IMAGE = 32

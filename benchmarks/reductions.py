@@ -20,10 +20,10 @@ from torch import Tensor
 
 from benchmarks.options import whole_number
 from benchmarks.timing import CudaTimer, Timer, time_in_turn
-from daf_integrations.bench.machine import describe_machine
-from daf_integrations.bench.summary import paired_ratio
-from daf_integrations.bench.tables import Grid, markdown_table, terminal_table
-from daf_integrations.doctor import loaded_allocator
+from daf_integrations.cli.bench.machine import describe_machine
+from daf_integrations.cli.bench.summary import paired_ratio
+from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
+from daf_integrations.cli.doctor import loaded_allocator
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STRATEGIES = ("fused", "parallel", "atomic")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf_core.torch_internals import packed_for, storage_id
+from daf_core.autograd.torch_private import packed_for, storage_id
 
 PREFIX = "_raw_saved_"
 

@@ -24,13 +24,13 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 from benchmarks.options import whole_number
 from benchmarks.timing import time_in_turn
 from benchmarks.zoo.models import SEED
-from daf_integrations.bench.machine import core_count, describe_machine
-from daf_integrations.bench.methods import Method, open_method, traits
-from daf_integrations.bench.summary import LARGEST_ROUNDING, Gradients, paired_ratio, problem_of
-from daf_integrations.bench.tables import Grid, markdown_table, terminal_table
-from daf_integrations.bench.worker import TrainingStep, computed, fill_adapters
-from daf_integrations.doctor import loaded_allocator
-from daf_integrations.sizing import Sized
+from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.methods import Method, open_method, traits
+from daf_integrations.cli.bench.summary import LARGEST_ROUNDING, Gradients, paired_ratio, problem_of
+from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
+from daf_integrations.cli.bench.worker import TrainingStep, computed, fill_adapters
+from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.workload.build import Sized
 
 METHODS = ("plain", "daf-exact", "daf-4bit", "daf-auto")
 LONGEST = 2048

@@ -1,8 +1,8 @@
 """The codec in plain torch operations, as one would write it without kernels: what the kernels are measured against.
 
-It gives the bytes of `daf_kernels.reference`, which is slow on purpose, with what makes torch fast: no int64 where 8 or
-32 bits do, eight codes in a machine word while they are packed, results written in place, and, if asked to, work on few
-enough elements at a time for a cache. Codes are rounded to nearest; stochastic rounding is left out.
+It gives the bytes of `daf_kernels.reference.codec`, which is slow on purpose, with what makes torch fast: no int64
+where 8 or 32 bits do, eight codes in a machine word while they are packed, results written in place, and, if asked to,
+work on few enough elements at a time for a cache. Codes are rounded to nearest; stochastic rounding is left out.
 
 Pages are one contiguous tensor here. Kernels write to pages anywhere in memory, which is harder.
 """
@@ -25,7 +25,7 @@ from daf_kernels.layout import (
     ROWS,
     PlaneLayout,
 )
-from daf_kernels.reference import MOMENT_STEPS, is_clipped, read_header
+from daf_kernels.reference.codec import MOMENT_STEPS, is_clipped, read_header
 
 CHUNK = 1 << 18
 """Elements that a CPU had better work on at a time: of 2**24 float32 at 4 bits, chunks of 2**16, 2**18 and 2**20 took a

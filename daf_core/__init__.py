@@ -23,8 +23,7 @@ from daf_core.errors import (
     TraceError,
     UnsupportedDeviceError,
 )
-from daf_core.precision.rehearsal import GradientError
-from daf_core.telemetry import StepStatistics
+from daf_core.telemetry import GradientError, StepStatistics
 
 __all__ = [
     "ActivationBudgetError",

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from daf_core.checked import MOST
 from daf_core.errors import ConfigError, shown
+from daf_core.state_checks import MOST
 
 Precision = Literal["auto", "exact", 8, 4, 2, 1]
 MinPrecision = Literal[0, 1, 2, 4, 8]

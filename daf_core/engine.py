@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf_core import hook_stack
-from daf_core.backends import Backends
-from daf_core.codecs.doubts import Doubts
+from daf_core.autograd import hook_stack
+from daf_core.autograd.sites import ModuleScopes, follow_modules
+from daf_core.codecs.deferred_check import Doubts
 from daf_core.config import DAFConfig, as_config, parse_size
-from daf_core.eligibility import Eligibility
 from daf_core.errors import ConfigError, NothingToTrainError, shown
-from daf_core.itemized import Items
-from daf_core.lossy_stores import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.memory.devices import DevicePagers
-from daf_core.packing import Packer
-from daf_core.packing_choice import PackingChoice
+from daf_core.model.treatments import Treatments
 from daf_core.precision.audit import PARTS, Auditor, restored
-from daf_core.precision.census import Census, KindsOfPasses, Sizes
 from daf_core.precision.policy import PrecisionPolicy
-from daf_core.precision.rehearsal import GradientError, Rehearsal
+from daf_core.precision.probe import Rehearsal
+from daf_core.precision.site_stats import Census, KindsOfPasses, Sizes
 from daf_core.readers.learning import Readers
-from daf_core.rewind import Attributes
-from daf_core.sites import ModuleScopes, follow_modules
+from daf_core.saved_tensors.backends import Backends
+from daf_core.saved_tensors.background_choice import PackingChoice
+from daf_core.saved_tensors.classify import Eligibility
+from daf_core.saved_tensors.hooks import Packer
+from daf_core.saved_tensors.itemize import Items
+from daf_core.saved_tensors.lossy import RandomStreams, RehearsalStore, TrainingStore
+from daf_core.saved_tensors.store import ActivationStore, LossyStore
 from daf_core.snapshots.measurement import Measurement
-from daf_core.store import ActivationStore, LossyStore
-from daf_core.telemetry import StepRecorder, StepStatistics
-from daf_core.treatments import Treatments
+from daf_core.snapshots.rewind import Attributes
+from daf_core.telemetry import GradientError, StepRecorder, StepStatistics
 
 REHEARSED_ELEMENTS = 128
 REHEARSED_PAGE_BYTES = 128

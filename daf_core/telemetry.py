@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from daf_core.memory.account import PagerAccount
-from daf_core.precision.rehearsal import GradientError
+from daf_core.memory.pager_stats import PagerAccount
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """How a gradient differs from the exact one.
+
+    Attributes:
+        error: Length of the difference over the length of the exact gradient.
+        cosine: Of the angle between the two.
+    """
+
+    error: float
+    cosine: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether both gradients were finite, and the exact one not zero."""
+        return math.isfinite(self.error) and math.isfinite(self.cosine)
 
 
 @dataclass(frozen=True)

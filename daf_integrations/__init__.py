@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from daf_integrations.arguments import DAFArguments
-    from daf_integrations.hf import DAFCallback
-    from daf_integrations.hf_trainer import DAFTrainer, DAFTrainerMixin
+    from daf_integrations.huggingface.arguments import DAFArguments
+    from daf_integrations.huggingface.callback import DAFCallback
+    from daf_integrations.huggingface.trainer import DAFTrainer, DAFTrainerMixin
     from daf_integrations.lightning import DAFStrategy
-    from daf_integrations.plain import load_state_dict, metrics, prepare, scope, state_dict, step, summary
+    from daf_integrations.loop.api import load_state_dict, metrics, prepare, scope, state_dict, step, summary
 
 __all__ = [
     "DAFArguments",
@@ -26,13 +26,13 @@ __all__ = [
     "summary",
 ]
 
-_PLAIN = ("daf_integrations.plain", "torch", "dev")
+_PLAIN = ("daf_integrations.loop.api", "torch", "dev")
 _HOMES = {
-    "DAFArguments": ("daf_integrations.arguments", "torch", "dev"),
-    "DAFCallback": ("daf_integrations.hf", "transformers", "hf"),
+    "DAFArguments": ("daf_integrations.huggingface.arguments", "torch", "dev"),
+    "DAFCallback": ("daf_integrations.huggingface.callback", "transformers", "hf"),
     "DAFStrategy": ("daf_integrations.lightning", "lightning", "lightning"),
-    "DAFTrainer": ("daf_integrations.hf_trainer", "transformers", "hf"),
-    "DAFTrainerMixin": ("daf_integrations.hf_trainer", "transformers", "hf"),
+    "DAFTrainer": ("daf_integrations.huggingface.trainer", "transformers", "hf"),
+    "DAFTrainerMixin": ("daf_integrations.huggingface.trainer", "transformers", "hf"),
     "load_state_dict": _PLAIN,
     "metrics": _PLAIN,
     "prepare": _PLAIN,

@@ -1,6 +1,6 @@
 """`python -m daf_integrations` is the command `daf`."""
 
-from daf_integrations.cli import main
+from daf_integrations.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -18,18 +17,9 @@ from logging import getLogger
 from types import ModuleType
 from typing import Any
 
+from daf_integrations.environment import SECTION, autoload_allowed, requested
+
 Action = Callable[[ModuleType], None]
-
-SWITCH = "ACCELERATE_USE_DAF"
-"""Environment variable that switches DAF on in Accelerate."""
-
-OPTIONS = "ACCELERATE_DAF_CONFIG"
-"""Environment variable with the options, as a JSON object."""
-
-SECTION = "daf_config"
-"""Section of an Accelerate configuration file with the options."""
-
-_OFF = ("", "0", "false", "off", "no", "n", "f")
 
 log = getLogger("daf")
 
@@ -37,7 +27,7 @@ log = getLogger("daf")
 def register() -> None:
     """Installs the hooks, once; torch calls it at the end of its own import."""
     try:
-        if os.environ.get("DAF_AUTOLOAD", "1").lower() in _OFF:
+        if not autoload_allowed():
             return
         if not any(isinstance(finder, ImportWatcher) for finder in sys.meta_path):
             watcher = ImportWatcher(_ACTIONS)
@@ -45,11 +35,6 @@ def register() -> None:
             watcher.act_on_imported()
     except Exception as error:
         log.warning("DAF could not install its hooks, so no configuration file switches it on: %r", error)
-
-
-def requested() -> bool:
-    """Says whether the environment switches DAF on in Accelerate."""
-    return os.environ.get(SWITCH, "").lower() not in _OFF
 
 
 class ImportWatcher(MetaPathFinder):
@@ -118,7 +103,7 @@ def _accept_section(config_args: ModuleType) -> None:
     @functools.wraps(process_config)
     def process(config_dict: Any) -> Any:
         if isinstance(config_dict, dict) and SECTION in config_dict:
-            from daf_integrations.settings import export
+            from daf_integrations.session.options import export
 
             export(config_dict.pop(SECTION))
         return process_config(config_dict)
@@ -135,7 +120,7 @@ def _switch_on(accelerator_module: ModuleType) -> None:
 
     @functools.wraps(initialize)
     def first_initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        from daf_integrations.accelerate import install
+        from daf_integrations.accelerate.plugin import install
 
         install(accelerator_class)
         accelerator_class.__init__ = initialize

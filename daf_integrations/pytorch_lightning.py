@@ -13,9 +13,9 @@ from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from typing_extensions import override
 
 from daf_core import DAFConfig
-from daf_integrations.compressing_strategy import ChoosingStrategy, announce_update, report_metrics
-from daf_integrations.compressing_strategy import register as register_in
-from daf_integrations.settings import naming_options
+from daf_integrations.lightning.base import ChoosingStrategy, announce_update, report_metrics
+from daf_integrations.lightning.base import register as register_in
+from daf_integrations.session.options import naming_options
 
 
 class DAFStrategy(ChoosingStrategy, SingleDeviceStrategy):

@@ -15,8 +15,8 @@ from docstring_parser import parse
 
 from daf_core import DAFConfig, ElasticConfig, errors
 from daf_core.readers import table
-from daf_integrations.cli import main
-from daf_integrations.totals import METRICS
+from daf_integrations.cli.main import main
+from daf_integrations.session.metrics import METRICS
 
 FOLDER = Path(__file__).parent
 

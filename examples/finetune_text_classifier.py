@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from daf_integrations import DAFCallback
-from daf_integrations.doctor import allocator_advice, loaded_allocator
+from daf_integrations.cli.doctor import allocator_advice, loaded_allocator
 
 
 class TokenizedTexts(torch.utils.data.Dataset[dict[str, Any]]):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from daf_core.memory.release import release_free_memory
+from daf_core.memory.system.release import release_free_memory
 
 _SAMPLING_SECONDS = 0.002
 _STATUS = Path("/proc/self/status")

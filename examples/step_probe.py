@@ -8,7 +8,7 @@ import torch
 from process_memory import MemorySampler, live_bytes, peak_bytes, reset_peak
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from daf_core.memory.release import release_free_memory
+from daf_core.memory.system.release import release_free_memory
 
 
 class StepProbe(TrainerCallback):

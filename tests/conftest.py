@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from daf_core import packing_choice
-from daf_core.torch_internals import has_compiled_anything
+from daf_core.autograd.torch_private import has_compiled_anything
+from daf_core.saved_tensors import background_choice
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,7 +60,7 @@ def _forget_graphs() -> None:
 @pytest.fixture(autouse=True)
 def no_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ``packing="auto"`` the same on every machine; the background is tested where a test asks for it."""
-    monkeypatch.setattr(packing_choice, "idle_cores", lambda: 0)
+    monkeypatch.setattr(background_choice, "idle_cores", lambda: 0)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import allocators
-from daf_integrations.bench.worker import Measurement
+from daf_integrations.cli.bench.worker import Measurement
 
 MEASURED = dict.fromkeys((field.name for field in fields(Measurement)), 0) | {
     "raw_bytes": 2_000_000,
@@ -25,7 +25,7 @@ class Processes:
         self.started: list[tuple[str, dict[str, str]]] = []
 
     def run(self, module: str, task: dict[str, Any], _name: str, _folder: Path, env: dict[str, str]) -> dict[str, Any]:
-        assert module == "daf_integrations.bench.worker"
+        assert module == "daf_integrations.cli.bench.worker"
         self.started.append((task["method"], env))
         return MEASURED | {"step_seconds": 2.0 if "LD_PRELOAD" in env else 4.0}
 

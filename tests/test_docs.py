@@ -18,7 +18,7 @@ import click
 import pytest
 
 from daf_core import DAFConfig, ElasticConfig, errors
-from daf_integrations.cli import main
+from daf_integrations.cli.main import main
 from tests.pages.blocks import PAGES, inline_code
 
 ROOT = Path(__file__).resolve().parent.parent

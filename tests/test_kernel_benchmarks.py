@@ -16,11 +16,12 @@ from benchmarks import gpu_needs, kernels, reductions, torch_codec
 from benchmarks.kernels import Clocks, mask_form, measure, planes_form
 from benchmarks.launches import kernels_of
 from benchmarks.timing import CudaTimer, time_in_turn, wall_timer
-from daf_core.memory.pool import PAGE_BYTES
-from daf_integrations.bench.machine import Machine
-from daf_integrations.bench.process_memory import GpuMemory
-from daf_integrations.bench.tables import Grid, markdown_table
-from daf_kernels import FixedPages, plane_layout, planes_for, reference
+from daf_core.memory.pages.pool import PAGE_BYTES
+from daf_integrations.cli.bench.machine import Machine
+from daf_integrations.cli.bench.process_memory import GpuMemory
+from daf_integrations.cli.bench.tables import Grid, markdown_table
+from daf_kernels import FixedPages, plane_layout, planes_for
+from daf_kernels.reference import codec as reference
 from tests.kernels.hard_inputs import HARD_INPUTS, Make, each
 from tests.kernels.harness import bits, used_bytes
 from tests.kernels.triton_device import DEVICE, TRITON

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from daf_core import DAFConfig
-from daf_integrations import training
-from daf_integrations._autoload import OPTIONS, SECTION
-from daf_integrations.cli import main
+from daf_integrations.cli.main import main
+from daf_integrations.environment import OPTIONS, SECTION
+from daf_integrations.loop import training
 from tests.pages.blocks import Block, all_blocks, blocks_of, inline_code, names_for_blocks, versions_of
 from tests.pages.commands import NoCommandError, check, commands_of
 

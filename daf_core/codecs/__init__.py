@@ -8,19 +8,19 @@ others ask for more. rehearsed are planes or slopes, tried out.
 from daf_core.codecs.attended import AttendedActivation
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.derived import NormalizedActivation, ProductActivation, SumActivation
+from daf_core.codecs.byte_copy import VerbatimActivation
+from daf_core.codecs.gelu_derivative import SlopesActivation
 from daf_core.codecs.kept import KeptActivation
 from daf_core.codecs.logarithms import LogarithmsActivation
 from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
+from daf_core.codecs.probed import RehearsedActivation
 from daf_core.codecs.raw import RawActivation
-from daf_core.codecs.rectified import RectifiedActivation
-from daf_core.codecs.rehearsed import RehearsedActivation
+from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
+from daf_core.codecs.relu_output import RectifiedActivation
+from daf_core.codecs.relu_signs import SignsActivation
 from daf_core.codecs.shape import ShapeActivation
 from daf_core.codecs.sides import SidesActivation
-from daf_core.codecs.signs import SignsActivation
-from daf_core.codecs.slopes import SlopesActivation
-from daf_core.codecs.verbatim import VerbatimActivation
 
 __all__ = [
     "AttendedActivation",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from daf_core.codecs.doubts import Doubts
+from daf_core.codecs.deferred_check import Doubts
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import KeptStorage
-from daf_core.grouping import Grouping, Rows
+from daf_core.codecs.scaling_groups import Grouping, Rows
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Kind, Reading

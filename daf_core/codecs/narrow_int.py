@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from daf_core.codecs.verbatim import VerbatimActivation
+from daf_core.codecs.byte_copy import VerbatimActivation
 from daf_core.memory.pager import Pager
 
 _TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32)

@@ -11,12 +11,12 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from daf_core.codecs.base import PagedActivation
-from daf_core.codecs.doubts import Doubt, Doubts
-from daf_core.grouping import Grouping
+from daf_core.codecs.deferred_check import Doubt, Doubts
+from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
+from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
-from daf_core.memory.pool import PagePool
-from daf_core.precision.importance import LEVELS, plane_importances, rounding_errors
+from daf_core.memory.pages.pool import PagePool
 from daf_kernels import Answer, Backend, Pages, PlaneLayout, Seed, plane_layout, planes_for
 
 TYPICAL_RANGE = 32.0
@@ -30,8 +30,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class PlanesActivation(PagedActivation):
     """Codes between the minimum and maximum of their scaling group; decoding restores the group's mean and deviation.
 
-    Its layout is `daf_kernels.layout`, its numerics `daf_kernels.reference`. Planes may be dropped at any time; what is
-    left decodes at a lower precision.
+    Its layout is `daf_kernels.layout`, its numerics `daf_kernels.reference.codec`. Planes may be dropped at any time;
+    what is left decodes at a lower precision.
     """
 
     codec: ClassVar[str] = "planes"

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from daf_core.autograd.torch_private import storage_id
 from daf_core.errors import ModifiedInPlaceError
 from daf_core.memory import forks
-from daf_core.memory.mortal import WeakValues
 from daf_core.memory.pager import Pager
-from daf_core.torch_internals import storage_id
+from daf_core.memory.system.mortal import WeakValues
 
 
 class KeptStorage:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from daf_core.checked import amount, count, number
-from daf_core.elastic.costs import Prices
+from daf_core.elastic.cost_model import Prices
 from daf_core.elastic.knapsack import PrefixKnapsack
 from daf_core.elastic.units import Units
+from daf_core.state_checks import amount, count, number
 
 BUDGETS = 100
 """Budgets up to that of everything, for each of which the best set is looked at."""

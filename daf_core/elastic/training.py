@@ -11,15 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from daf_core.checked import as_a_whole, count
+from daf_core import distributed
 from daf_core.config import ElasticConfig
-from daf_core.elastic.calls import CallWatch
-from daf_core.elastic.clock import BlockClock, StepTimes, TimedSteps, is_training_pass
-from daf_core.elastic.costs import StepCosts
-from daf_core.elastic.course import Choice, Course, ElasticStep
-from daf_core.elastic.gains import Update
-from daf_core.elastic.mask import STALE, InputGradientHooks, Mask, forget_momentum
-from daf_core.elastic.refusals import (
+from daf_core.elastic.block_timer import BlockClock, StepTimes, TimedSteps, is_training_pass
+from daf_core.elastic.call_order import CallWatch
+from daf_core.elastic.cost_model import StepCosts
+from daf_core.elastic.freeze import STALE, InputGradientHooks, Mask, forget_momentum
+from daf_core.elastic.importance import Update
+from daf_core.elastic.schedule import Choice, Course, ElasticStep
+from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of
+from daf_core.elastic.unsupported import (
     is_choice,
     name_deepest,
     refuse_optimizers,
@@ -27,13 +28,12 @@ from daf_core.elastic.refusals import (
     refuse_uncalled,
     refuse_units,
 )
-from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ElasticError
-from daf_core.hooks import OwnHook
-from daf_core.plan import ranks
-from daf_core.plan.blocks import layers_of
+from daf_core.model.blocks import layers_of
+from daf_core.model.module_hooks import OwnHook
 from daf_core.plan.plan_file import PlanFile
+from daf_core.state_checks import as_a_whole, count
 
 LEARNED = ("_trained", "_unused", "_units", "_mask", "_idle", "_costs", "_course")
 """What is known of each set of parameters that the user has trained."""
@@ -170,7 +170,7 @@ class ElasticTraining:
         due = self._course.finish(choice, times, gains)
         step = ElasticStep(len(self._units.blocks) - self._units.depth(choice.on), self._course.share(choice.on))
         if not self._course.is_planned:  # what was seen by the first process decides what the next step may train
-            state, due = ranks.broadcast((self._course.state(), due), self._outer)
+            state, due = distributed.broadcast((self._course.state(), due), self._outer)
             self._course.load(state)
         if due:
             self._plan()
@@ -393,7 +393,7 @@ class ElasticTraining:
             self._course.plan()
         except ElasticError as raised:
             error = raised
-        state, error = ranks.broadcast((self._course.state(), error), self._outer)
+        state, error = distributed.broadcast((self._course.state(), error), self._outer)
         if error is not None:
             raise error
         self._course.load(state)

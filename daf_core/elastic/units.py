@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from daf_core.plan.blocks import Block
+from daf_core.model.blocks import Block
 
 WHOLE = 0.5
 """Part of a block's parameters that is trained from which on its layers are units of their own: adapters are a few

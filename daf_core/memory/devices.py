@@ -8,17 +8,17 @@ import torch
 
 from daf_core.config import DAFConfig
 from daf_core.memory import forks
-from daf_core.memory.account import PagerAccount
-from daf_core.memory.available import AutoBudget
-from daf_core.memory.growth import AdaptiveGrowth, FixedGrowth
-from daf_core.memory.host import host_memory_of
-from daf_core.memory.linked_pool import LinkedPool, Place
 from daf_core.memory.pager import Pager
-from daf_core.memory.pool import PAGE_BYTES, PagePool
-from daf_core.memory.releases import ReleaseClock
-from daf_core.memory.spill import SpillFile
-from daf_core.memory.tier import Tier
-from daf_core.rewind import Attributes
+from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.pages.growth import AdaptiveGrowth, FixedGrowth
+from daf_core.memory.pages.host_linked_pool import LinkedPool, Place
+from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
+from daf_core.memory.release_clock import ReleaseClock
+from daf_core.memory.system.available import AutoBudget
+from daf_core.memory.tiers.base import Tier
+from daf_core.memory.tiers.disk import SpillFile
+from daf_core.memory.tiers.pinned import host_memory_of
+from daf_core.snapshots.rewind import Attributes
 from daf_kernels import PRECISIONS, HostLink
 
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 from itertools import count
 from typing import Protocol
 
-from daf_core.memory.mortal import WeakValues
+from daf_core.memory.system.mortal import WeakValues
 
 PATIENCE = 10.0
 """Seconds that a fork waits for each of them: 64 MB, the most that is in flight, are packed in a fraction of one. A

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -13,6 +13,9 @@ from daf_kernels import Pages
 
 Drop = tuple[float, int]
 """Importance of a drop, and the planes that are left after it."""
+
+Callback = Callable[["Lease"], None]
+"""What is done at the end of a block in which a lease is written or read."""
 
 NOWHERE: Pages = np.empty(0, np.int64)
 
@@ -113,3 +116,49 @@ def plan_drops(planes: Sequence[int], importances: Sequence[float], least: int) 
             pages += more
         portions.append((importance, pages, left))
     return [(importance, left) for importance, _, left in portions]
+
+
+class WriteLease:
+    """Context manager inside which the planes of a lease are written.
+
+    A class, as is `ReadLease`: a generator would cost 20 us each with cold caches, a tenth of what storing an
+    activation takes in Python.
+
+    Args:
+        lease: The lease.
+        publish: Is called at the end.
+        release: Is called then, where the block has raised an error.
+    """
+
+    __slots__ = ("_lease", "_publish", "_release")
+
+    def __init__(self, lease: Lease, publish: Callback, release: Callback) -> None:
+        self._lease, self._publish, self._release = lease, publish, release
+
+    def __enter__(self) -> Lease:
+        return self._lease
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._publish(self._lease)
+        if kind is not None:
+            self._release(self._lease)
+
+
+class ReadLease:
+    """Context manager inside which the pages and planes of a lease stay as they are.
+
+    Args:
+        lease: The lease.
+        unpin: Is called at the end.
+    """
+
+    __slots__ = ("_lease", "_unpin")
+
+    def __init__(self, lease: Lease, unpin: Callback) -> None:
+        self._lease, self._unpin = lease, unpin
+
+    def __enter__(self) -> Lease:
+        return self._lease
+
+    def __exit__(self, *_: object) -> None:
+        self._unpin(self._lease)

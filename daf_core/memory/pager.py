@@ -13,14 +13,13 @@ import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
 from daf_core.memory import forks
-from daf_core.memory.access import Reading, Writing
-from daf_core.memory.account import PagerAccount
-from daf_core.memory.index import LeaseIndex
-from daf_core.memory.lease import NOWHERE, Lease, Outside, plan_drops
-from daf_core.memory.pool import PagePool
-from daf_core.memory.releases import ReleaseClock, Releases
-from daf_core.memory.spill import ReadAhead
-from daf_core.memory.tier import Tier
+from daf_core.memory.lease import NOWHERE, Lease, Outside, ReadLease, WriteLease, plan_drops
+from daf_core.memory.lease_index import LeaseIndex
+from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.pages.pool import PagePool
+from daf_core.memory.read_ahead import ReadAhead
+from daf_core.memory.release_clock import ReleaseClock, Releases
+from daf_core.memory.tiers.base import Tier
 from daf_kernels import Pages
 
 _planned_drops = lru_cache(maxsize=4096)(plan_drops)
@@ -72,7 +71,7 @@ class Pager:
         self._released: Releases[Lease | Outside] = Releases(clock)
         self._lock = forks.lock(forks.Level.PAGER)
 
-    def writing(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> Writing:
+    def writing(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> WriteLease:
         """Leases pages to a new activation; inside, its planes are written. They may be fewer than asked for.
 
         An exception inside releases the lease; otherwise it is held until `release`.
@@ -86,9 +85,9 @@ class Pager:
             ActivationBudgetError: It does not fit even if everything is given up that may be.
             SpillError: The next tier takes nothing more.
         """
-        return Writing(self._open(fixed, planes, importances), self._publish, self.release)
+        return WriteLease(self._open(fixed, planes, importances), self._publish, self.release)
 
-    def reading(self, lease: Lease) -> Reading:
+    def reading(self, lease: Lease) -> ReadLease:
         """Brings an activation back if it was spilled; inside, its pages and planes stay as they are.
 
         Raises:
@@ -96,7 +95,7 @@ class Pager:
             SpillError: The next tier cannot be read.
         """
         self._pin(lease)
-        return Reading(lease, self._unpin)
+        return ReadLease(lease, self._unpin)
 
     def release(self, lease: Lease, owner: object | None = None) -> None:
         """Gives a lease back, once: now, or when its owner dies."""

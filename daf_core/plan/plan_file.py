@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from daf_core import distributed
 from daf_core.config import DAFConfig
 from daf_core.errors import ConfigError
-from daf_core.plan import ranks
-from daf_core.plan.costs import Treatment
-from daf_core.plan.planner import Plan
-from daf_core.plan.timeline import Forecast
+from daf_core.plan.cost.costs import Treatment
+from daf_core.plan.cost.simulate import Forecast
+from daf_core.plan.search.planner import Plan
 
 FORMAT = 1
 
@@ -210,7 +210,7 @@ def open_plan_file(config: DAFConfig, model: nn.Module, step: Callable[[], int])
 
 
 def _of_process(path: Path) -> Path:
-    rank = ranks.rank()
+    rank = distributed.rank()
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
@@ -225,7 +225,7 @@ def _purpose(config: DAFConfig, model: nn.Module) -> dict[str, Any]:
     digest = sha256(json.dumps(shapes).encode()).hexdigest()[:16]
     trained = sum(1 for *_, requires_grad in shapes if requires_grad)
     parameters = f"{len(shapes)} on {shapes[0][3]}, {trained} of them trained, {digest}"
-    return {"model": type(model).__name__, "parameters": parameters, "processes": ranks.count(), **chosen}
+    return {"model": type(model).__name__, "parameters": parameters, "processes": distributed.count(), **chosen}
 
 
 def _plan_as_dict(named: NamedPlan) -> dict[str, Any]:

@@ -9,15 +9,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from daf_core.checked import DAMAGED, count, flag, number
+from daf_core.codecs.plane_importance import LEVELS
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError, shown
+from daf_core.model.treatments import Treatments
 from daf_core.precision.calibration import calibrate
-from daf_core.precision.census import KindsOfPasses, LastPass, Sizes
-from daf_core.precision.importance import LEVELS
 from daf_core.precision.policy import PrecisionPolicy
-from daf_core.precision.rehearsal import GradientError, Rehearsal
-from daf_core.treatments import Treatments
+from daf_core.precision.probe import Rehearsal
+from daf_core.precision.site_stats import KindsOfPasses, LastPass, Sizes
+from daf_core.state_checks import DAMAGED, count, flag, number
+from daf_core.telemetry import GradientError
 
 EARLY = (1, 3, 10, 30, 100, 300)
 """Steps at which importances are calibrated before it is done every `CALIBRATE_EVERY` steps: gradients change most at

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf_core.autograd.sites import Site
+from daf_core.autograd.torch_private import all_nodes, is_leaf_node, leaf_of, order_of, output_count, run_again
 from daf_core.codecs import RehearsedActivation
-from daf_core.codecs.slopes import GELU
-from daf_core.precision.importance import LEVELS, SiteErrors
-from daf_core.precision.rehearsal import Gradients, Rehearsal
-from daf_core.sites import Site
-from daf_core.torch_internals import all_nodes, is_leaf_node, leaf_of, order_of, output_count, run_again
+from daf_core.codecs.gelu_derivative import GELU
+from daf_core.codecs.plane_importance import LEVELS, SiteErrors
+from daf_core.precision.probe import Gradients, Rehearsal
 
 HOPS = 4
 """Rank correlation with the truth for RoBERTa, GPT-2 and ResNet-18 at 4 layers and 4 bits: without hops .82, .93, .87;

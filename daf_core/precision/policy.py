@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from daf_core.checked import DAMAGED, amount, count, flag
+from daf_core.autograd.sites import Site
+from daf_core.codecs.plane_importance import LEVELS, SiteErrors
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError
 from daf_core.precision.allocation import Choices, Frontier
 from daf_core.precision.calibration import Calibration
-from daf_core.precision.census import Sizes, checked_bits
-from daf_core.precision.importance import LEVELS, SiteErrors
+from daf_core.precision.site_stats import Sizes, checked_bits
 from daf_core.readers.sharpness import bits_for
-from daf_core.sites import Site
+from daf_core.state_checks import DAMAGED, amount, count, flag
 
 UNIFORM = 4
 """Bits where the configuration leaves the choice and nothing is known yet."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf_core.torch_internals import Node, argument_names, forward_operator
+from daf_core.autograd.torch_private import Node, argument_names, forward_operator
 
 INPUTS = ("query", "key", "value")
 """Under these names all of them save what they are computed from."""

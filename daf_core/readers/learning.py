@@ -21,14 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from daf_core.eligibility import STATISTIC_SHARE
-from daf_core.errors import ActivationBudgetError
-from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
-from daf_core.readers.sharpness import score_deviation
-from daf_core.readers.table import CHECKPOINT, Kind, Reading, has_pole, reading_of, reading_of_function, stops_poles
-from daf_core.readers.watch import Watch
-from daf_core.sites import ModuleCall, Site
-from daf_core.torch_internals import (
+from daf_core.autograd.sites import ModuleCall, Site
+from daf_core.autograd.torch_private import (
     Node,
     field_of,
     fields_of,
@@ -39,9 +33,15 @@ from daf_core.torch_internals import (
     packed_for,
     saving_node,
 )
+from daf_core.errors import ActivationBudgetError
+from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
+from daf_core.readers.sharpness import score_deviation
+from daf_core.readers.table import CHECKPOINT, Kind, Reading, has_pole, reading_of, reading_of_function, stops_poles
+from daf_core.readers.watch import Watch
+from daf_core.saved_tensors.classify import STATISTIC_SHARE
 
 if TYPE_CHECKING:
-    from daf_core.saved import SavedTensor
+    from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 LEADING = 3
 """Operators before one with a pole that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.utils import checkpoint
 
+from daf_core.autograd.sites import ModuleCall
 from daf_core.readers.watch import unwatched
-from daf_core.sites import ModuleCall
 
 _CHECKPOINT = checkpoint.__file__
 

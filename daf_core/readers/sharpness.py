@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from daf_core.torch_internals import Node
+from daf_core.autograd.torch_private import Node
 
 SHARP = 2.5
 """Deviation of the scores from which query and key take twice the bits."""

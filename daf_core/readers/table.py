@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from daf_core.torch_internals import Node
+from daf_core.autograd.torch_private import Node
 
 
 class Kind(enum.Enum):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from typing_extensions import override
 
-from daf_core.torch_internals import Node
+from daf_core.autograd.torch_private import Node
 
 _HANDLE: CodeType = handle_torch_function.__code__
 

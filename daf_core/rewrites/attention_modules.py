@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from daf_core.forward import ForwardWrapper
+from daf_core.model.forward_patch import ForwardWrapper
 from daf_core.rewrites.attention import dropped_attention
-from daf_core.rewrites.rewrite import Undo, is_bare
+from daf_core.rewrites.base import Undo, is_bare
 
 _DROPOUTS = ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout")
 """What transformers' configurations call the dropout of attention probabilities."""

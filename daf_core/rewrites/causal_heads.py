@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from daf_core.rewrites.base import is_bare, qualified_name
 from daf_core.rewrites.causal_lm import ChunkedCausalLMLoss
-from daf_core.rewrites.rewrite import is_bare, qualified_name
 
 _MODEL = "transformers.modeling_utils.PreTrainedModel"
 _LOSSES = "transformers.loss.loss_utils"

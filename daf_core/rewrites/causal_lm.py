@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from daf_core.forward import ForwardWrapper
+from daf_core.autograd.torch_private import is_tracing, is_transforming
+from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.rewrites.base import Undo, is_watched
 from daf_core.rewrites.chunked_loss import linear_cross_entropy_sum
 from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
-from daf_core.rewrites.rewrite import Undo, is_watched
 from daf_core.rewrites.updates import Updates
-from daf_core.torch_internals import is_tracing, is_transforming
 
 
 class ChunkedCausalLMLoss:

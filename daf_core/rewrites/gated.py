@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from daf_core.forward import ForwardWrapper
-from daf_core.rewrites.rewrite import Undo, is_bare
+from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.rewrites.base import Undo, is_bare
 
 WIDTH, INNER, ROWS = 3, 5, 7
 """Sizes of the small layers with which a module's formula is checked."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from daf_core.forward import ForwardWrapper
-from daf_core.rewrites.rewrite import Undo, is_bare
+from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.rewrites.base import Undo, is_bare
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from daf_core.config import DAFConfig
 from daf_core.errors import ConfigError
+from daf_core.rewrites.base import Undo
 from daf_core.rewrites.causal_heads import has_head, obstacle
-from daf_core.rewrites.operators import LOSS, OperatorRewrites, outside_of_graphs
-from daf_core.rewrites.rewrite import Undo
+from daf_core.rewrites.registry import LOSS, OperatorRewrites, outside_of_graphs
 
 _SHARDING = ("deepspeed.", "torch.distributed.fsdp.", "fairscale.")
 """Packages whose wrappers leave a process a part of each weight, or update weights where no hook sees it."""

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from daf_core.autograd.torch_private import has_compiled_anything, is_compiled
 from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, ModuleAttributes, is_plain
 from daf_core.snapshots.rng_and_buffers import NORMALIZATION, Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
-from daf_core.torch_internals import has_compiled_anything, is_compiled
 
 HOOKS = "_hooks"
 """What the names of a module's collections of hooks contain."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from daf_core.torch_internals import storage_id
+from daf_core.autograd.torch_private import storage_id
 
 
 class Writes(TorchDispatchMode):

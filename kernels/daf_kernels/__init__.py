@@ -1,11 +1,10 @@
 """Kernels that pack activations into a few bits: plain functions of tensors and bytes."""
 
-from daf_kernels.backend import Answer, Backend, FixedPages, PageMemory, Pages, TwoValues, bits_of_number
+from daf_kernels.backend import Answer, Backend, FixedPages, PageMemory, Pages, Seed, TwoValues, bits_of_number
 from daf_kernels.dispatch import NoKernelError, load_backend
-from daf_kernels.host_link import HostLink, host_link, pinned_memory
+from daf_kernels.host.backend import LinkedBackend
+from daf_kernels.host.link import HostLink, host_link, pinned_memory
 from daf_kernels.layout import PRECISIONS, PlaneLayout, mask_pages, plane_layout, planes_for
-from daf_kernels.linked_backend import LinkedBackend
-from daf_kernels.reference import Seed
 
 __all__ = [
     "PRECISIONS",

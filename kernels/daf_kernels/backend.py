@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from daf_kernels.layout import PlaneLayout
-from daf_kernels.reference import Seed
 
 
 class WrongBytesError(RuntimeError):
     """Kernels do not give what they have to."""
 
+
+Seed = tuple[int, int, int, int]
+"""Words of 32 bits that select a stream of random numbers: (key low, key high, counter low, counter high)."""
 
 Pages = npt.NDArray[np.int64]
 """Page numbers of one activation, in the order of `PlaneLayout`: header, plane 0, plane 1 and so on."""

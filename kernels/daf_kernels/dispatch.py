@@ -9,7 +9,7 @@ from logging import getLogger
 import torch
 
 from daf_kernels.backend import Backend, WrongBytesError
-from daf_kernels.reference_backend import ReferenceBackend
+from daf_kernels.reference.backend import ReferenceBackend
 
 LEAST_CAPABILITY = (8, 0)
 """NVIDIA GPUs before this have no minimum that shows a NaN, and no bfloat16."""
@@ -59,12 +59,13 @@ def _warn_once(kind: str, why: str) -> None:
 
 def _load_cpu() -> Backend:
     # numba takes 0.5 s to import, which a program that only imports DAF does not pay.
-    from daf_kernels import cpu, cpu_cache
+    from daf_kernels.cpu import backend as cpu
+    from daf_kernels.cpu import compile_cache
 
-    before = cpu_cache.compilations()
+    before = compile_cache.compilations()
     seconds = cpu.warm_up()
-    if cpu_cache.compilations() > before:
-        lost = cpu_cache.why_not_kept()
+    if compile_cache.compilations() > before:
+        lost = compile_cache.why_not_kept()
         log.warning(
             "DAF compiled its CPU kernels in %.1f s; %s",
             seconds,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from daf_core.in_flight import Flight
+from daf_core.saved_tensors.pending import Flight
 from tests.core.paces import PACES
 
 

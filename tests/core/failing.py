@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.plan.retry import with_retries
+from daf_core.plan.run.retry import with_retries
 from daf_core.snapshots.step import Snapshot
 from tests.core.harness import Loss, gradients, trainable
 

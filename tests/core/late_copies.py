@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from daf_core.memory import devices
-from daf_core.memory.growth import FixedGrowth
-from daf_core.memory.host import HostMemory
-from daf_core.memory.pool import PAGE_BYTES, PagePool
+from daf_core.memory.pages.growth import FixedGrowth
+from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
+from daf_core.memory.tiers.pinned import HostMemory
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_core import backends
+from daf_core.saved_tensors import backends
 from daf_kernels import Backend, PageMemory, Pages
-from daf_kernels.cpu import CpuBackend
+from daf_kernels.cpu.backend import CpuBackend
 
 LATE = 0.003
 """Seconds until a copy is there."""

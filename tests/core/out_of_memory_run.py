@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from daf_core.plan.retry import with_retries
+from daf_core.plan.run.retry import with_retries
 from daf_core.snapshots.step import Snapshot
 
 ROOM = 700 << 20

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from daf_core.background import BackgroundPacker
-from daf_core.in_flight import Flight, InFlight
-from daf_core.saved import SavedTensor
+from daf_core.saved_tensors.background import BackgroundPacker
+from daf_core.saved_tensors.pending import Flight, InFlight
+from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 Pace = Callable[[pytest.MonkeyPatch], None]
 

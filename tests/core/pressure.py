@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
-from daf_core.memory.account import PagerAccount
-from daf_core.memory.pool import PAGE_BYTES
+from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import Place
 from daf_core.readers.table import Reading

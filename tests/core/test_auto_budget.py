@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
-from daf_core.memory import available
-from daf_core.memory.pool import PAGE_BYTES
+from daf_core.memory.pages.pool import PAGE_BYTES
+from daf_core.memory.system import available
 from tests.core.harness import (
     LARGE,
     Loss,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
+from daf_core.autograd.torch_private import innermost_hooks
 from daf_core.memory.devices import DevicePagers
-from daf_core.memory.pool import PAGE_BYTES
-from daf_core.torch_internals import innermost_hooks
+from daf_core.memory.pages.pool import PAGE_BYTES
 from tests.core.harness import (
     LARGE,
     MODELS,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.eligibility import Eligibility, Form
+from daf_core.saved_tensors.classify import Eligibility, Form
 
 WIDTH = 256
 

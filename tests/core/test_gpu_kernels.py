@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf_core import ActivationEngine, DAFConfig, backends
+from daf_core import ActivationEngine, DAFConfig
+from daf_core.saved_tensors import backends
 from daf_kernels import Backend
-from daf_kernels.reference_backend import ReferenceBackend
+from daf_kernels.reference.backend import ReferenceBackend
 from daf_kernels.triton.backend import TritonBackend
 from tests.core.harness import LoRA, normal
 from tests.kernels.triton_device import DEVICE

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daf_core import DAFConfig, StepStatistics
-from daf_core.memory.pool import PAGE_BYTES
+from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_kernels import mask_pages, plane_layout
 from tests.core.harness import LARGE, MODELS, Scale, assert_empty, engine_for, integers, make_model, normal, train
 

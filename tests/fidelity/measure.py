@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.eligibility import Eligibility
 from daf_core.engine import REHEARSED_ELEMENTS, REHEARSED_PAGE_BYTES
 from daf_core.memory.devices import DevicePagers
+from daf_core.saved_tensors.classify import Eligibility
 
 Bits = Literal["exact", 8, 4, 2]
 

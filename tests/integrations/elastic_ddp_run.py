@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import daf_integrations as daf
-from daf_core import ConfigError
-from daf_core.plan import observation
+from daf_core import ConfigError, timing
 from daf_integrations import DAFCallback, DAFStrategy
 from tests.integrations.elastic_runs import (
     ELASTIC,
@@ -121,7 +120,7 @@ def repeated(folder: Path) -> list[str]:
     """Trains three times by other clocks, the last two times with a file of plans; returns digests of the weights."""
     digests = []
     for backward, options in ((0.1, {}), (4.0, FILE), (0.1, FILE)):
-        observation.synchronized_time = CountingClock(backward)
+        timing.synchronized_time = CountingClock(backward)
         _, model = loop(True, **{name: str(folder / value) for name, value in options.items()})
         digests.append(digest([value.detach() for value in model.parameters()]))
     return digests
@@ -132,7 +131,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     # Left to itself, the second process would find that backward passes take little.
-    observation.synchronized_time = CountingClock(4.0 if rank == 0 else 0.1)
+    timing.synchronized_time = CountingClock(4.0 if rank == 0 else 0.1)
     runs = {"loop": loop(False), "budget": loop(True), "trainer": trainer(folder), "lightning": lightning(folder)}
     found: dict[str, Any] = {
         name: {

@@ -15,8 +15,8 @@ from transformers import (
 )
 from typing_extensions import override
 
-from daf_core.plan import observation
-from daf_core.torch_internals import in_backward
+from daf_core import timing
+from daf_core.autograd.torch_private import in_backward
 from tests.integrations.hf_runs import LENGTH, VOCABULARY, roberta
 
 BLOCKS = 4
@@ -42,7 +42,7 @@ class CountingClock:
 
 def count_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has what a step trains follow from a clock that counts how often it is read."""
-    monkeypatch.setattr(observation, "synchronized_time", CountingClock())
+    monkeypatch.setattr(timing, "synchronized_time", CountingClock())
 
 
 def classifier(dropout: float = 0.0) -> nn.Module:

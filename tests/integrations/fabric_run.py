@@ -13,8 +13,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import daf_integrations as daf
-from daf_core import ConfigError
-from daf_core.plan import observation
+from daf_core import ConfigError, timing
 from tests.integrations.elastic_runs import CountingClock, classifier
 from tests.integrations.hf_runs import lora
 from tests.integrations.lightning_ddp_run import digest
@@ -78,7 +77,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(find_unused_parameters=True))
     fabric.launch()
-    observation.synchronized_time = CountingClock(4.0 if fabric.global_rank == 0 else 0.1)
+    timing.synchronized_time = CountingClock(4.0 if fabric.global_rank == 0 else 0.1)
     exact = {"precision": "exact"}
     found: dict[str, Any] = {
         "plain": trained(fabric, {}),

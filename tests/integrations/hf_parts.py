@@ -19,9 +19,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from daf_core.batches import IGNORED, split
-from daf_core.parts.microbatch import run_parts
-from daf_core.parts.selftest import Weighting
+from daf_core.batch.infer_reduction import Weighting
+from daf_core.batch.micro_batches import run_parts
+from daf_core.batch.rows import IGNORED, split
 from tests.integrations.hf_runs import QUICK, VOCABULARY, gpt2
 
 LENGTH = 12

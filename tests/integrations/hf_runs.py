@@ -27,7 +27,7 @@ from transformers import (
 from typing_extensions import override
 
 from daf_core import StepStatistics
-from daf_core.torch_internals import innermost_hooks
+from daf_core.autograd.torch_private import innermost_hooks
 from daf_integrations import DAFCallback
 
 STEPS = 3

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from daf_core.torch_internals import innermost_hooks
-from daf_integrations import lightning as daf_lightning
+from daf_core.autograd.torch_private import innermost_hooks
 from daf_integrations import pytorch_lightning as daf_pytorch_lightning
+from daf_integrations.lightning import strategy as daf_lightning
 from tests.integrations.hf_runs import BATCH, lora, rows_for
 
 STEPS = 4

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from daf_core.plan import planner
+from daf_core.plan.search import planner
 
 AMPLE = "1GB"
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."

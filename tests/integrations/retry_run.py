@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from daf_core.plan.ranks import agree, obstacle, reduce_gradients, unsynchronized
-from daf_core.plan.retry import with_retries
+from daf_core.distributed import agree, obstacle, reduce_gradients, unsynchronized
+from daf_core.plan.run.retry import with_retries
 from daf_core.snapshots.step import Snapshot
 
 STEPS = 3

@@ -53,8 +53,12 @@ class TestImportOfTorch:
             f"assert {WATCHED}\n"
             "print(*sorted(name for name in sys.modules if name.startswith('daf_') or name in ('accelerate', 'yaml')))"
         )
-        assert loaded.split()[-2:] == ["daf_integrations", "daf_integrations._autoload"]
-        assert set(loaded.split()[:-2]) <= {"daf_autoload"}
+        assert loaded.split()[-3:] == [
+            "daf_integrations",
+            "daf_integrations._autoload",
+            "daf_integrations.environment",
+        ]
+        assert set(loaded.split()[:-3]) <= {"daf_autoload"}
 
     @pytest.mark.parametrize(
         "variables", [{"DAF_AUTOLOAD": "0"}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}], ids=lambda v: next(iter(v))
@@ -112,7 +116,7 @@ class TestImportOfTorch:
         in_fresh_python(
             "import sys\nassert 'torch' not in sys.modules\n"
             "from accelerate import Accelerator\nAccelerator(cpu=True)\n"
-            "from daf_integrations.accelerate import MARK\n"
+            "from daf_integrations.accelerate.plugin import MARK\n"
             "assert hasattr(Accelerator.prepare, MARK)\n"
             "import accelerate.commands.config.config_args as files\n"
             "assert hasattr(files.BaseConfig.process_config, '__wrapped__')",

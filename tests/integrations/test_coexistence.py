@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import Trainer
 
 from daf_core import HooksActiveError
-from daf_core.torch_internals import innermost_hooks
+from daf_core.autograd.torch_private import innermost_hooks
 from daf_integrations import DAFCallback
 from tests.integrations.hf_runs import (
     MakeModel,

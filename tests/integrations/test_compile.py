@@ -16,9 +16,10 @@ from torch._dynamo.utils import counters
 
 import daf_integrations as daf
 from daf_core import ActivationEngine, AuditError, DAFConfig, StepStatistics
-from daf_core.handle import Handle
-from daf_core.packing import Packer
-from daf_integrations import DAFCallback, training
+from daf_core.saved_tensors.handle import Handle
+from daf_core.saved_tensors.hooks import Packer
+from daf_integrations import DAFCallback
+from daf_integrations.loop import training
 from tests.integrations.hf_runs import (
     MakeTrainer,
     daf_records,

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from transformers import BatchEncoding, MixtralConfig, MixtralForCausalLM, default_data_collator
 
 from daf_core import MicroBatchError
-from daf_core.batches import IGNORED, split
-from daf_core.parts.laws import Law, weights
-from daf_core.parts.microbatch import run_parts
-from daf_core.parts.obstacles import obstacle
-from daf_core.parts.selftest import find_law, matching_laws
+from daf_core.batch.infer_reduction import find_law, matching_laws
+from daf_core.batch.loss_reduction import Law, weights
+from daf_core.batch.micro_batches import run_parts
+from daf_core.batch.rows import IGNORED, split
+from daf_core.batch.unsupported import obstacle
 from tests.integrations.hf_parts import MODELS, causal, made, masked, padded_rows, padded_trainer, run_in_parts, tagger
 from tests.integrations.hf_runs import lora, losses, resnet, rows_for, run
 from tests.integrations.hf_runs import weights as weights_of

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from daf_kernels import PlaneLayout, Seed, mask_pages, plane_layout
 from daf_kernels.backend import Backend, Pages
-from daf_kernels.cpu import CpuBackend
+from daf_kernels.cpu.backend import CpuBackend
 from daf_kernels.layout import BLOCK, COLUMNS, PLANE_WIDTHS
-from daf_kernels.reference_backend import ReferenceBackend
+from daf_kernels.reference.backend import ReferenceBackend
 
 SENTINEL = 0xA5
 """What memory holds that nobody may write."""

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf_kernels import Backend, Seed, cpu
-from daf_kernels.cpu import CpuBackend
+from daf_kernels import Backend, Seed
+from daf_kernels.cpu import backend as cpu
+from daf_kernels.cpu.backend import CpuBackend
 from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal, random_bits
 from tests.kernels.harness import CPU, REFERENCE, SEED, bits, decode, encode, layout_of
 

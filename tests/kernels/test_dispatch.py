@@ -9,10 +9,12 @@ from functools import lru_cache
 import pytest
 import torch
 
-from daf_kernels import NoKernelError, cpu, cpu_cache, dispatch, load_backend
+from daf_kernels import NoKernelError, dispatch, load_backend
 from daf_kernels.backend import WrongBytesError
-from daf_kernels.cpu import CpuBackend
-from daf_kernels.reference_backend import ReferenceBackend
+from daf_kernels.cpu import backend as cpu
+from daf_kernels.cpu import compile_cache
+from daf_kernels.cpu.backend import CpuBackend
+from daf_kernels.reference.backend import ReferenceBackend
 from tests.kernels.triton_device import DEVICE
 
 
@@ -144,8 +146,8 @@ def test_only_compilations_are_reported(
     """Whoever waits for a compiler learns why, and whether it will happen again; a busy machine is no compiler."""
     counts = iter([3, 3 + compiled])
     monkeypatch.setattr(cpu, "warm_up", lambda: 12.34)
-    monkeypatch.setattr(cpu_cache, "compilations", lambda: next(counts))
-    monkeypatch.setattr(cpu_cache, "_not_kept", [] if kept else ["no room"])
+    monkeypatch.setattr(compile_cache, "compilations", lambda: next(counts))
+    monkeypatch.setattr(compile_cache, "_not_kept", [] if kept else ["no room"])
     with caplog.at_level(logging.INFO, logger="daf"):
         load_backend(torch.device("cpu"))
     again = "the next run finds them on disk" if kept else "does so again: they cannot be kept on disk (no room). Set"

@@ -34,8 +34,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_kernels import PRECISIONS, PlaneLayout, Seed, reference
+from daf_kernels import PRECISIONS, PlaneLayout, Seed
 from daf_kernels.layout import CLIP, DEVIATION_SHIFT, LARGEST_SPREAD
+from daf_kernels.reference import codec as reference
 from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal
 from tests.kernels.harness import CPU, SEED, decode, encode, groups_of, layout_of
 

@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_kernels import PlaneLayout, cpu_masks, cpu_planes, plane_layout, reference
-from daf_kernels.cpu_bits import BFLOAT16
+from daf_kernels import PlaneLayout, plane_layout
+from daf_kernels.cpu import masks as cpu_masks
+from daf_kernels.cpu import planes as cpu_planes
+from daf_kernels.cpu.bits import BFLOAT16
 from daf_kernels.layout import BLOCK, COLUMNS, PLANE_WIDTHS
+from daf_kernels.reference import codec as reference
 from tests.kernels.hard_inputs import flags, normal
 from tests.kernels.harness import SEED, SENTINEL, plain_noise
 

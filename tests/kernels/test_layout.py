@@ -11,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf_kernels import PRECISIONS, PlaneLayout, cpu_bits, mask_pages, plane_layout, planes_for, reference
+from daf_kernels import PRECISIONS, PlaneLayout, mask_pages, plane_layout, planes_for
+from daf_kernels.cpu import bits as cpu_bits
 from daf_kernels.layout import BLOCK, HEADER_BYTES, MAX_GROUP, PLANE_WIDTHS, SHARED_ROW, bit_of, group_size
+from daf_kernels.reference import codec as reference
 from tests.kernels.hard_inputs import flags, normal
 
 ELEMENTS = st.integers(1, 1 << 34)

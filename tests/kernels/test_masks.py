@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from daf_kernels import cpu, reference
 from daf_kernels.backend import Backend
-from daf_kernels.cpu import CpuBackend
+from daf_kernels.cpu import backend as cpu
+from daf_kernels.cpu.backend import CpuBackend
+from daf_kernels.reference import codec as reference
 from tests.kernels.hard_inputs import HARD_MASKS, Make, each, flags, nan_payloads
 from tests.kernels.harness import CPU, PAGE_BYTES, REFERENCE, bit_patterns, pack_mask, unpack_mask
 

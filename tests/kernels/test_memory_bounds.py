@@ -111,7 +111,7 @@ import ctypes, mmap
 import numpy as np
 import torch
 from daf_kernels import FixedPages, mask_pages, plane_layout
-from daf_kernels.cpu import CpuBackend
+from daf_kernels.cpu.backend import CpuBackend
 
 ROOM, keep = 1 << 20, []
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 from numba import njit
 
-from daf_kernels import Seed, cpu_noise, reference
-from daf_kernels.cpu_bits import u16_at
+from daf_kernels import Seed
+from daf_kernels.cpu import philox
+from daf_kernels.cpu.bits import u16_at
 from daf_kernels.layout import BLOCK
-from tests.kernels.harness import SEED, philox, plain_noise
+from daf_kernels.reference import codec as reference
+from tests.kernels.harness import SEED, plain_noise
+from tests.kernels.harness import philox as philox_words
 
 Words = tuple[int, int, int, int]
 
@@ -31,7 +34,7 @@ KNOWN_ANSWERS = [
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_known_answers_of_the_plain_generator(counter: Words, key: tuple[int, int], words: Words) -> None:
     """What the tests compare with is Philox itself."""
-    assert philox(counter, key) == words
+    assert philox_words(counter, key) == words
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
@@ -44,7 +47,7 @@ def test_known_answers_of_the_reference(counter: Words, key: tuple[int, int], wo
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_known_answers_of_the_cpu_kernel(counter: Words, key: tuple[int, int], words: Words) -> None:
-    assert cpu_noise._philox(*np.array([*counter, *key], np.uint64)) == words
+    assert philox._philox(*np.array([*counter, *key], np.uint64)) == words
 
 
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -64,7 +67,7 @@ def test_noise_of_the_reference(seed: Seed) -> None:
 
 @njit
 def _fill(address, first_block, blocks, seed):
-    cpu_noise.fill_noise(u16_at(address), first_block, blocks, seed)
+    philox.fill_noise(u16_at(address), first_block, blocks, seed)
 
 
 @pytest.mark.parametrize("first_block", [0, 5, (1 << 27) - 1, (1 << 40) + 3], ids=str)

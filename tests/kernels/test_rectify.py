@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_kernels import cpu, mask_pages, reference
+from daf_kernels import mask_pages
 from daf_kernels.backend import Backend
-from daf_kernels.cpu import CpuBackend
+from daf_kernels.cpu import backend as cpu
+from daf_kernels.cpu.backend import CpuBackend
+from daf_kernels.reference import codec as reference
 from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, flags, normal
 from tests.kernels.harness import CPU, PAGE_BYTES, REFERENCE, SENTINEL, Embedded, GuardedPages, bits, decode, encode
 

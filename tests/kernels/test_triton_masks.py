@@ -19,8 +19,8 @@ from tests.kernels.harness import (
     pack_mask,
     unpack_mask,
 )
+from tests.kernels.test_gelu_derivative import SLOPE_INPUTS
 from tests.kernels.test_rectify import nonzero_bits, rectified
-from tests.kernels.test_slopes import SLOPE_INPUTS
 from tests.kernels.triton_device import DEVICE, PAGE_BYTES, TRITON
 
 

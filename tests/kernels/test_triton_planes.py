@@ -10,8 +10,8 @@ from torch import Tensor
 
 from daf_kernels import Seed
 from daf_kernels.triton import launch
+from daf_kernels.triton.autotune import Selector
 from daf_kernels.triton.backend import TritonBackend
-from daf_kernels.triton.selection import Selector
 from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal, random_bits
 from tests.kernels.harness import REFERENCE, SEED, Embedded, bits, decode, encode, layout_of, used_bytes
 from tests.kernels.triton_device import DEVICE, PAGE_BYTES, TRITON

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_kernels.triton import selection
+from daf_kernels.triton import autotune
+from daf_kernels.triton.autotune import Selector, problem_class
 from daf_kernels.triton.reduction import CHUNK, LARGEST_FUSED, WIDTH, group_ranges, strategies
-from daf_kernels.triton.selection import Selector, problem_class
 from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, Make, each, normal
 from tests.kernels.harness import REFERENCE, layout_of
 from tests.kernels.triton_device import DEVICE, TRITON
@@ -115,7 +115,7 @@ def test_a_single_way_is_not_measured() -> None:
 def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({"rule": 2.0, "other": 1.0})
     selector = Selector(CPU, clock)
-    monkeypatch.setattr(selection, "_is_capturing", lambda: True)
+    monkeypatch.setattr(autotune, "_is_capturing", lambda: True)
     assert selector.choose("problem", WAYS) == "rule"
     assert not clock.calls
     monkeypatch.undo()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from daf_core.memory.pool import PAGE_BYTES
+from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_kernels import FixedPages, PlaneLayout
 from daf_kernels.layout import BLOCK
 from daf_kernels.triton import backend, launch, reduction

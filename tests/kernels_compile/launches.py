@@ -14,8 +14,8 @@ from torch import Tensor
 from triton import JITFunction
 
 from daf_kernels.triton import launch
-from daf_kernels.triton.bitmask import encode_nonzero
 from daf_kernels.triton.launch import launch_over_blocks
+from daf_kernels.triton.masks import encode_nonzero
 from daf_kernels.triton.reduction import group_ranges, range_fused
 from tests.kernels_compile.fake_driver import FakeDriver, Launch, pretend
 

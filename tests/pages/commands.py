@@ -20,7 +20,7 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 from packaging.requirements import Requirement
 
-from daf_integrations.cli import main
+from daf_integrations.cli.main import main
 from tests.pages.blocks import ROOT
 
 READERS_OWN = {"train.py", "daf.yaml"}

@@ -75,7 +75,7 @@ def _in_accelerate(precision: str) -> None:
     os.environ["ACCELERATE_DAF_CONFIG"] = json.dumps({"precision": precision})
     from accelerate import Accelerator
 
-    from daf_integrations.accelerate import install
+    from daf_integrations.accelerate.plugin import install
 
     install(Accelerator)
 

@@ -10,29 +10,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daf_kernels import reference
 from daf_kernels.backend import (
     Answer,
     FixedPages,
     PageMemory,
     Pages,
+    Seed,
     TwoValues,
     WrongBytesError,
     bits_of_elements,
     signed_words,
 )
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PlaneLayout
-from daf_kernels.reference import Seed
-from daf_kernels.reference_backend import ReferenceBackend, sample_groups
-from daf_kernels.slopes import inputs_of_codes
-from daf_kernels.triton.bitmask import decode_mask, encode_mask, encode_nonzero, rectify
+from daf_kernels.reference import codec as reference
+from daf_kernels.reference.backend import ReferenceBackend, sample_groups
+from daf_kernels.reference.gelu_derivative import inputs_of_codes
+from daf_kernels.triton.autotune import Selector, cuda_timer, default_file, problem_class
+from daf_kernels.triton.gelu_derivative import decode_slopes, encode_slopes
 from daf_kernels.triton.groups import decode_groups, encode_blocks, encode_groups
 from daf_kernels.triton.launch import launch, launch_over_blocks
+from daf_kernels.triton.masks import decode_mask, encode_mask, encode_nonzero, rectify
 from daf_kernels.triton.numerics import INTERPRETED
 from daf_kernels.triton.planes import decode_fused, encode_fused
 from daf_kernels.triton.reduction import group_ranges, strategies
-from daf_kernels.triton.selection import Selector, cuda_timer, default_file, problem_class
-from daf_kernels.triton.slopes import decode_slopes, encode_slopes
 
 FUSED_GROUPS = (32, 64, 128, 256)
 """Groups that are whole rows of a packing block: one kernel reads each element once."""

@@ -1,4 +1,4 @@
-"""Arithmetic that the Triton kernels share, rounded as `daf_kernels.reference` rounds it.
+"""Arithmetic that the Triton kernels share, rounded as `daf_kernels.reference.codec` rounds it.
 
 Every product and sum is rounded on its own, so kernels are launched without fused multiply-add, and divisions and roots
 are the correctly rounded ones. Two things are done by hand in Triton's interpreter, which runs the kernels on a machine

@@ -1,7 +1,8 @@
 """Triton kernels that encode and decode activations whose scaling groups are whole rows of a packing block.
 
-`daf_kernels.reference` says in plain torch what they compute. A program sees its packing blocks as 8 rows of (blocks,
-32) elements, so that packing is the OR of rows and needs no exchange between threads, and reads each element once.
+`daf_kernels.reference.codec` says in plain torch what they compute. A program sees its packing blocks as 8 rows of
+(blocks, 32) elements, so that packing is the OR of rows and needs no exchange between threads, and reads each element
+once.
 
 Arguments that all kernels of planes and masks have:
 

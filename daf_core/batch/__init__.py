@@ -1,0 +1,1 @@
+"""The rows of a batch, micro-batches, and how their losses add up."""

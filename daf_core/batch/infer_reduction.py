@@ -1,0 +1,254 @@
+"""Finds the law of a loss: a few rows together and one by one, through the user's own loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from daf_core.autograd.torch_private import is_compiled
+from daf_core.batch.loss_reduction import Law, counts_of, ignoring, safest, weights
+from daf_core.batch.rows import IGNORED, rows_of, take, tensors_in
+from daf_core.batch.samples import short_texts
+from daf_core.errors import DAFError, MicroBatchError
+from daf_core.snapshots.measurement import measuring
+
+MOST_ROWS = 4
+"""Rows that are tried."""
+
+LENGTH = 16
+"""Tokens of each that are tried: the logits of 4 rows take 13 MB with a vocabulary of 50,000. Micro-batches are for
+those who have no room."""
+
+MOST_CLASSES = 1000
+MOST_TESTS = 10
+"""Classes in a batch, and tests so far, up to which the law is looked for again where a batch brings new classes: what
+looks like classes may be numbers of samples, new in every batch."""
+
+FINE, COARSE = 1e-5, 1e-3
+"""Relative differences between losses that rounding explains: in float32 on a CPU, and where a module computes in half
+precision or a GPU in TF32, as it does in convolutions by default."""
+
+LossFunction = Callable[[Any], Tensor]
+
+
+class Weighting:
+    """The weights of a batch's parts, by the law that the loss has been seen to follow.
+
+    The law is looked for at the first batch. Where several agree with what was seen, that is done again at the first
+    batch for which they say different weights, and at each batch with new classes: a loss that weighs classes is a
+    mean over rows as long as all have the same.
+
+    Args:
+        model: The model as the loss function calls it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._laws = frozenset(Law)
+        self._classes: set[int] = set()
+        self._tests = 0
+
+    def of(self, batch: Any, parts: int, loss_function: LossFunction) -> list[float]:
+        """Returns the weight of each part that `split` makes.
+
+        Args:
+            batch: The whole batch.
+            parts: As for `split`.
+            loss_function: Returns the loss of a part of the batch; what it counts or logs is its own affair.
+
+        Raises:
+            MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
+        """
+        new = _classes(batch) - self._classes if self._tests < MOST_TESTS else set[int]()
+        if new or self._disagree(batch, parts):
+            self._classes |= new
+            self._tests += 1
+            self._laws = matching_laws(self._model, batch, loss_function, self._laws)
+        return weights(safest(self._laws, batch), batch, parts)
+
+    def _disagree(self, batch: Any, parts: int) -> bool:
+        return len(self._laws) > 1 and len({tuple(weights(law, batch, parts)) for law in self._laws}) > 1
+
+
+def find_law(model: nn.Module, batch: Any, loss_function: LossFunction) -> Law:
+    """Returns the law that the loss follows on a few rows of a batch, the safest where several agree.
+
+    Args:
+        model: The model as the loss function calls it. It is put in evaluation mode meanwhile.
+        batch: A batch of at least two rows.
+        loss_function: Returns the loss of a part of the batch.
+
+    Raises:
+        MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
+    """
+    return safest(matching_laws(model, batch, loss_function), batch)
+
+
+def matching_laws(
+    model: nn.Module, batch: Any, loss_function: LossFunction, among: frozenset[Law] = frozenset(Law)
+) -> frozenset[Law]:
+    """Returns the laws that a loss follows on at most `MOST_ROWS` rows, without gradient and leaving no trace.
+
+    Where labels are ignored in the batch, some of the rows' others are, too, so that the rows differ in how many count.
+    No other label is changed: which values a loss bears, only its own batches tell.
+
+    Args:
+        model: The model as the loss function calls it. It is put in evaluation mode meanwhile.
+        batch: A batch of at least two rows.
+        loss_function: Returns the loss of a part of the batch.
+        among: Laws that agreed before.
+
+    Raises:
+        MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
+    """
+    size = rows_of(batch) or 0
+    if size < 2:
+        raise MicroBatchError(f"a batch of {size} rows cannot be cut into parts; give one of two rows or more")
+    sample, count = _sample(batch, size)
+    with measuring(model), _evaluated(model), _alone(model), _tolerance(model) as tolerances, torch.no_grad():
+        # A copy: Trainer.compute_loss takes the labels out of the batch where it computes the loss itself.
+        whole = _loss(loss_function, take(sample, list(range(count)), count))
+        single = [_loss(loss_function, take(sample, [row], count)) for row in range(count)]
+    allowed = max(max(tolerances), 2 * torch.finfo(whole.dtype).eps)
+    together = {law: _together(law, sample, single) for law in Law}
+    target = float(whole)
+    matching = {law for law, loss in together.items() if abs(loss - target) <= allowed * abs(target)}
+    if not matching & among or not target:
+        raise _no_law(target, together, allowed, count)
+    return frozenset(matching & among)
+
+
+def _sample(batch: Any, size: int) -> tuple[Any, int]:
+    """Returns copies of the rows with the most labels, and how many they are."""
+    labels = ignoring(batch, size)
+    order = _unlike_first(batch, size)
+    if labels:
+        counted = (labels[0] != IGNORED).reshape(size, -1)
+        keys: list[tuple[bool, int]] = list(zip(counted[:, 0].tolist(), counted.sum(1).tolist(), strict=True))
+        order.sort(key=keys.__getitem__, reverse=True)
+    rows = order[:MOST_ROWS]
+    sample = short_texts(take(batch, rows, size), LENGTH)
+    for tensor in ignoring(sample, len(rows)):
+        _thin(tensor)
+    return sample, len(rows)
+
+
+def _row_labels(batch: Any) -> list[list[int]]:
+    """Returns the integers that a batch has one of for each row, as classes are."""
+    size = rows_of(batch)
+    whole = [tensor for tensor in tensors_in(batch) if tensor.dim() == 1 and tensor.shape[0] == size]
+    return [tensor.tolist() for tensor in whole if not tensor.is_floating_point() and not tensor.is_complex()]
+
+
+def _classes(batch: Any) -> set[int]:
+    """Returns the classes in a batch, if they are few: a loss may weigh each of them in its own way."""
+    found = {value for labels in _row_labels(batch) for value in labels}
+    return found if len(found) <= MOST_CLASSES else set()
+
+
+def _unlike_first(batch: Any, size: int) -> list[int]:
+    """Returns the numbers of the rows, those first whose class none before them has."""
+    order = list(range(size))
+    for labels in _row_labels(batch)[:1]:
+        first = [labels.index(value) for value in dict.fromkeys(labels)]
+        order = first + [row for row in order if row not in set(first)]
+    return order
+
+
+def _thin(labels: Tensor) -> None:
+    """Leaves the first row a label at its first place and one more, and the second row none at its first place.
+
+    The laws of labels then say different weights than that of rows, and different ones from each other.
+    """
+    rows = labels.view(labels.shape[0], -1)
+    places = (rows[0] != IGNORED).nonzero().flatten().tolist()
+    kept = places[:2] if places[:1] == [0] and rows.shape[1] > 1 else places[:1]
+    if rows.shape[1] == 1:  # of two labels one has to stay
+        kept = [] if bool((rows[1:] != IGNORED).any()) else kept
+    rows[0, [place for place in places if place not in kept]] = IGNORED
+    if bool((rows[1, 1:] != IGNORED).any()):
+        rows[1, 0] = IGNORED
+
+
+def _together(law: Law, sample: Any, single: list[Tensor]) -> float:
+    """Returns the loss of the rows together, if it followed a law."""
+    losses = [float(loss) for loss in single]
+    if law is Law.SUM:
+        return sum(losses)
+    counts = counts_of(law, sample, len(losses))
+    return sum(count * loss for count, loss in zip(counts, losses, strict=True) if count) / sum(counts)
+
+
+def _loss(loss_function: LossFunction, batch: Any) -> Tensor:
+    try:
+        loss = loss_function(batch)
+    except (DAFError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a model does with a part of a batch
+        raise MicroBatchError(
+            f"the loss of a few rows of the batch cannot be computed: {error!r}. Micro-batches need a loss that any "
+            "rows of a batch have; train without them"
+        ) from error
+    if not loss.is_floating_point() or loss.numel() != 1:
+        raise MicroBatchError(f"the loss is a tensor of shape {list(loss.shape)}, {loss.dtype}; it must be one number")
+    return loss.detach()
+
+
+def _no_law(whole: float, together: Mapping[Law, float], allowed: float, rows: int) -> MicroBatchError:
+    measured = ", ".join(f"{loss:.8g} by the law of {law.value}" for law, loss in together.items())
+    return MicroBatchError(
+        f"the loss of {rows} rows is {whole:.8g}, and their losses one by one give {measured}; one of these must be "
+        f"equal within {allowed:.1g} of it, and not zero. A loss that compares rows with each other (contrastive "
+        "losses), or draws random numbers, is another one in parts: train without micro-batches, on smaller batches"
+    )
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Generator[None]:
+    """Puts every module in evaluation mode, so that no dropout tells rows and batch apart."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Generator[None]:
+    """Keeps DistributedDataParallel, wherever it is, from exchanging buffers here, but not in the next pass."""
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    before = [wrapper.require_forward_param_sync for wrapper in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for wrapper, synchronizes in zip(wrappers, before, strict=True):
+            wrapper.require_forward_param_sync = synchronizes
+
+
+@contextmanager
+def _tolerance(model: nn.Module) -> Generator[list[float]]:
+    """Gives a list of the relative differences that what was run inside may show by rounding."""
+    found = [FINE]
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if device != "cpu" or torch.get_float32_matmul_precision() != "highest":
+        found.append(COARSE)
+    if any(is_compiled(module) for module in model.modules()):  # hooks would have it compiled again
+        found.append(COARSE)
+
+    def note(_module: nn.Module, _inputs: object, output: Any) -> None:
+        if any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors_in(output)):
+            found.append(COARSE)
+
+    with ExitStack() as stack:
+        for module in model.modules() if len(found) == 1 else ():
+            stack.callback(module.register_forward_hook(note).remove)
+        yield found

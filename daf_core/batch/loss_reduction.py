@@ -1,0 +1,88 @@
+"""How the loss of a batch follows from the losses of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daf_core.batch.rows import IGNORED, bounds_of, named_tensors, rows_of
+
+
+class Law(Enum):
+    """What the losses of the parts are multiplied by, so that their sum is the loss of the batch.
+
+    Attributes:
+        SUM: Nothing: the loss is a sum, or is divided by a number that does not depend on the part.
+        ROWS: A part's share of the rows: the loss is a mean over rows of equal weight.
+        LABELS: A part's share of the labels that count, which are those that are not -100.
+        SHIFTED_LABELS: That share without the first label of each row: causal language models have none for it.
+    """
+
+    SUM = "sum"
+    ROWS = "rows"
+    LABELS = "labels"
+    SHIFTED_LABELS = "shifted labels"
+
+
+def weights(law: Law, batch: Any, parts: int) -> list[float]:
+    """Returns the weight of each part that `split` makes.
+
+    A part with weight 0 has no label that counts: its mean loss is NaN, and it is to be left out. Where no label of
+    the batch counts, parts weigh as their rows do, and the loss is NaN as without parts.
+
+    Args:
+        law: How the loss of the batch follows.
+        batch: The whole batch.
+        parts: As for `split`.
+
+    Raises:
+        MicroBatchError: `parts` is below 1.
+    """
+    rows = rows_of(batch) or 0
+    bounds = bounds_of(rows, parts)
+    if law is Law.SUM or not rows:
+        return [1.0] * len(bounds)
+    counts = counts_of(law, batch, rows)
+    return [sum(counts[start:end]) / sum(counts) for start, end in bounds]
+
+
+def safest(laws: Collection[Law], batch: Any) -> Law:
+    """Returns the law to go by where several agree with all that was seen; one of a mean before the sum.
+
+    Without ignored labels those of a mean are the same, and called ROWS. With ignored labels it is SHIFTED_LABELS
+    before LABELS before ROWS: what is ignored is meant not to count, and a label at a row's first place hardly exists
+    but in texts for causal language models, which leave it out.
+    """
+    if len(laws) == 1:
+        return next(iter(laws))
+    order = [Law.SHIFTED_LABELS, Law.LABELS, Law.ROWS, Law.SUM]
+    labels = ignoring(batch, rows_of(batch) or 0)
+    if not labels or labels[0].dim() == 1:
+        order = [Law.LABELS, Law.ROWS, Law.SHIFTED_LABELS, Law.SUM] if labels else [Law.ROWS, *order]
+    return next(law for law in order if law in laws)
+
+
+def counts_of(law: Law, batch: Any, rows: int) -> list[int]:
+    """Returns how many losses a mean counts in each row; 1 for each without ignored labels, or with these alone."""
+    labels = ignoring(batch, rows)
+    if law in (Law.SUM, Law.ROWS) or not labels:
+        return [1] * rows
+    counted = labels[0] != IGNORED
+    if law is Law.SHIFTED_LABELS and counted.dim() > 1:
+        counted = counted[:, 1:]
+    counts: list[int] = counted.reshape(rows, -1).sum(1).tolist()
+    return counts if any(counts) else [1] * rows
+
+
+def ignoring(batch: Any, rows: int) -> list[Tensor]:
+    """Returns the integer tensors in which a label is ignored, that of the name ``labels`` first."""
+    found = [
+        (name, tensor)
+        for name, tensor in named_tensors(batch)
+        if tensor.shape[0] == rows and tensor.dtype in (torch.int64, torch.int32) and bool((tensor == IGNORED).any())
+    ]
+    return [tensor for _, tensor in sorted(found, key=lambda pair: pair[0] != "labels")]

@@ -1,0 +1,48 @@
+"""Runs a training step in parts whose gradients add up to that of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from daf_core.errors import MicroBatchError
+
+Step = Callable[[Any, float, bool], Tensor]
+
+
+def run_parts(model: nn.Module, parts: Sequence[Any], weights: Sequence[float], step: Step) -> Tensor:
+    """Runs forward and backward of each part, and returns the sum of their losses.
+
+    Gradients are left to add up in ``.grad``, and with a wrapper that exchanges them between processes
+    (DistributedDataParallel), all parts but the last run under its ``no_sync``. Parts with weight 0 are left out. When
+    a part raises, the gradients of those before it stay.
+
+    Args:
+        model: The model as it is called.
+        parts: The parts of the batch, as `split` makes them.
+        weights: The weight of each, as `laws.weights` says.
+        step: Given a part, its weight and whether it is the last: multiplies the part's loss by the weight, runs
+            backward, and returns the product, detached.
+
+    Raises:
+        MicroBatchError: There are not as many weights as parts, or all of them are 0.
+    """
+    if len(weights) != len(parts) or not any(weights):
+        raise MicroBatchError(
+            f"{len(parts)} parts and the weights {list(weights)} were given; give one weight for each part, and one "
+            "that is not 0, as daf_core.batch.loss_reduction.weights does"
+        )
+    counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+    losses = [
+        _run(model, part, weight, step, last=index == len(counted)) for index, (part, weight) in enumerate(counted, 1)
+    ]
+    return torch.stack(losses).sum(0)
+
+
+def _run(model: nn.Module, part: Any, weight: float, step: Step, *, last: bool) -> Tensor:
+    with nullcontext() if last else getattr(model, "no_sync", nullcontext)():
+        return step(part, weight, last)

@@ -1,0 +1,104 @@
+"""Which values of an activation share a scaling group."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from daf_core.codecs.tensor_layout import Geometry
+
+LEAST_MAP = 128
+"""Positions of a channel in one image from which they are scaling groups of their own: 0.4 header bits an element."""
+
+_NORMALIZATIONS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+_ON_MAPS = ("Convolution", *_NORMALIZATIONS, "MaxPool", "AvgPool", "AdaptiveAvgPool")
+"""What begins the names of autograd nodes whose results are maps of channels, in any number of dimensions."""
+
+_ON_ANYTHING = ("Relu", "Add", "Mul", "Silu", "Gelu", "Hardtanh", "Hardswish", "LeakyRelu", "Elu", "Cat")
+"""The same for operators that are used on other things too; a tensor of 4 or 5 dimensions is taken for maps then."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows along any dimension of flat values.
+
+    Attributes:
+        outer: Product of the dimensions before it.
+        length: Its length.
+        inner: Product of the dimensions after it.
+        dim: The dimension, counted from the end.
+    """
+
+    outer: int
+    length: int
+    inner: int
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of values that are rows along the second dimension."""
+        return self.outer, self.length, self.inner
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The order in which flat values are taken for scaling groups.
+
+    Attributes:
+        row: Elements in a row; scaling groups are rows, or equal pieces of rows.
+        shape: Shape of the values in that order; None where it is theirs.
+        strides: Its strides.
+        logarithms: Rows of logarithms whose probabilities sum to 1; None where they are anything else.
+    """
+
+    row: int
+    shape: tuple[int, ...] | None = None
+    strides: tuple[int, ...] = ()
+    logarithms: Rows | None = None
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Returns flat values in that order, a view."""
+        return values if self.shape is None else values.as_strided(self.shape, self.strides)
+
+
+def logarithms_of(geometry: Geometry, dim: int) -> Grouping | None:
+    """Returns the grouping of logarithms of probabilities; None where they do not lie one after the other.
+
+    Args:
+        geometry: How the tensor lies in memory.
+        dim: The dimension of the probabilities that sum to 1, counted from the end.
+    """
+    shape = geometry.shape
+    if not geometry.row_major or not shape:
+        return None
+    rows = Rows(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim:][1:]), dim)
+    return Grouping(geometry.row, logarithms=rows)
+
+
+@lru_cache(maxsize=4096)
+def grouping_of(geometry: Geometry, op: str) -> Grouping:
+    """Returns the grouping of a tensor.
+
+    The channels of a convolution differ in mean and deviation, and a normalization of the batch undoes that: a group
+    of several channels has the error of the widest of them, a group of a channel's own restores its moments. Small maps
+    fill a group with the same channel of several images.
+
+    Args:
+        geometry: How the tensor lies in memory.
+        op: Name of the autograd node that made it.
+    """
+    shape, strides = geometry.shape, geometry.strides
+    maps = len(shape) > 2 if op.startswith(_ON_MAPS) else op.startswith(_ON_ANYTHING) and len(shape) in (4, 5)
+    if not maps or geometry.compact_shape != (math.prod(shape),):
+        return Grouping(geometry.row)
+    images, channels, positions = shape[0], shape[1], math.prod(shape[2:])
+    if geometry.row_major:
+        if positions >= LEAST_MAP:
+            return Grouping(positions)
+        return Grouping(images * positions, (channels, images, positions), (positions, channels * positions, 1))
+    if strides[1] == 1 and geometry.row == channels:
+        return Grouping(images * positions, (channels, images * positions), (1, channels))
+    return Grouping(geometry.row)

@@ -1,0 +1,110 @@
+"""One forward pass watched closely: which modules are called in which order, and where a graph begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from daf_core.autograd.torch_private import hooks_of
+from daf_core.batch.rows import tensors_in
+from daf_core.elastic.block_timer import is_training_pass
+from daf_core.errors import ElasticError
+from daf_core.model.blocks import Block
+from daf_core.model.module_hooks import OwnHook
+
+
+class CallWatch:
+    """Watches a model's modules until `stop`.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        calls: See `units.Calls`.
+        unrecorded: Names of modules that ran without recording a graph.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.calls: dict[str, int] = {}
+        self.unrecorded: set[str] = set()
+        self._with_graph: set[str] = set()
+        self._origins: list[str] = []
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(OwnHook(partial(self._enter, name))))
+            self._handles.append(module.register_forward_hook(OwnHook(partial(self._leave, name)), with_kwargs=True))
+
+    def stop(self) -> None:
+        """Removes its hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def recorded(self, blocks: Sequence[Block], trained: Iterable[nn.Parameter]) -> list[Block]:
+        """Returns blocks without those that ran in vain, such as a frozen tower's: no graph, and nothing is trained.
+
+        Args:
+            blocks: The blocks.
+            trained: All parameters that are.
+        """
+        known = set(map(id, trained))
+
+        def in_vain(block: Block) -> bool:
+            ran = block.name in self.unrecorded and block.name not in self.calls
+            return ran and known.isdisjoint(map(id, block.module.parameters()))
+
+        return [block for block in blocks if not in_vain(block)]
+
+    def refuse_graphs(self, blocks: Sequence[Block]) -> None:
+        """Checks that blocks below the lowest one that was trained have built no graph.
+
+        Args:
+            blocks: Those blocks.
+
+        Raises:
+            ElasticError: One has, and nothing would be saved.
+        """
+        found = next((block.name for block in blocks if block.name in self._with_graph), None)
+        if found is None:
+            return
+        origin = next(iter(self._origins), None)
+        if origin is None:
+            where = f"{found} is given an input that requires a gradient"
+        else:
+            hooks = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in self._foreign_hooks(origin))
+            where = f"what {origin or 'the model'} returns requires a gradient" + (
+                f" (its hooks: {hooks})" * bool(hooks)
+            )
+        raise ElasticError(
+            f"elastic training would save nothing: {where}, though nothing up to there is trained in this step, so "
+            "that every block from there on builds a graph. Have nothing require a gradient there, or leave out elastic"
+        )
+
+    def _foreign_hooks(self, name: str) -> list[Any]:
+        hooks = hooks_of(self._model.get_submodule(name))
+        functions = [getattr(hook, "func", hook) for hook in hooks]
+        return [each for each in functions if not getattr(each, "__module__", "").startswith("daf_core")]
+
+    def _enter(self, name: str, _module: nn.Module, _inputs: object) -> None:
+        if is_training_pass():
+            self.calls.setdefault(name, 0)
+        elif not torch.is_grad_enabled():
+            self.unrecorded.add(name)
+
+    def _leave(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        if not is_training_pass():
+            return
+        found = list(tensors_in(output))
+        self.calls[name] = self.calls.get(name, 0) or (found[0].numel() if found else 0)
+        if not any(each.requires_grad for each in found):
+            return
+        self._with_graph.add(name)
+        given = any(each.requires_grad for each in tensors_in((args, kwargs)))
+        if not given and not any(each.requires_grad for each in module.parameters()):
+            self._origins.append(name)

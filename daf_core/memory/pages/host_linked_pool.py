@@ -1,0 +1,112 @@
+"""Pages of a device, on the device and in the memory of its host."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from daf_core.memory.pages.growth import FixedGrowth, Growth
+from daf_core.memory.pages.pool import PagePool
+from daf_kernels import HostLink, Pages
+
+HOST_REGION = FixedGrowth(32 << 20)
+"""Torch pins memory in powers of two, so a region of another size would waste the rest."""
+
+_FIRST_ON_HOST = 1 << 40
+"""Number of the first page in host memory."""
+
+
+class Place(threading.local):
+    """Where the calling thread encodes.
+
+    Attributes:
+        on_host: Whether it takes pages in host memory.
+    """
+
+    on_host = False
+
+
+class LinkedPool(PagePool):
+    """Pages on a device, and, for threads that encode on its host, in memory there that the device can read.
+
+    All pages of one activation lie in the same memory.
+
+    Args:
+        device: The device.
+        growth: How much is reserved on it when no page is free there.
+        page_bytes: Bytes in a page, a power of two.
+        link: Connects it with its host.
+        place: Says which pages a thread takes.
+    """
+
+    def __init__(self, device: torch.device, growth: Growth, page_bytes: int, link: HostLink, place: Place) -> None:
+        super().__init__(device, growth, page_bytes)
+        # A device may be behind with reading what its host has given up, and torch knows of no kernel that reads there.
+        self._host = PagePool(torch.device("cpu"), HOST_REGION, page_bytes, link.reserve, link.await_reads)
+        weakref.finalize(self, link.await_reads).atexit = False
+        self._link = link
+        self._place = place
+
+    @override
+    def take(self, count: int, limit: int | None = None) -> Pages:
+        if not self._place.on_host:
+            return super().take(count, None if limit is None else limit - self._host.reserved_bytes)
+        pages = self._host.take(count, None if limit is None else limit - super().reserved_bytes)
+        self._link.await_reads()  # of what lay on them
+        return pages + _FIRST_ON_HOST
+
+    @override
+    def give(self, pages: Pages) -> None:
+        on_host = pages >= _FIRST_ON_HOST
+        super().give(pages[~on_host])
+        self._host.give(pages[on_host] - _FIRST_ON_HOST)
+
+    @override
+    def finish_step(self) -> None:
+        super().finish_step()
+        self._host.finish_step()
+
+    @override
+    def release(self) -> None:
+        super().release()
+        self._host.release()
+
+    @property
+    @override
+    def used_pages(self) -> int:
+        return super().used_pages + self._host.used_pages
+
+    @property
+    @override
+    def reserved_bytes(self) -> int:
+        return super().reserved_bytes + self._host.reserved_bytes
+
+    @override
+    def addresses(self, pages: Pages) -> Pages:
+        return self._host.addresses(pages - _FIRST_ON_HOST) if _on_host(pages) else super().addresses(pages)
+
+    @override
+    def read(self, pages: Pages) -> Tensor:
+        if _on_host(pages):
+            return self._host.read(pages - _FIRST_ON_HOST).to(self.device)
+        return super().read(pages)
+
+    @override
+    def write(self, pages: Pages, content: Tensor) -> None:
+        if _on_host(pages):
+            self._host.write(pages - _FIRST_ON_HOST, content)
+        else:
+            super().write(pages, content)
+
+    @override
+    def check(self) -> None:
+        super().check()
+        self._host.check()
+
+
+def _on_host(pages: Pages) -> bool:
+    return pages.size > 0 and int(pages[0]) >= _FIRST_ON_HOST

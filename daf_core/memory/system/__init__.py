@@ -1,0 +1,1 @@
+"""What the machine and the process have left, and what can be given back to them."""

@@ -1,0 +1,1 @@
+"""Where pages go when the budget is short: pinned host memory, disk."""

@@ -1,0 +1,1 @@
+"""What DAF does to a model: its blocks, recomputation, patched forwards."""

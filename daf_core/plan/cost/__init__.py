@@ -1,0 +1,1 @@
+"""What each treatment of a block would take."""

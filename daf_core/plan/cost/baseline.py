@@ -1,0 +1,56 @@
+"""What a step takes without DAF: measured on a few rows, as that of the whole batch may not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from daf_core import timing
+from daf_core.plan.cost.simulate import Forecast
+from daf_core.plan.observe.meter import meter_on
+from daf_core.snapshots.gradients import gradients_aside
+from daf_core.snapshots.measurement import Measurement
+
+REPEATS = 2
+"""Passes whose shortest time counts."""
+
+
+def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int, limit: int) -> Forecast:
+    """Returns what a step with the whole batch takes where autograd keeps everything as it is.
+
+    Training is not disturbed. A pass of one row is measured, and one of as many as fit in the limit, up to half of the
+    batch; the whole batch is on the line through both.
+
+    Args:
+        model: The model.
+        loss_of: Returns the loss of so many rows of the batch.
+        rows: Those of the batch.
+        limit: Bytes that a pass may take.
+    """
+    seconds, peak = _measured(model, loss_of, 1)
+    many = 1
+    while 2 * many <= rows // 2 and 2 * many * peak <= limit:
+        many *= 2
+    if many == 1:
+        return Forecast(seconds * rows, *[int(peak * rows)] * 3)
+    more_seconds, more_peak = _measured(model, loss_of, many)
+    share = (rows - 1) / (many - 1)
+    whole = int(peak + share * (more_peak - peak))
+    return Forecast(seconds + share * (more_seconds - seconds), whole, whole, whole)
+
+
+def _measured(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int) -> tuple[float, int]:
+    """Returns seconds and peak bytes of a forward and backward pass."""
+    measurement = Measurement(model)
+    with measurement.running(), gradients_aside(model), meter_on(next(model.parameters()).device) as meter:
+        loss_of(rows).backward()
+        peak = meter.take_peak()
+    with measurement.running(timed=True), gradients_aside(model):
+        return min(_seconds(loss_of, rows) for _ in range(REPEATS)), peak
+
+
+def _seconds(loss_of: Callable[[int], Tensor], rows: int) -> float:
+    started = timing.synchronized_time()
+    loss_of(rows).backward()
+    return timing.synchronized_time() - started

@@ -1,0 +1,167 @@
+"""Runs passes of a few rows of a batch, to measure what a step of a model costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from torch import Tensor, nn
+
+from daf_core.config import DAFConfig
+from daf_core.engine import ActivationEngine
+from daf_core.errors import ProfileError
+from daf_core.memory.system.release import release_memory
+from daf_core.model.blocks import BATCH_NORMS, Block, blocks_of
+from daf_core.model.treatments import Treatments
+from daf_core.plan.cost.profile import Observed, Profile, planned_bits
+from daf_core.plan.observe.meter import meter_on
+from daf_core.plan.observe.trace import Observation, Observer
+from daf_core.plan.run.retry import is_out_of_memory
+from daf_core.snapshots.rng_and_buffers import devices_of
+
+REPEATS = 2
+"""Passes with few rows whose shortest times count; of those with many rows one is enough."""
+
+LossOfRows = Callable[[int], Tensor]
+"""Returns the loss of so many rows of a batch."""
+
+
+def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int, limit: int) -> Profile:
+    """Measures a pass of one row, and one of as many as fit in the limit twice, up to half of the batch.
+
+    More rows than one say what does not grow with them. Blocks that do not run alike in all passes, as experts do, are
+    none: the ones that they are in may be. Nor are blocks that a pass changes: a second one would find them changed.
+    Nothing may be compressed or recomputed in the model meanwhile.
+
+    Args:
+        model: The model.
+        config: How activations are stored.
+        loss_of: Returns the loss of so many rows of the batch.
+        rows: Those of the batch.
+        limit: Bytes that a pass may take.
+
+    Raises:
+        ProfileError: There is no memory for a pass of the fewest rows.
+    """
+    left_out: set[str] = set()
+    while True:
+        blocks = [_exact_around(block, left_out) for block in blocks_of(model, left_out)]
+        passes = _Passes(model, blocks, config, loss_of)
+        observed = passes.few_and_many(rows, limit)
+        unsteady = _unsteady(observed)
+        changed = {block.name for block in blocks if any(name.startswith(f"{block.name}.") for name in passes.changed)}
+        if not unsteady and not changed:
+            return Profile(blocks, *observed, changed=passes.changed)
+        left_out |= changed
+        containers = {blocks[number].name.rpartition(".")[0] for number in unsteady}
+        left_out |= {block.name for block in blocks if block.name.rpartition(".")[0] in containers}
+
+
+class _Passes:
+    """Runs passes of a model, in which training is not disturbed.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        config: How activations are stored.
+        loss_of: Returns the loss of so many rows of the batch.
+
+    Attributes:
+        changed: See `Measurement.repeated_changes`.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], config: DAFConfig, loss_of: LossOfRows) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._config = config
+        self._loss_of = loss_of
+        self.changed: set[str] = set()
+
+    def few_and_many(self, rows: int, limit: int) -> list[Observed]:
+        least = min(_least_rows(self._model), rows)
+        few = self._observe_within(least, REPEATS)
+        if few is None:
+            raise ProfileError(
+                f"memory ran out when a step of {least} of {rows} rows was measured, to plan for "
+                f"memory_budget={self._config.memory_budget!r}. Free memory, or train on shorter texts or smaller "
+                'images; budget_covers="activations" needs no measurement'
+            )
+        if _unsteady([few]):
+            return [few]
+        profile, fitting = Profile(self._blocks, few), least
+        while 2 * fitting <= max(rows // 2, 2 * least) and profile.observed_peak(2 * fitting) <= limit:
+            fitting *= 2
+        many = min(fitting, rows)
+        while many > least:
+            found = self._observe_within(many, 1)
+            if found is not None:
+                return [few, found]
+            many //= 2
+        return [few]
+
+    def _observe_within(self, rows: int, repeats: int) -> Observed | None:
+        """Returns None where memory has run out, and gives back what was made until then."""
+        try:
+            return self._observe(rows, repeats)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory(devices_of(self._model))
+        return None
+
+    def _observe(self, rows: int, repeats: int) -> Observed:
+        engine = ActivationEngine(self._model, _plain(self._config))
+        try:
+            # A first pass keeps some values until it is known who reads them.
+            Observer(self._model, self._blocks, engine).observe(lambda: self._loss_of(rows), False, None, timed=False)
+            self.changed |= engine.measurement.repeated_changes(lambda: self._loss_of(rows))
+            metered = self._pair(engine, rows, metered=True)
+            timed = [self._pair(engine, rows, metered=False) for _ in range(repeats)]
+            return Observed(rows, planned_bits(self._config)[-1], metered, timed)
+        finally:
+            engine.close()
+
+    def _pair(self, engine: ActivationEngine, rows: int, *, metered: bool) -> tuple[Observation, Observation]:
+        observer = Observer(self._model, self._blocks, engine)
+        device = next(self._model.parameters()).device
+
+        def observed(recompute: bool) -> Observation:
+            # From an input that lost precision some blocks compute something else than before.
+            kept = {block.name: True for block in self._blocks if recompute and block.needs_exact_input}
+            engine.treat(Treatments(kept))
+            return observer.observe(lambda: self._loss_of(rows), recompute, meter_on(device) if metered else None)
+
+        return observed(recompute=False), observed(recompute=True)
+
+
+def _exact_around(block: Block, left_out: Collection[str]) -> Block:
+    """Returns a block, marked if it holds experts: from an input that lost precision rows may be sent to others."""
+    return replace(block, routes=any(name.startswith(f"{block.name}.") for name in left_out))
+
+
+def _unsteady(observed: Sequence[Observed]) -> set[int]:
+    """Returns the numbers of blocks that did not run in all passes alike, as experts that get no rows."""
+    passes = [each.blocks for these in observed for pair in (these.metered, *these.timed) for each in pair]
+    return {
+        block for calls in passes for pair in zip_longest(passes[0], calls) if pair[0] != pair[1] for block in pair
+    } - {None}
+
+
+def _least_rows(model: nn.Module) -> int:
+    """Returns how many rows are measured: batch normalization has no statistics of one where maps have one value."""
+    return 2 if any(isinstance(module, BATCH_NORMS) for module in model.modules()) else 1
+
+
+def _plain(config: DAFConfig) -> DAFConfig:
+    """Returns a configuration that takes the fewest bytes: what others would take is counted with it."""
+    return replace(
+        config,
+        precision=planned_bits(config)[-1] or "exact",
+        min_precision=None,
+        max_gradient_error=None,
+        memory_budget=None,
+        plan_file=None,
+        spill_dir=None,
+        packing="device",
+    )

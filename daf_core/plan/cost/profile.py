@@ -1,0 +1,154 @@
+"""Measures what a step of a model costs, on a few rows, and says what it costs with any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from daf_core.config import DAFConfig
+from daf_core.model.blocks import Block
+from daf_core.plan.cost.costs import Costs, Treatment, between, costs_of
+from daf_core.plan.cost.simulate import play
+from daf_core.plan.observe.trace import Observation
+from daf_kernels import PRECISIONS
+
+PLANNED_BITS = 4
+"""Where the precision is "auto", a plan has room for as many bits, as long as there is such a plan. They make gradient
+errors of a few percent; what room is left goes to more bits."""
+
+ALIKE = 0.02
+"""Relative difference in bytes up to which blocks of a class count as alike: they get the same times, so that noise
+does not decide which of them are recomputed."""
+
+
+class Profile:
+    """What a model's step costs.
+
+    Args:
+        blocks: The model's blocks.
+        few: How a pass with few rows was observed.
+        many: The same with more; None where few is all that there is.
+        changed: The names of what each pass changes in the model once more.
+
+    Attributes:
+        blocks: The model's blocks.
+        names: Their names.
+        calls: The number of the block of each call in a pass.
+        off: Numbers of the blocks that build no graph.
+    """
+
+    off: frozenset[int] = frozenset()
+
+    def __init__(
+        self, blocks: Sequence[Block], few: Observed, many: Observed | None = None, changed: Collection[str] = ()
+    ) -> None:
+        self.blocks = list(blocks)
+        self.names = [block.name for block in blocks]
+        self.calls = few.metered[0].blocks
+        self._changed = sorted(name for name in changed if "." in name)  # what the model itself counts, it may
+        self._few = few
+        self._many = many
+        self._known: dict[tuple[int, int | None], Costs] = {}
+
+    @property
+    def whole(self) -> str | None:
+        """Why no batch can be split, as far as a pass shows that; None where it can."""
+        if not self._changed:
+            return None
+        return f"each forward pass changes {self._changed[0]}, and one for each part would do so several times"
+
+    def at(self, rows: float, bits: int | None) -> Costs:
+        """Returns what a pass of so many rows, as long as those that were observed, costs at a precision."""
+        few = self._costs(self._few, bits)
+        if self._many is None:
+            none = Costs(*(np.where(np.isinf(values), values, 0.0) for values in _arrays(few)))
+            return between(none, few, rows / self._few.rows)
+        share = (rows - self._few.rows) / (self._many.rows - self._few.rows)
+        return between(few, self._costs(self._many, bits), share)
+
+    def with_off(self, names: Collection[str]) -> Profile:
+        """Returns the profile of steps in which the blocks of these names build no graph."""
+        other = copy(self)
+        other.off = frozenset(number for number, name in enumerate(self.names) if name in names)
+        return other
+
+    def observed_peak(self, rows: int) -> int:
+        """Returns the memory that observing a pass of so many rows takes."""
+        costs = self.at(rows, self._few.bits)
+        everything = [[treatment] * (1 + len(self.calls)) for treatment in (Treatment.COMPRESS, Treatment.RECOMPUTE)]
+        everything[1][0] = Treatment.COMPRESS
+        return max(play(costs, treatments).peak_bytes for treatments in everything)
+
+    def _costs(self, observed: Observed, bits: int | None) -> Costs:
+        """Returns what the passes took, at a precision; computed once, as a search asks for it a hundred times."""
+        key = observed.rows, bits
+        if key not in self._known:
+            self._known[key] = self._costs_of(observed, bits)
+        return self._known[key]
+
+    def _costs_of(self, observed: Observed, bits: int | None) -> Costs:
+        costs = costs_of(self.names, *observed.metered, bits)
+        timed = [costs_of(self.names, *pair, bits).seconds for pair in observed.timed]
+        costs = self._evened(replace(costs, seconds=np.minimum.reduce(timed)))
+        exact = [1 + call for call, block in enumerate(self.calls) if self.blocks[block].needs_exact_input]
+        for values in (costs.seconds, costs.held, costs.forward_peak, costs.backward_peak):
+            values[exact, Treatment.RECOMPUTE_COMPRESSED] = np.inf
+        return costs
+
+    def _evened(self, costs: Costs) -> Costs:
+        """Gives calls of blocks that are alike the median of what they cost."""
+        raw, kinds = costs.held[1:, Treatment.KEEP], [type(block.module) for block in self.blocks]
+        alike: list[list[int]] = []
+        for call, block in enumerate(self.calls):
+            for group in alike:
+                same = kinds[self.calls[group[0]]] is kinds[block]
+                if same and abs(raw[group[0]] - raw[call]) <= ALIKE * raw[call]:
+                    group.append(call)
+                    break
+            else:
+                alike.append([call])
+        arrays = {field.name: np.array(getattr(costs, field.name)) for field in fields(Costs)}
+        for name in ("seconds", "held", "forward_peak", "backward_peak"):
+            for group in alike:
+                rows = [1 + call for call in group]
+                arrays[name][rows] = np.median(arrays[name][rows], axis=0)
+        return Costs(**arrays)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Passes of so many rows, each a pair: everything compressed, and all blocks recomputed.
+
+    Attributes:
+        rows: The rows.
+        bits: Precision that they were stored in; None where nothing lost precision.
+        metered: With memory measured.
+        timed: Without.
+    """
+
+    rows: int
+    bits: int | None
+    metered: tuple[Observation, Observation]
+    timed: Sequence[tuple[Observation, Observation]]
+
+
+def planned_bits(config: DAFConfig) -> list[int | None]:
+    """Returns the precisions that are planned with, the best first; None where nothing loses precision."""
+    if config.precision == "exact":
+        return [None]
+    most = max(PLANNED_BITS if config.precision == "auto" else config.precision, config.kept_precision)
+    return [bits for bits in PRECISIONS[::-1] if config.kept_precision <= bits <= most]
+
+
+def most_bits(config: DAFConfig) -> int | None:
+    """Returns the precision that activations have where there is room; None where nothing loses precision."""
+    if config.precision == "exact":
+        return None
+    return PRECISIONS[-1] if config.precision == "auto" else config.precision
+
+
+def _arrays(costs: Costs) -> list[np.ndarray]:
+    return [getattr(costs, field.name) for field in fields(Costs)]

@@ -1,0 +1,1 @@
+"""Time and memory of each block in one pass."""

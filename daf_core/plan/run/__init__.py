@@ -1,0 +1,1 @@
+"""Steps by a plan, and again if memory runs out."""

@@ -1,0 +1,159 @@
+"""Runs a step again that ran out of memory, with a tighter plan, so that its samples are not lost."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import re
+import sys
+from collections.abc import Callable, Iterator
+from traceback import StackSummary, walk_tb
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from daf_core.distributed import agree
+from daf_core.errors import PeerMemoryError
+from daf_core.memory.system.release import release_caches
+from daf_core.snapshots.step import Snapshot
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_TEXTS = re.compile(
+    r"\bout of memory\b"  # CUDA, HIP, XPU, MPS; CUDA error: out of memory
+    r"|can't allocate memory|not enough memory"  # the CPU's, on Windows
+    r"|cannot allocate memory(?! in static TLS)"  # of mmap; libraries that load too late lack room of another kind
+    r"|can't start new thread"  # of Python: there is no memory for its stack
+    r"|std::bad_alloc|_ALLOC_FAILED\b",  # of C++; of cuBLAS, cuDNN and their like
+    re.IGNORECASE,
+)
+
+Result = TypeVar("Result")
+
+
+def is_out_of_memory(error: BaseException, handled: BaseException | None = None) -> bool:
+    """Says whether an error means that memory ran out, on any device, or was raised because of one that does.
+
+    Args:
+        error: The error.
+        handled: The error that was being handled before the code ran that raised it, if any: it is no reason for it.
+    """
+    return isinstance(error, Exception) and any(map(_says_so, _chain(error, handled)))
+
+
+def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and those that it was raised from or while handling, as a traceback shows them."""
+    seen: set[int] = set() if handled is None else {id(handled)}
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        context = None if following.__suppress_context__ else following.__context__
+        following = following.__cause__ or context
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
+
+
+class Failure(NamedTuple):
+    """An attempt that ran out of memory.
+
+    Attributes:
+        error: The error, without the frames that it came through: they would keep the memory.
+        stack: Where it was raised.
+    """
+
+    error: Exception
+    stack: StackSummary
+
+
+def with_retries(
+    attempt: Callable[[], Result],
+    snapshot: Snapshot,
+    tighten: Callable[[str], bool],
+    group: ProcessGroup | None = None,
+    together: bool = True,
+) -> Result:
+    """Runs a step, and runs it again from the same state with tighter plans as long as it runs out of memory.
+
+    With several processes, all run it again when one has to. So the attempt must not communicate: it runs inside of
+    `unsynchronized`, and `reduce_gradients` follows. An error that is no lack of memory passes through at once.
+
+    Args:
+        attempt: Runs forward and backward. It leaves its batch as it is, and everything else that the snapshot does not
+            take back.
+        snapshot: What was before the step.
+        tighten: Gets the message of the error and makes the plan tighter, in the processes that have run out of memory;
+            False says that there is no tighter one.
+        group: The processes; None for all.
+        together: Whether the processes run it again together; otherwise each is on its own.
+
+    Returns:
+        What the attempt returned that had enough memory.
+
+    Raises:
+        Exception: The first attempt's, with a note, when there is no tighter plan; what else an attempt raises.
+        PeerMemoryError: There is no tighter plan, and only other processes have run out of memory.
+    """
+    outer = sys.exc_info()[1]
+    first: Failure | None = None
+    messages: list[str] = []
+    while True:
+        outcome = _run(attempt, outer)
+        failed = isinstance(outcome, Failure)
+        if not (agree(failed, group) if together else failed):
+            assert not isinstance(outcome, Failure)
+            return outcome[0]
+        messages.append(str(outcome.error) if isinstance(outcome, Failure) else "another process ran out of memory")
+        first = first or (outcome if isinstance(outcome, Failure) else None)
+        del outcome
+        gc.collect()  # so that activations are gone when the engine counts what is left
+        snapshot.restore()
+        release_caches(snapshot.devices)
+        stuck = failed and not tighten(messages[-1])
+        if agree(stuck, group) if together else stuck:
+            raise _final_error(first, messages)
+
+
+def _run(attempt: Callable[[], Result], outer: BaseException | None) -> tuple[Result] | Failure:
+    try:
+        return (attempt(),)
+    except Exception as error:
+        if not is_out_of_memory(error, outer):
+            raise
+        stack = StackSummary.extract(walk_tb(error.__traceback__), lookup_lines=False)
+        _drop_frames(error, outer)
+        return Failure(error, stack)
+
+
+def _drop_frames(error: BaseException, outer: BaseException | None) -> None:
+    """Drops the frames of an error and of all that it was raised from; what was handled before keeps its own."""
+    waiting: list[BaseException | None] = [error]
+    seen = {id(None), id(outer)}
+    while waiting:
+        following = waiting.pop()
+        if following is not None and id(following) not in seen:
+            seen.add(id(following))
+            following.__traceback__ = None
+            waiting += [following.__cause__, following.__context__]
+
+
+def _final_error(first: Failure | None, messages: list[str]) -> Exception:
+    if first is None:
+        return PeerMemoryError(len(messages))
+    note = (
+        f"The step was run {len(messages)} time(s), each with a tighter plan than before, and ran out of memory each "
+        f"time; no tighter plan is left. The last time: {messages[-1]}\nThe first time was in:\n"
+        + "".join(first.stack.format())
+    )
+    if sys.version_info >= (3, 11):
+        first.error.add_note(note)
+    else:
+        first.error.args = (f"{first.error}\n{note}", *first.error.args[1:])
+    return first.error

@@ -1,0 +1,186 @@
+"""Runs training steps within a memory budget: plans each, splits its batch, and runs it again if memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from daf_core import distributed
+from daf_core.batch import unsupported
+from daf_core.batch.infer_reduction import Weighting
+from daf_core.batch.micro_batches import Step, run_parts
+from daf_core.batch.rows import rows_of, split, take, tensors_in
+from daf_core.batch.samples import copied
+from daf_core.config import DAFConfig
+from daf_core.elastic.training import ElasticTraining
+from daf_core.engine import ActivationEngine
+from daf_core.errors import MicroBatchError, ProfileError
+from daf_core.memory.system.release import release_memory
+from daf_core.plan.plan_file import PlanFile
+from daf_core.plan.run.retry import is_out_of_memory, with_retries
+from daf_core.plan.run.step_planner import Batch, StepPlanner
+from daf_core.plan.run.unsupported import refuse_unplannable
+from daf_core.plan.search.planner import Plan
+from daf_core.rewrites.registry import KINDS, LOSS, OperatorRewrites
+from daf_core.snapshots.rng_and_buffers import devices_of
+from daf_core.snapshots.step import Snapshot
+
+LossFunction = Callable[[Any], Tensor]
+
+
+class StepRunner:
+    """Runs a model's training steps so that they keep `memory_budget`.
+
+    Operators are rewritten while it exists, unless nothing may lose precision: their results differ by rounding.
+
+    Args:
+        model: The model as it is called, perhaps in a DistributedDataParallel.
+        inner: The model inside of that.
+        engine: Compresses its activations.
+        config: Budget and precision.
+        elastic: Says which blocks build no graph in a step; None where all do.
+        plan_file: Has plans to follow, and takes those that are made; None for none.
+
+    Raises:
+        ConfigError: Steps of this model cannot be planned.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        engine: ActivationEngine,
+        config: DAFConfig,
+        elastic: ElasticTraining | None = None,
+        plan_file: PlanFile | None = None,
+    ) -> None:
+        refuse_unplannable(model, inner)
+        self._model = model
+        self._inner = inner
+        self._engine = engine
+        self._unsplittable: str | None = None
+        self._weighting = Weighting(model)
+        self._rewrites = OperatorRewrites(inner, KINDS - {LOSS} if config.chunked_loss is False else KINDS)
+        if config.precision != "exact":
+            self._rewrites.apply()
+        relieve = partial(release_memory, devices_of(inner))
+        self.planner = StepPlanner(inner, engine, config, relieve, elastic, plan_file)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last step."""
+        return self.planner.plan
+
+    def prepare(self, batch: Any, loss_function: LossFunction, reason: str) -> Plan:
+        """Has the model follow the plan for a step that is not run by `run`, and whose batch stays in one piece.
+
+        Args:
+            batch: The step's batch.
+            loss_function: Returns the loss of some rows of it.
+            reason: Why `run` does not run it, for errors.
+
+        Raises:
+            PlanError: There is no plan.
+            ProfileError: What a step takes cannot be measured.
+        """
+        self.planner.begin_batch()
+        return self.planner.prepare(self._described(batch, loss_function), reason)
+
+    def run(
+        self, batch: Any, loss_function: LossFunction, step: Step, begin: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Runs a step: forward and backward of all micro-batches, so that gradients are those of the batch.
+
+        Args:
+            batch: The step's batch.
+            loss_function: Returns the loss of some rows of it, and leaves no trace.
+            step: See `run_parts`.
+            begin: Called at the beginning of each attempt: takes back what the caller's own objects counted in one
+                that ran out of memory.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            PlanError: No plan keeps the budget.
+            ProfileError: What a step takes cannot be measured.
+        """
+        self.planner.begin_batch()
+        obstacle = distributed.obstacle(self._model)
+        whole = self._unsplittable or obstacle or unsupported.obstacle(self._model, batch)
+        attempt = partial(self._attempt, batch, loss_function, step, whole, begin)
+        if obstacle is not None:
+            return attempt()
+        snapshot = Snapshot(self._inner, self._engine)
+        if not distributed.exchanging(self._model):
+            return with_retries(attempt, snapshot, self.planner.tighten, together=False)
+        exchanges = distributed.exchanges_gradients(self._model)
+        with distributed.unsynchronized(self._model):
+            loss = with_retries(attempt, snapshot, self.planner.tighten)
+        if exchanges:
+            distributed.reduce_gradients(self._model)
+        return loss
+
+    def finish_step(self) -> None:
+        """Ends an optimizer step."""
+        self.planner.finish_step()
+
+    def close(self) -> None:
+        """Makes the model the one it was."""
+        self.planner.close()
+        self._rewrites.undo()
+
+    def _attempt(
+        self,
+        batch: Any,
+        loss_function: LossFunction,
+        step: Step,
+        whole: str | None,
+        begin: Callable[[], None] | None,
+    ) -> Tensor:
+        """Runs a step once; `whole` is why its batch cannot be split, None if it can."""
+        if begin is not None:
+            begin()
+        described = self._described(batch, loss_function)
+        parts = self.planner.prepare(described, self._unsplittable or whole).parts
+        try:
+            weights = [1.0] if parts == 1 else self._weighting.of(batch, parts, loss_function)
+        except MicroBatchError as error:
+            self._unsplittable = str(error)
+            parts, weights = self.planner.prepare(described, self._unsplittable).parts, [1.0]
+        with self._engine.one_batch():
+            return run_parts(self._model, split(batch, parts), weights, step)
+
+    def _described(self, batch: Any, loss_function: LossFunction) -> Batch:
+        def apart(rows: Any) -> Tensor:
+            with distributed.apart(self._model):  # processes measure on their own
+                return loss_function(rows)
+
+        return described(batch, apart)
+
+
+def described(batch: Any, loss_function: LossFunction) -> Batch:
+    """Returns what a plan needs to know of a batch.
+
+    Args:
+        batch: Tensors in mappings, lists and tuples of any depth.
+        loss_function: Returns the loss of some rows of it.
+    """
+    rows = rows_of(batch) or 1
+    lengths = [tensor.numel() // rows for tensor in tensors_in(batch) if tensor.shape[0] == rows]
+
+    def loss_of(count: int) -> Tensor:
+        try:
+            return loss_function(copied(take(batch, slice(0, count), rows)))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ProfileError(
+                f"what a step takes cannot be measured on {count} of {rows} rows of its batch: {error!r}. "
+                'budget_covers="activations" needs no measurement'
+            ) from error
+
+    return Batch(rows, max(lengths, default=1), loss_of)

@@ -1,0 +1,282 @@
+"""The plan of each training step: made before it, changed when memory falls short, loosened when there is more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+from logging import getLogger
+
+from humanfriendly import format_size
+from torch import Tensor, nn
+
+from daf_core.config import DAFConfig
+from daf_core.elastic.training import ElasticTraining
+from daf_core.engine import ActivationEngine
+from daf_core.errors import PlanError
+from daf_core.memory.system.available import HEAD_ROOM, AutoBudget
+from daf_core.model.blocks import Block
+from daf_core.model.recompute import Recomputation
+from daf_core.model.treatments import Treatments
+from daf_core.plan.cost.costs import Treatment
+from daf_core.plan.cost.measure import measure
+from daf_core.plan.cost.profile import Profile
+from daf_core.plan.plan_file import NamedPlan, PlanFile, StepKind
+from daf_core.plan.search.planner import BatchSize, Plan, find_plan, least_budget, tried
+
+BUCKETS = 4
+"""Plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)."""
+
+TIGHTER = 0.8
+"""Of what a plan was expected to take, the next one may take this part where memory has run out."""
+
+PATIENCE = 100
+"""Steps after which a plan that memory has run out for may be followed again: failing takes a step or two."""
+
+log = getLogger("daf")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of a step.
+
+    Attributes:
+        rows: Its rows.
+        length: Elements of a row.
+        loss_of: Returns the loss of so many of its rows, as the step would.
+    """
+
+    rows: int
+    length: int
+    loss_of: Callable[[int], Tensor]
+
+    @property
+    def bucket(self) -> int:
+        """Number of the range of lengths that it is in."""
+        return math.ceil(BUCKETS * math.log2(max(self.length, 1)))
+
+    def size(self, length: int) -> BatchSize:
+        """Returns how large batches of this range are at most, in rows of a profile of so long ones."""
+        return BatchSize(self.rows, 2 ** (self.bucket / BUCKETS) / length)
+
+    def kind(self, whole: str | None, without_graph: Collection[str] = ()) -> StepKind:
+        """Returns what its step has in common with others that the same plan serves."""
+        return StepKind(self.rows, self.bucket, whole is None, tuple(sorted(without_graph)))
+
+
+class StepPlanner:
+    """Has a model trained in steps that keep a memory budget.
+
+    Args:
+        model: The model.
+        engine: Compresses its activations.
+        config: Budget and precision.
+        relieve: Gives back memory that allocators only keep for later.
+        elastic: Says which blocks build no graph in a step; None where all do.
+        plan_file: Has plans to follow, and takes those that are made; None for none.
+
+    Attributes:
+        plan: That of the last step.
+        recomputation: Switches what is recomputed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: ActivationEngine,
+        config: DAFConfig,
+        relieve: Callable[[], None] | None = None,
+        elastic: ElasticTraining | None = None,
+        plan_file: PlanFile | None = None,
+    ) -> None:
+        self._elastic = elastic
+        self._file = plan_file
+        self._model = model
+        self._engine = engine
+        self._config = config
+        self.recomputation = Recomputation(())
+        self._names: tuple[str, ...] = ()
+        self.plan: Plan | None = None
+        self._wanted = config.memory_budget if isinstance(config.memory_budget, int) else None
+        self._ceiling = self._wanted
+        self._steps_below = 0
+        self._available = AutoBudget(next(model.parameters()).device, self._wanted, relieve)
+        self._room = self._copied = 0
+        self._limit: int | None = None
+        self._profile: Profile | None = None
+        self._profiled: Batch | None = None
+        self._plans: dict[StepKind, Plan] = {}
+        self._last: tuple[Batch, str | None] | None = None
+
+    @property
+    def summary(self) -> str | None:
+        """The plan of the last step, in words; None before the first."""
+        return None if self.plan is None else _in_words(self.plan)
+
+    def prepare(self, batch: Batch, whole: str | None = None) -> Plan:
+        """Returns the plan for a step, and has the model follow it.
+
+        Args:
+            batch: The step's batch.
+            whole: Why the batch cannot be split; None if it can.
+
+        Raises:
+            PlanError: There is none.
+        """
+        self._last = batch, whole
+        kind = self._kind(batch, whole)
+        found = None if self._file is None else self._file.plan(kind)
+        if found is None:
+            found = self._made(batch, whole)
+            if self._file is not None:
+                self._file.add_plan(kind, found)
+        self._apply(found)
+        return found.plan
+
+    def begin_batch(self) -> None:
+        """Begins a batch, which may be prepared for several times."""
+        if self._file is not None:
+            self._file.begin_batch()
+
+    def tighten(self, reason: str) -> bool:
+        """Allows less than the last plan was expected to take; says whether there is a plan for less.
+
+        Args:
+            reason: What happened, for the log.
+        """
+        if self.plan is None or self._last is None:
+            return False
+        if self._file is not None and self._file.give_up(self._kind(*self._last)):
+            self._lower(int(self.plan.forecast.peak_bytes * TIGHTER))
+            self._limit = None  # the next attempt measures
+            log.warning("the plan in %s does not hold, so that DAF makes another: %s", self._file.path, reason)
+            return True
+        if self._limit is None or self._profile is None:
+            return False
+        before, after = self._limit, int(min(self._limit, self.plan.forecast.peak_bytes) * TIGHTER)
+        self._set_limit(after)
+        try:
+            self._find(self._profile, *self._last)
+        except PlanError:
+            self._set_limit(before)
+            return False
+        self._lower(after)
+        log.warning("DAF plans for %s instead of %s: %s", format_size(after), format_size(before), reason)
+        return True
+
+    def finish_step(self) -> None:
+        """Ends a step: what memory has run out for once is tried again after `PATIENCE` steps."""
+        self._available.finish_step()
+        if self._ceiling == self._wanted:
+            return
+        self._steps_below += 1
+        if self._steps_below >= PATIENCE:
+            self._steps_below = 0
+            raised = int((self._ceiling or 0) / TIGHTER)
+            self._ceiling = raised if self._wanted is None else min(raised, self._wanted)
+            self._limit = None
+
+    def close(self) -> None:
+        """Makes the model and the engine what they were."""
+        self._stop_treating()
+        self._engine.set_memory_budget(self._config.memory_budget)
+
+    def _follow_available_memory(self) -> None:
+        """Asks what a step may take now; with more of it than before, plans are made anew."""
+        trained = [each for each in self._model.parameters() if each.requires_grad or each.grad is not None]
+        # No part of what is planned: gradients that the step will add to memory, and the snapshot's copies of others.
+        missing = sum(each.nbytes for each in trained if each.grad is None)
+        self._copied = sum(each.grad.nbytes for each in trained if each.grad is not None)
+        available = max(self._available.update(self._engine.resident_bytes - missing) - self._copied, 0)
+        self._room = available if self._ceiling is None else min(available, self._ceiling)
+        if self._limit is None or self._room > HEAD_ROOM * self._limit:
+            self._set_limit(self._room)
+
+    def _lower(self, ceiling: int) -> None:
+        self._ceiling, self._steps_below = ceiling, 0
+
+    def _kind(self, batch: Batch, whole: str | None) -> StepKind:
+        return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph)
+
+    def _made(self, batch: Batch, whole: str | None) -> NamedPlan:
+        """Returns the plan for a batch by what is measured now, or was before."""
+        self._follow_available_memory()
+        profile = self._profile_for(batch)
+        plan = self._planned(profile, batch, whole)
+        if plan.forecast.peak_bytes > self._room:
+            self._set_limit(self._room)
+            plan = self._planned(profile, batch, whole)
+        return NamedPlan(tuple(profile.names), plan)
+
+    def _planned(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
+        """Returns the plan for a batch. What memory has run out for once is tried again rather than given up."""
+        key = self._kind(batch, whole)
+        if key not in self._plans:
+            try:
+                plan = self._find(profile, batch, whole)
+            except PlanError:
+                if self._ceiling == self._wanted:
+                    raise
+                self._ceiling = self._wanted
+                self._limit = None
+                self._follow_available_memory()
+                plan = self._find(profile, batch, whole)
+            self._plans[key] = plan
+            log.info("DAF plans %s", _in_words(plan))
+        return self._plans[key]
+
+    def _stop_treating(self) -> None:
+        self.recomputation.select(())
+        self._engine.treat(Treatments())
+        self.plan = None
+
+    def _set_limit(self, limit: int) -> None:
+        self._limit = limit
+        self._plans.clear()
+
+    def _profile_for(self, batch: Batch) -> Profile:
+        """Returns a profile that serves a batch: the one there is, or a new one where its rows are longer."""
+        if self._profile is None or self._profiled is None or batch.bucket > self._profiled.bucket:
+            self._stop_treating()
+            with nullcontext() if self._elastic is None else self._elastic.everything():
+                self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
+            self._profiled = batch
+            self._plans.clear()
+        if self._elastic is not None:
+            self._profile = self._profile.with_off(self._elastic.without_graph)
+        return self._profile
+
+    def _find(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
+        assert self._limit is not None
+        assert self._profiled is not None
+        whole = whole or profile.whole
+        size = batch.size(self._profiled.length)
+        plan = find_plan(profile, size, self._limit, self._config, whole is None)
+        if plan is not None:
+            return plan
+        least = least_budget(profile, size, self._config, whole is None)
+        attempts = tried(self._config, len(profile.blocks), whole)
+        raise PlanError(self._limit + self._copied, least + self._copied, attempts)
+
+    def _apply(self, named: NamedPlan) -> None:
+        names, plan = named
+        self._engine.treat(plan.treatments(names))  # also as before: a step that is run again has taken it back
+        if plan is self.plan:
+            return
+        self.plan = None  # in case that what follows fails
+        if names != self._names:
+            self.recomputation.select(())
+            self.recomputation = Recomputation([Block(name, self._model.get_submodule(name)) for name in names])
+            self._names = names
+        self.recomputation.select(plan.recomputed)
+        self._engine.set_memory_budget(plan.activation_budget, plan.kept_bytes)
+        self.plan = plan
+
+
+def _in_words(plan: Plan) -> str:
+    names = {treatment: treatment.name.lower().replace("_", " ") for treatment in Treatment}
+    counts = ", ".join(f"{plan.blocks.count(each)} {names[each]}" for each in Treatment if each in plan.blocks)
+    parts = f"{plan.parts} micro-batches" if plan.parts > 1 else "the whole batch"
+    seconds, peak = plan.forecast.seconds, format_size(plan.forecast.peak_bytes)
+    return f"{parts}; blocks: {counts or 'none'}; {peak} at most, {seconds:.3g} s"

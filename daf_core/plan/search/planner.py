@@ -1,0 +1,266 @@
+"""Finds the fastest way to train within a memory budget: treatments of blocks, and the number of micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from daf_core.config import DAFConfig
+from daf_core.model.treatments import Treatments
+from daf_core.plan.cost.costs import Costs, Treatment
+from daf_core.plan.cost.profile import Profile, most_bits, planned_bits
+from daf_core.plan.cost.simulate import Forecast, play
+from daf_core.plan.search.solver import Choice, choose, least
+
+MARGIN = 0.08
+"""Part of a budget that a plan leaves free, as most forecasts are off by up to 6%."""
+
+LAX = 1.06
+LAX_STEPS = 16
+"""The solver adds all that is held to the largest transient, as if they met. They do not: it is given budgets up to
+`LAX` ** `LAX_STEPS` (2.5) times as large, and the timeline says which of its answers fit. They are powers of `LAX`
+whatever the limit is, so that a larger limit has all plans of a smaller one that are fast."""
+
+SPLITTING = 0.03
+"""Twice as many micro-batches have to save 2% (2 ** 0.03) of the time: clocks are no better, and dropout draws other
+masks."""
+
+SPILLING = 2
+"""Blocks whose activations have room at once where others are spilled: one that is read, and one that is read ahead."""
+
+SEARCHED = 1.02
+"""The smallest budget that a plan exists for is searched to this ratio."""
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """How large a batch is.
+
+    Attributes:
+        rows: Its rows.
+        length: Length of each, in that of the rows that the profile was measured with.
+    """
+
+    rows: int
+    length: float = 1.0
+
+    def of_part(self, parts: int) -> float:
+        """Returns the largest of so many micro-batches, in rows of the profile."""
+        return -(-self.rows // parts) * self.length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a training step is run.
+
+    Attributes:
+        parts: Micro-batches that the batch is split into.
+        bits: Precision that has room; None where nothing loses precision.
+        outside: Treatment of what is outside of blocks.
+        blocks: Treatment of each block.
+        forecast: Of the whole step. What room is left in the budget is filled with more bits, as far as that goes.
+        activation_budget: Bytes that saved activations may hold.
+    """
+
+    parts: int
+    bits: int | None
+    outside: Treatment
+    blocks: tuple[Treatment, ...]
+    forecast: Forecast
+    activation_budget: int
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Numbers of the blocks that are recomputed."""
+        return [number for number, treatment in enumerate(self.blocks) if treatment.recomputes]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that a micro-batch keeps as they are."""
+        return self.forecast.kept_bytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is compressed."""
+        return not any(treatment.packs for treatment in (self.outside, *self.blocks))
+
+    def treatments(self, names: Sequence[str]) -> Treatments:
+        """Returns what the engine is told, for blocks of these names."""
+        kept = {name: not treatment.packs for name, treatment in zip(names, self.blocks, strict=True)}
+        return Treatments({"": not self.outside.packs, **kept}, frozenset(names[number] for number in self.recomputed))
+
+
+def find_plan(profile: Profile, batch: BatchSize, budget: int, config: DAFConfig, splits: bool) -> Plan | None:
+    """Returns the fastest plan that keeps a budget with the most bits that have room; None where there is none.
+
+    With a `spill_dir`, what has no room may move there, if nothing else is left: it takes time that is not forecast.
+
+    Args:
+        profile: What treatments cost.
+        batch: The batch.
+        budget: Bytes that the step may take at once, beside parameters, their gradients and the optimizer.
+        config: How activations are stored.
+        splits: Whether the batch may be split into micro-batches.
+    """
+    limit = int(budget * (1 - MARGIN))
+    untouched = _untouched(profile, batch, budget)
+    if untouched is not None:
+        return untouched
+    for bits in planned_bits(config):
+        plans = [plan for parts in _parts(batch.rows, splits) for plan in _plans(profile, batch, parts, bits, budget)]
+        if plans:
+            best = min(plans, key=_rank)
+            return _filled(profile, batch, best, config, limit)
+    return _spilling(profile, batch, config, limit, splits) if config.spill_dir is not None else None
+
+
+def _rank(plan: Plan) -> tuple[float, int]:
+    return plan.forecast.seconds * plan.parts**SPLITTING, plan.forecast.peak_bytes
+
+
+def least_budget(profile: Profile, batch: BatchSize, config: DAFConfig, splits: bool) -> int:
+    """Returns the smallest budget, to a ratio of `SEARCHED`, that `find_plan` has a plan for."""
+    bits = planned_bits(config)[-1]
+    costs = [profile.at(batch.of_part(parts), bits) for parts in _parts(batch.rows, splits)]
+    sums = [least([[choice for choice, _ in block] for block in _choices(profile, each)]) for each in costs]
+    low, high = 0, int(min(sums) / (1 - MARGIN)) + 2  # rounded twice
+    while high > SEARCHED * low:
+        middle = (low + high) // 2
+        if find_plan(profile, batch, middle, config, splits) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return high
+
+
+def held_by_part(profile: Profile, batch: BatchSize, plan: Plan) -> list[int]:
+    """Returns the bytes that activations of a micro-batch hold in a plan, at the precision that has room.
+
+    Args:
+        profile: What treatments cost.
+        batch: The batch.
+        plan: Found for both.
+
+    Returns:
+        Bytes of what is outside of blocks, then of each block.
+    """
+    held = profile.at(batch.of_part(plan.parts), plan.bits).held
+    taken = [held[0, plan.outside], *(0.0 for _ in plan.blocks)]
+    for call, block in enumerate(profile.calls):
+        taken[1 + block] += held[1 + call, plan.blocks[block]]
+    return [int(size) for size in taken]
+
+
+def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
+    """Returns what a plan may do to keep a budget, in words.
+
+    Args:
+        config: How activations are stored.
+        blocks: How many the model has.
+        whole: Why its batches cannot be split; None if they can.
+    """
+    ways = ["fewer bits"] if config.precision != "exact" else []
+    ways += [f"recomputation of {blocks} blocks"] if blocks else []
+    return ", ".join([*ways, "micro-batches" if whole is None else f"no micro-batches ({whole})"])
+
+
+def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
+    """Returns the plan that keeps everything, if there is room: it changes no number, whatever clocks say of others."""
+    keep, blocks = Treatment.KEEP, _alike(profile, Treatment.KEEP)
+    forecast = play(profile.at(batch.of_part(1), None), [keep, *(blocks[block] for block in profile.calls)])
+    room = forecast.held_bytes + budget - forecast.peak_bytes
+    if forecast.peak_bytes > int(budget * (1 - MARGIN)):
+        return None
+    return Plan(1, None, keep, blocks, forecast, room)
+
+
+def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int, splits: bool) -> Plan | None:
+    """Returns the plan with the fewest micro-batches that leaves activations enough room to come and go."""
+    bits, compress, blocks = planned_bits(config)[0], Treatment.COMPRESS, _alike(profile, Treatment.COMPRESS)
+    for parts in _parts(batch.rows, splits):
+        costs = profile.at(batch.of_part(parts), bits)
+        forecast = play(costs, [compress, *(blocks[block] for block in profile.calls)])
+        room = limit - (forecast.peak_bytes - forecast.held_bytes)
+        if room >= SPILLING * costs.held[:, compress].max():
+            spilled = replace(forecast, seconds=forecast.seconds * parts, peak_bytes=limit, held_bytes=room)
+            return Plan(parts, bits, compress, blocks, spilled, room)
+    return None
+
+
+def _alike(profile: Profile, treatment: Treatment) -> tuple[Treatment, ...]:
+    """Returns the same treatment for all blocks, but for those that build no graph."""
+    return tuple(Treatment.OFF if block in profile.off else treatment for block in range(len(profile.names)))
+
+
+def _filled(profile: Profile, batch: BatchSize, plan: Plan, config: DAFConfig, limit: int) -> Plan:
+    """Returns a plan with the memory that it takes when what is left of the limit goes to more bits."""
+    forecast = _forecast(profile, batch, plan, most_bits(config))
+    peak, held = min(forecast.peak_bytes, limit), min(forecast.held_bytes, plan.activation_budget)
+    return replace(plan, forecast=replace(plan.forecast, peak_bytes=peak, held_bytes=held))
+
+
+def _forecast(profile: Profile, batch: BatchSize, plan: Plan, bits: int | None) -> Forecast:
+    """Returns what is expected of one micro-batch of a plan at a precision."""
+    costs = profile.at(batch.of_part(plan.parts), bits)
+    return play(costs, [plan.outside, *(plan.blocks[block] for block in profile.calls)])
+
+
+def _parts(rows: int, splits: bool) -> list[int]:
+    """Returns the numbers of micro-batches that are tried."""
+    if not splits:
+        return [1]
+    return sorted({*(1 << power for power in range(rows.bit_length()) if 1 << power <= rows), rows})
+
+
+def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, budget: int) -> Iterator[Plan]:
+    """Yields plans of a number of micro-batches that keep the budget."""
+    limit = int(budget * (1 - MARGIN))
+    costs = profile.at(batch.of_part(parts), bits)
+    choices = _choices(profile, costs)
+    tried: set[tuple[int, ...]] = set()
+    for allowed in _lax(limit):
+        picked = choose([[choice for choice, _ in block] for block in choices], allowed)
+        if picked is None or (key := tuple(picked)) in tried:
+            continue
+        tried.add(key)
+        outside, *blocks = [block[index][1] for block, index in zip(choices, picked, strict=True)]
+        forecast = play(costs, [outside, *(blocks[block] for block in profile.calls)])
+        if forecast.peak_bytes <= limit:
+            whole = replace(forecast, seconds=forecast.seconds * parts)
+            # Where nothing is packed nothing can be given up, and the margin has to make up for errors of the forecast.
+            packs = outside.packs or any(treatment.packs for treatment in blocks)
+            room = forecast.held_bytes + (limit if packs else budget) - forecast.peak_bytes
+            yield Plan(parts, bits, outside, tuple(blocks), whole, room)
+
+
+def _lax(limit: int) -> Iterator[int]:
+    """Yields the budgets that the solver is given for a limit, beginning with that."""
+    yield limit
+    first = math.floor(math.log(max(limit, 1), LAX)) + 1
+    yield from (int(LAX**power) for power in range(first, first + LAX_STEPS))
+
+
+def _choices(profile: Profile, costs: Costs) -> list[list[tuple[Choice, Treatment]]]:
+    """Returns the treatments of what is outside, and of each block, with what they cost in all calls of the block."""
+    on = [treatment for treatment in Treatment if treatment is not Treatment.OFF]
+    choices = [_costs_of_calls(costs, [0], [treatment for treatment in on if not treatment.recomputes])]
+    for block in range(len(profile.names)):
+        calls = [1 + call for call, owner in enumerate(profile.calls) if owner == block]
+        choices.append(_costs_of_calls(costs, calls, [Treatment.OFF] if block in profile.off else on))
+    return choices
+
+
+def _costs_of_calls(costs: Costs, rows: list[int], allowed: Sequence[Treatment]) -> list[tuple[Choice, Treatment]]:
+    found = []
+    for treatment in allowed:
+        if not np.all(np.isfinite(costs.held[rows, treatment])):
+            continue
+        peaks = np.maximum(costs.forward_peak, costs.backward_peak)[rows, treatment]
+        outside = costs.between.max() if rows == [0] else 0.0
+        transient = max(float(peaks.max(initial=0.0)), float(outside))
+        seconds, held = float(costs.seconds[rows, treatment].sum()), float(costs.held[rows, treatment].sum())
+        found.append((Choice(seconds, math.ceil(held), math.ceil(transient)), treatment))
+    return found

@@ -1,0 +1,198 @@
+"""The lossy activations of one forward pass: what they could take, and what they take."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from daf_core.autograd.sites import Site
+from daf_core.codecs import PlanesActivation
+from daf_core.codecs.plane_importance import LEVELS
+from daf_core.errors import StateError
+from daf_core.model.treatments import Treatments
+from daf_core.state_checks import DAMAGED, count, flag
+
+KINDS = 4
+"""Kinds of steps that are remembered beside the last: elastic training has three, and those of plans are others."""
+
+Sizes = Mapping[Site, Sequence[int]]
+"""Bytes of each site's activations at each of `LEVELS`, and as they are."""
+
+
+class _Counted(NamedTuple):
+    """An activation.
+
+    Attributes:
+        site: Its site.
+        sizes: Its bytes at each precision, and as it is.
+        bits: The bits that it was stored with; None is exact.
+        stored: What it was stored as.
+    """
+
+    site: Site
+    sizes: Sequence[int]
+    bits: int | None
+    stored: weakref.ref[PlanesActivation] | None
+
+
+class Census:
+    """Counts lossy activations by site, without keeping them alive.
+
+    Attributes:
+        sizes: Bytes of each site's activations at each precision, and as they are.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[Site, list[int]] = {}
+        self._stored: list[_Counted] = []
+
+    def add(self, site: Site, sizes: Sequence[int], stored: PlanesActivation | None = None) -> None:
+        """Counts an activation; None stays as it is."""
+        known = self.sizes.get(site)
+        self.sizes[site] = list(sizes) if known is None else [a + b for a, b in zip(known, sizes, strict=True)]
+        if stored is None:
+            self._stored.append(_Counted(site, sizes, None, None))
+        else:
+            self._stored.append(_Counted(site, sizes, stored.precision, weakref.ref(stored)))
+
+    def withdraw(self, site: Site) -> None:
+        """Takes back the last activation of a site, if it is gone: others may share it."""
+        for place in reversed(range(len(self._stored))):
+            counted = self._stored[place]
+            if counted.site == site and (counted.stored is None or counted.stored() is None):
+                del self._stored[place]
+                left = [a - b for a, b in zip(self.sizes[site], counted.sizes, strict=True)]
+                self.sizes[site] = left
+                if not any(left):
+                    del self.sizes[site]
+                return
+
+    def precisions(self) -> dict[Site, int | None]:
+        """Returns the bits that each site has now, the fewest where it occurs several times; None is exact.
+
+        Of an activation that is gone, because backward has run, it is the bits that it was stored with.
+        """
+        found: dict[Site, int | None] = {}
+        for site, _, bits, reference in self._stored:
+            stored = None if reference is None else reference()
+            bits = bits if stored is None else stored.precision
+            known = found.setdefault(site, bits)
+            if bits is not None:
+                found[site] = bits if known is None else min(known, bits)
+        return found
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that they hold now."""
+        alive = [counted.stored() for counted in self._stored if counted.stored is not None]
+        return sum(stored.held_bytes for stored in alive if stored is not None)
+
+
+@dataclass(frozen=True)
+class LastPass:
+    """What is remembered of forward passes: of each site, the last one that it was in.
+
+    Attributes:
+        precisions: The bits that each site was stored with; None is exact.
+        sizes: Bytes of each site at each precision.
+    """
+
+    precisions: Mapping[Site, int | None] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=dict)
+
+    def updated(self, census: Census) -> LastPass:
+        """Returns what is remembered after another pass; a step may have several, of other modules each."""
+        return LastPass({**self.precisions, **census.precisions()}, {**self.sizes, **census.sizes})
+
+    def state(self) -> dict[str, Any]:
+        """Returns it as JSON-able values."""
+        return {"sites": [[*site, bits, *self.sizes[site]] for site, bits in self.precisions.items()]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> LastPass:
+        """Returns what `state` was made from.
+
+        Raises:
+            StateError: It was made from something else.
+        """
+        try:
+            sites = [Site.from_state(entry[:3]) for entry in state["sites"]]
+            bits = [checked_bits(entry[3]) for entry in state["sites"]]
+            sizes = [[count(size) for size in entry[4:]] for entry in state["sites"]]
+            if any(len(site_sizes) != len(LEVELS) + 1 for site_sizes in sizes):
+                raise ValueError("a site has a size for each precision")
+        except DAMAGED as error:
+            raise StateError(f"this is no saved state of a forward pass of DAF: {error!r}") from error
+        return cls(dict(zip(sites, bits, strict=True)), dict(zip(sites, sizes, strict=True)))
+
+
+class KindsOfPasses:
+    """What is remembered of forward passes of each kind of step, where a few of them take turns.
+
+    What one kind has stored another may not store.
+
+    Args:
+        treatments: What happens to the activations of which part of the model now.
+
+    Attributes:
+        treatments: The same.
+        last: What is remembered of passes with these.
+    """
+
+    def __init__(self, treatments: Treatments | None = None) -> None:
+        self.treatments = treatments or Treatments()
+        self.last = LastPass()
+        self._others: list[tuple[Treatments, LastPass]] = []
+
+    def turn_to(self, treatments: Treatments) -> None:
+        """Goes on with passes of other treatments."""
+        if treatments != self.treatments:
+            self._turn_to(treatments, self._known)
+
+    def state(self) -> dict[str, Any]:
+        """Returns it as JSON-able values."""
+        others = [{**last.state(), **treatments.state()} for treatments, last in self._others]
+        return {**self.last.state(), **self.treatments.state(), "others": others}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned; a state without treatments is taken to be of those now.
+
+        Raises:
+            StateError: It is something else.
+        """
+        try:
+            kinds = [state, *state.get("others", ())]
+            treatments = [_treatments_of(each) if "kept" in each else self.treatments for each in kinds]
+        except DAMAGED as error:
+            raise StateError(f"this is no saved state of forward passes of DAF: {error!r}") from error
+        passes = [LastPass.from_state(each) for each in kinds]
+        self._turn_to(self.treatments, list(zip(treatments, passes, strict=True)))
+
+    @property
+    def _known(self) -> list[tuple[Treatments, LastPass]]:
+        return [(self.treatments, self.last), *self._others] if self.last.sizes else self._others
+
+    def _turn_to(self, treatments: Treatments, known: Sequence[tuple[Treatments, LastPass]]) -> None:
+        self.last = next((last for kind, last in known if kind == treatments), LastPass())
+        self._others = [each for each in known if each[0] != treatments][:KINDS]
+        self.treatments = treatments
+
+
+def _treatments_of(state: Mapping[str, Any]) -> Treatments:
+    names = [*state["kept"], *state["recomputed"]]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{names!r} are no names")
+    return Treatments({name: flag(kept) for name, kept in state["kept"].items()}, frozenset(state["recomputed"]))
+
+
+def checked_bits(value: Any) -> int | None:
+    """Returns a precision that was saved, None for exact.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value is not None and (type(value) is not int or value not in LEVELS):
+        raise ValueError(f"{value!r} is no precision")
+    return value

@@ -1,0 +1,101 @@
+"""What the backward of an attention unpacks, where the attention runs again."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from daf_core.autograd.torch_private import Node, packed_for, running_node
+from daf_core.codecs import AttendedActivation
+from daf_core.readers.attention import INPUTS, Kernel, attend_again, kernel_of
+from daf_core.readers.places import Place
+from daf_core.readers.sharpness import score_deviation
+from daf_core.saved_tensors.handle import Handle
+from daf_core.saved_tensors.pending import InFlight
+
+Unpack = Callable[[Any], Tensor]
+
+LOOKS = 16
+"""Backward passes of an attention after which it is looked at again."""
+
+
+class AttentionAgain(threading.local):
+    """Gives the backward that this thread is running a result and a logsumexp of what it gets as query, key and value.
+
+    Backward unpacks all that it needs in one go, inputs first. What this keeps of it goes with the last result.
+
+    Args:
+        learn: Is told now and then how sharp an attention is, with the place of its query, or of its key.
+    """
+
+    def __init__(self, learn: Callable[[Place, float], None]) -> None:
+        self._learn = learn
+        self._passes: Counter[Place] = Counter()
+        self._of: weakref.ref[Handle] | None = None
+        self._held: dict[str, Tensor] = {}
+
+    def unpack(self, packed: object, unpack: Unpack, decode: Callable[[], Tensor]) -> Tensor:
+        """Returns the tensor that a packed one stands for.
+
+        Args:
+            packed: The packed one.
+            unpack: The unpack hook that was called for it.
+            decode: Decodes it, where it is no result of an attention that runs again.
+        """
+        node = running_node()
+        kernel = None if node is None else kernel_of(node.name())
+        result = None if kernel is None else _result(node, unpack)
+        if kernel is None or result is None:
+            return decode()
+        if self._of is None or self._of() is not result:
+            self._of, self._held = weakref.ref(result), {}
+        try:
+            return self._give(node, kernel, packed, unpack, decode)
+        except BaseException:
+            self._held.clear()
+            raise
+
+    def _give(self, node: Node, kernel: Kernel, packed: object, unpack: Unpack, decode: Callable[[], Tensor]) -> Tensor:
+        name = next((name for name in kernel.tensors if packed_for(node, name, unpack) is packed), "")
+        if name not in kernel.results:
+            tensor = decode()
+            if name:  # decoded once, it is the same for backward and here, whatever a budget gives up meanwhile
+                self._held[name] = tensor
+            return tensor
+        if name not in self._held:
+            inputs = [self._input(node, unpack, each) for each in kernel.inputs]
+            self._look(node, unpack, *inputs[:2])
+            self._held |= attend_again(node, *inputs)
+        result = self._held.pop(name)
+        if not self._held.keys() & set(kernel.results):
+            self._held.clear()
+        return result
+
+    def _look(self, node: Node, unpack: Unpack, query: Tensor | None, key: Tensor | None) -> None:
+        """Measures how sharp an attention is, each time that it has run `LOOKS` times: that changes while it trains."""
+        packed: list[Any] = [packed_for(node, name, unpack) for name in INPUTS[:2]]
+        places = [place for each in packed if (place := getattr(each, "place", None)) is not None]
+        if not places or query is None or key is None:
+            return
+        self._passes[places[0]] += 1
+        if self._passes[places[0]] % LOOKS == 0:
+            deviation = score_deviation(node, query, key)
+            for place in places:
+                self._learn(place, deviation)
+
+    def _input(self, node: Node, unpack: Unpack, name: str) -> Tensor | None:
+        """Returns what backward got as an input; None where the node has saved none of that name."""
+        packed = packed_for(node, name, unpack)
+        return self._held.get(name) if packed is None or name in self._held else unpack(packed)
+
+
+def _result(node: Node, unpack: Unpack) -> Handle | None:
+    """Returns what was stored for an attention's result; None where it does not run again."""
+    packed = packed_for(node, "output", unpack)
+    result = packed.packed if isinstance(packed, InFlight) else packed
+    return result if isinstance(result, Handle) and isinstance(result.stored, AttendedActivation) else None

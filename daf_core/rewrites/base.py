@@ -1,0 +1,49 @@
+"""What all rewrites of operators share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from daf_core.autograd.torch_private import hooks_of
+from daf_core.model.forward_patch import runs_own_forward
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Operators of a model that have an equal form which needs less memory.
+
+    Attributes:
+        kind: What they are: "gelu", "gated-mlp", "attention-dropout" or "causal-lm-loss".
+        modules: Qualified names of the modules whose forward changes, in the model's order.
+        reason: What is gained, in a few words.
+    """
+
+    kind: str
+    modules: tuple[str, ...]
+    reason: str
+
+
+def qualified_name(thing: object) -> str:
+    """Returns the module and the name of a class or function."""
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Says whether a module runs the forward of its class, and nobody looks on: no hooks but those of DAF."""
+    return runs_own_forward(module) and not is_parametrized(module) and not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Says whether a module has hooks that are not DAF's."""
+    return any(map(_is_foreign, hooks_of(module)))
+
+
+def _is_foreign(hook: Any) -> bool:
+    return getattr(getattr(hook, "func", hook), "__module__", None) != "daf_core.autograd.sites"

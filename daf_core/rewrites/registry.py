@@ -1,0 +1,99 @@
+"""Exact rewrites: operators of a model in a form that needs less memory and differs by rounding alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+from torch import nn
+
+from daf_core.autograd.torch_private import is_compiled
+from daf_core.rewrites.attention_modules import drops_attention, rewrite_attention
+from daf_core.rewrites.base import Rewrite, Undo
+from daf_core.rewrites.causal_heads import find_head
+from daf_core.rewrites.causal_lm import rewrite_loss
+from daf_core.rewrites.gated import find_gate, rewrite_gated
+from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
+
+LOSS = "causal-lm-loss"
+
+_Named = tuple[str, nn.Module]
+
+REASONS = {
+    "attention-dropout": "a mask of one byte; probabilities are computed again in backward",
+    "gelu": "one operator, which saves its input alone",
+    "gated-mlp": "the gate's activation is computed again in backward",
+    LOSS: "computed in chunks, so that the logits never exist as a whole in training",
+}
+
+KINDS = frozenset(REASONS)
+"""What can be rewritten."""
+
+
+class OperatorRewrites:
+    """Rewrites operators of a model where it trains, and undoes it.
+
+    A forward pass that autograd does not record computes what it did before, bit for bit; the logits of one that is
+    recorded are computed when somebody reads them. What torch.compile compiles is left alone, and so is all that has
+    hooks or a forward of its own. Class, parameters and state_dict stay; a copy of the model, or one that is read from
+    a pickle, runs its plain operators.
+
+    Args:
+        model: The model; inside of a wrapper such as PEFT's or DistributedDataParallel's as well.
+        kinds: Of `KINDS`, those that are looked for.
+
+    Attributes:
+        found: What can be rewritten.
+    """
+
+    def __init__(self, model: nn.Module, kinds: Collection[str] = KINDS) -> None:
+        self._steps: list[tuple[str, str, Callable[[], Undo]]] = list(_find(model, kinds))
+        self._undo: list[Undo] = []
+        found = dict.fromkeys(kind for kind, _, _ in self._steps)
+        self.found: tuple[Rewrite, ...] = tuple(Rewrite(kind, self._names(kind), REASONS[kind]) for kind in found)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the model is rewritten now."""
+        return bool(self._undo)
+
+    def apply(self) -> None:
+        """Rewrites what was found; does nothing where that is done."""
+        if not self._undo:
+            self._undo = [install() for _, _, install in self._steps]
+
+    def undo(self) -> None:
+        """Leaves the model as it was before `apply`; does nothing where that is done."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _names(self, kind: str) -> tuple[str, ...]:
+        return tuple(name for found, name, _ in self._steps if found == kind)
+
+
+def _find(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, str, Callable[[], Undo]]]:
+    """Yields the kind of each rewrite, the name of the module and what installs it."""
+    modules = list(outside_of_graphs(model))
+    names = {module: name for name, module in modules}
+    heads: set[nn.Module] = set()
+    for name, module in modules:
+        if "gelu" in kinds and (form := find_gelu(module)) is not None:
+            yield "gelu", name, partial(rewrite_gelu, module, form)
+        if "gated-mlp" in kinds and (gate := find_gate(module)) is not None:
+            yield "gated-mlp", name, partial(rewrite_gated, module, gate)
+        if "attention-dropout" in kinds and drops_attention(module):
+            yield "attention-dropout", name, partial(rewrite_attention, module)
+        head = find_head(module) if LOSS in kinds else None
+        if head in names and head not in heads:
+            heads.add(head)
+            yield LOSS, names[head], partial(rewrite_loss, module, head)
+
+
+def outside_of_graphs(model: nn.Module) -> Iterator[_Named]:
+    """Yields modules with their names as `named_modules` does, but for what torch.compile compiles."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            inside.update(module.modules())
+        if module not in inside:
+            yield name, module

@@ -1,0 +1,88 @@
+"""The kernels of the devices that a model lies on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from daf_core.config import DAFConfig
+from daf_core.errors import GraphCaptureError, UnsupportedDeviceError
+from daf_core.saved_tensors.background import CPU
+from daf_kernels import Backend, HostLink, LinkedBackend, NoKernelError, host_link, load_backend
+
+
+class Backends(Mapping[torch.device, Backend]):
+    """Kernels by device, of all devices that the model has lain on.
+
+    Args:
+        model: The model, which may be moved later.
+        config: Which kernels are wanted, and on which side of a link.
+
+    Attributes:
+        links: Connect devices, whose activations are packed by their host, with it.
+        devices: Those that the parameters lie on now.
+
+    Raises:
+        UnsupportedDeviceError: A part of the model is on device "meta".
+    """
+
+    def __init__(self, model: nn.Module, config: DAFConfig) -> None:
+        self._model = model
+        self._name = config.backend
+        self._linked = config.packing == "workers"
+        self._loaded: dict[torch.device, Backend] = {}
+        self.links: dict[torch.device, HostLink] = {}
+        self.devices: set[torch.device] = set()
+        self.follow()
+
+    def follow(self) -> None:
+        """Looks where the model lies now, and loads what it has not been on before.
+
+        Raises:
+            UnsupportedDeviceError: A part of it is on device "meta".
+            GraphCaptureError: The calling thread captures a CUDA graph.
+        """
+        self.devices = {parameter.device for parameter in self._model.parameters()}
+        if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
+            raise GraphCaptureError(
+                "a CUDA graph is being captured, and DAF looks at the values of what it stores, which a capture does "
+                "not have; run this model without torch.cuda.graph, or without DAF"
+            )
+        for device in self.devices - self._loaded.keys():
+            self._loaded[device] = self._load(device)
+
+    @property
+    def packs_on_host(self) -> bool:
+        """Whether the host packs what the model saves now, or a part of it.
+
+        It does so for a GPU where that is asked for: whether it pays depends on backward too.
+        """
+        return any(device == CPU or device in self.links for device in self.devices)
+
+    @override
+    def __getitem__(self, device: torch.device) -> Backend:
+        return self._loaded[device]
+
+    @override
+    def __iter__(self) -> Iterator[torch.device]:
+        return iter(list(self._loaded))  # another thread may add to them
+
+    @override
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def _load(self, device: torch.device) -> Backend:
+        link = host_link(device) if self._linked else None
+        try:
+            backend = load_backend(device, self._name)
+            if link is None:
+                return backend
+            self.links[device] = link
+            return LinkedBackend(backend, load_backend(CPU, self._name), link)
+        except NoKernelError as error:
+            raise UnsupportedDeviceError(
+                f"{error}; give the model values, with model.to_empty(device=...) and weights"
+            ) from error

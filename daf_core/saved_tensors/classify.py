@@ -1,0 +1,117 @@
+"""Is a saved tensor an activation, and which form may it take?"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from daf_core.autograd.torch_private import skip_nodes, storage_id
+from daf_core.codecs.planes import DTYPES
+
+LEAST_ELEMENTS = 4096
+"""Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""
+
+STATISTIC_SHARE = 16
+"""A float tensor without gradient, or a later result of an operator, is a statistic where it is this many times smaller
+than the largest tensor saved in the same module call, such as attention's logsumexp (1/64 of the queries). It stays
+exact."""
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_WIDE = (torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+_VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
+
+
+class Form(enum.Enum):
+    """The form a saved tensor may take."""
+
+    PARAMETER = "no activation: passed through and not counted"
+    RAW = "exact, as it is"
+    INTEGER = "exact, narrowed"
+    MASK = "exact, as one bit where two-valued"
+    LOSSY = "exact where two-valued, otherwise compressible"
+
+
+class Eligibility:
+    """Tells activations from parameters, their casts and small exact things.
+
+    Args:
+        model: The model with the parameters.
+        least_elements: Tensors with fewer stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, least_elements: int = LEAST_ELEMENTS) -> None:
+        self._model = model
+        self._least_elements = least_elements
+        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._wide_shapes: set[tuple[int, ...]] = set()
+
+    def refresh(self) -> None:
+        """Looks up the storages of all parameters and buffers, which may have moved since the last step."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        plain = [tensor for tensor in tensors if is_plain(tensor)]
+        # An activation may get the number of a storage that FSDP frees while a pass runs.
+        self._storages = {storage_id(tensor): weakref.ref(tensor.untyped_storage()) for tensor in plain}
+        self._wide_shapes = {tuple(sorted(tensor.shape)) for tensor in plain if tensor.dtype in _WIDE}
+
+    def form(self, tensor: Tensor, largest: int) -> Form:
+        """Returns the form that a saved tensor may take.
+
+        Args:
+            tensor: The tensor as autograd saves it.
+            largest: Elements of the largest activation saved so far in the same module call.
+        """
+        if not is_plain(tensor) or _is_parameter(tensor) or self._is_of_parameter(tensor):
+            return Form.PARAMETER
+        if self._is_cast(tensor):
+            return Form.PARAMETER
+        # The memory of what torch negates lazily holds the negative of its values, and zero tensors, such as tangents
+        # of what has none, have no memory.
+        if tensor.numel() < self._least_elements or tensor.is_neg() or tensor._is_zerotensor():
+            return Form.RAW
+        if tensor.dtype in _INTEGERS:
+            return Form.INTEGER
+        if tensor.dtype not in DTYPES or _is_statistic(tensor, largest):
+            return Form.RAW if tensor.is_complex() else Form.MASK
+        return Form.LOSSY
+
+    def _is_of_parameter(self, tensor: Tensor) -> bool:
+        found = self._storages.get(storage_id(tensor))
+        return found is not None and found() is not None
+
+    def _is_cast(self, tensor: Tensor) -> bool:
+        """Recognizes the low-precision copy of a parameter that autocast makes, and that linear layers save.
+
+        It frees nothing to compress it, as autocast may cache it, and its error would reach every layer below. A wrong
+        guess costs memory, never correctness: the tensor is kept as it is. Whether autocast is on cannot be asked:
+        torch switches it off while the operator runs.
+        """
+        if tensor.dtype not in _LOW_PRECISION or tuple(sorted(tensor.shape)) not in self._wide_shapes:
+            return False
+        node = skip_nodes(tensor.grad_fn, _VIEWS)
+        if node is None:
+            return not tensor.requires_grad
+        source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
+        return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Says whether a tensor has a storage of its own to look at: no subclass with a layout of its own, not sparse."""
+    known = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return known and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Recognizes a parameter by its type: FSDP brings its shards together elsewhere while a forward pass runs."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def _is_statistic(tensor: Tensor, largest: int) -> bool:
+    if tensor.shape[-1] == 1 and tensor.shape[-2:] != (1, 1):  # the latter is a map of one position
+        return True
+    # The mean and deviation of a group normalization claim a gradient; they are its second and third result.
+    beside = not tensor.requires_grad or tensor.output_nr > 0
+    return beside and tensor.numel() * STATISTIC_SHARE <= largest

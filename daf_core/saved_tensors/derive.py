@@ -1,0 +1,304 @@
+"""Which saved tensors follow from others that are stored already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from daf_core.autograd.torch_private import Node, leaf_of, packed_for, skip_nodes
+from daf_core.codecs import (
+    AttendedActivation,
+    NormalizedActivation,
+    ProductActivation,
+    RawActivation,
+    RectifiedActivation,
+    SignsActivation,
+    StoredActivation,
+    SumActivation,
+)
+from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.recomputed import Normalization, Source
+from daf_core.codecs.relu_signs import RELU
+from daf_core.readers.attention import INPUTS, kernel_of
+from daf_core.saved_tensors.handle import Handle
+from daf_core.saved_tensors.pending import InFlight
+from daf_core.saved_tensors.saved_tensor import SavedTensor
+
+UnpackHook = Callable[[Any], Tensor]
+
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0"}
+"""Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
+
+_DROPOUT = "NativeDropoutBackward0"
+"""The dropout of GPUs, in training: a mask of bools, and a scale. That of CPUs is a product with what it draws."""
+
+_BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
+
+SAMPLES = 64
+"""Elements of a product that are compared with its factors, where these are there to be looked at."""
+
+LONGEST_BLOCK = 16
+"""Operators of a residual block, along its main branch, that are looked at."""
+
+LONGEST_SUM = 2
+"""Residual connections that are added up at most when one result is decoded: each adds the decoding of a tensor."""
+
+
+class Derivation:
+    """Recognizes tensors that follow from others.
+
+    Args:
+        unpack: The unpack hook whose packed tensors are looked at; other people's are left alone.
+    """
+
+    def __init__(self, unpack: UnpackHook) -> None:
+        self._unpack = unpack
+
+    def derive(self, saved: SavedTensor, exact: bool) -> StoredActivation | None:
+        """Returns a recipe for a tensor that is about to be saved, or None.
+
+        It knows the result of a dropout on something that saves its result (a softmax) or its input (a layer
+        normalization), the result of a layer normalization itself, and that of a ReLU on a normalization of the batch,
+        with or without a residual connection. Backward needs the sources anyway, and usually later.
+
+        Args:
+            saved: The tensor.
+            exact: Whether the recipe must give the same bits.
+        """
+        if saved.node is not None and saved.node.name() == RELU:
+            return None if exact else self._rectified(saved)
+        node = skip_nodes(saved.node, _VIEWS)
+        if node is None or not saved.tensor.is_contiguous() or saved.version:  # changed in place after its node made it
+            return None
+        if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
+            mask = self._source(node, "other", saved.tensor)
+            return self._product(node, saved, mask, None, exact)
+        if node.name() == _DROPOUT:
+            mask = self._source(node, "result1", saved.tensor, torch.bool)
+            return self._product(node, saved, mask, _dropout_scale(node._saved_p, saved.tensor), exact)
+        # A result that its own node saves is the same storage, and shared.
+        return None if exact else self._layer_normalized(node, saved)
+
+    def attended(self, saved: SavedTensor) -> AttendedActivation | None:
+        """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.
+
+        None where query and key are exact: so is the logsumexp then, which makes probabilities of them.
+        """
+        kernel = kernel_of(saved.site.op)
+        if kernel is None:
+            return None
+        query, key, value = (_packed(saved.node, name, self._unpack) for name in INPUTS)
+        if not all(map(_gives_values, (query, key, value))) or (_is_exact(query) and _is_exact(key)):
+            return None
+        logsumexp = _packed(saved.node, kernel.logsumexp, self._unpack)
+        if isinstance(logsumexp, RawActivation):  # some save it later; it then stays, and is not asked for
+            logsumexp.let_go()
+        return AttendedActivation()
+
+    def signs_of(self, saved: SavedTensor) -> SignsActivation | None:
+        """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
+        if saved.node is None or saved.node.name() != RELU:
+            return None
+        signs = _signs(saved.node, self._unpack)
+        return signs if signs is not None and signs.version == saved.version else None
+
+    def argument_of(self, saved: SavedTensor) -> StoredActivation | None:
+        """Returns a recipe for what a ReLU was taken of, while it saves its result."""
+        following = None if saved.node is None else saved.node.next_functions[0][0]
+        if following is None:
+            return None
+        if following.name() in _BATCH_NORMS and _saw_just(saved, following, 0):
+            return self._batch_normalized(following, saved.tensor)
+        if following.name() == "AddBackward0" and _saw_just(saved, following, 1):
+            return self._residual(following, saved)
+        return None
+
+    def _rectified(self, saved: SavedTensor) -> RectifiedActivation | None:
+        signs = self.signs_of(saved)
+        if signs is None or signs.argument is None:
+            return None
+        return RectifiedActivation(signs, signs.argument)
+
+    def _residual(self, node: Node, saved: SavedTensor) -> SumActivation | None:
+        """Returns the recipe for the sum of a normalization's result and of what the block began with."""
+        (first, _), start = node.next_functions
+        second = start[0]
+        if first is None or second is None or node._saved_alpha != 1:
+            return None
+        known = self._batch_normalized(first, saved.tensor)
+        added: Source | None = None
+        if second.name() not in _BATCH_NORMS:
+            added = self._block_input(first, start, saved.tensor)
+        elif _is_unchanged(second, saved, saved.tensor.shape):
+            added = self._batch_normalized(second, saved.tensor)
+        if known is None or added is None or _sums(added) >= LONGEST_SUM:
+            return None
+        return SumActivation(known, added, 1 + _sums(added))
+
+    def _block_input(self, node: Node, start: tuple[Node, int], tensor: Tensor) -> Source | None:
+        """Returns what the first operator of a block has saved of its input.
+
+        Args:
+            node: The last operator of the block.
+            start: What made the block's input, and which of its results that is.
+            tensor: As long as the input.
+        """
+        for _ in range(LONGEST_BLOCK):
+            following = node.next_functions[0] if node.next_functions else (None, 0)
+            if following == start:
+                return self._source(node, "input", tensor) if self._keeps_unchanged(node, "input") else None
+            if following[0] is None:
+                return None
+            node = following[0]
+        return None
+
+    def _keeps_unchanged(self, node: Node, name: str) -> bool:
+        """Says whether a tensor that a node has saved is still there to be looked at, and was not changed since."""
+        packed = _packed(node, name, self._unpack)
+        return packed is not None and packed.is_unchanged
+
+    def _product(
+        self, node: Node, saved: SavedTensor, mask: Source | None, scale: float | None, exact: bool
+    ) -> ProductActivation | None:
+        factor_node = skip_nodes(node.next_functions[0][0], _VIEWS)
+        if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
+            return None
+        factor = self._source(factor_node, "result", saved.tensor)
+        if factor is None and not exact:
+            factor = self._layer_normalized(factor_node, saved)
+        if factor is None or not _agree(saved.tensor, factor, mask, scale):
+            return None
+        return ProductActivation(factor, mask, scale)
+
+    def _layer_normalized(self, node: Node, saved: SavedTensor) -> NormalizedActivation | None:
+        if node.name() != "NativeLayerNormBackward0" or not _is_unchanged(node, saved):
+            return None
+        source = self._source(node, "input", saved.tensor)
+        mean, scale, weight, bias = (self._small(node, name) for name in ("result1", "result2", "weight", "bias"))
+        if source is None or mean is None or scale is None or weight is None or bias is None:
+            return None
+        width = math.prod(node._saved_normalized_shape)
+        return NormalizedActivation(source, Normalization((-1, width), (-1, 1), (width,), mean, scale, weight, bias))
+
+    def _batch_normalized(self, node: Node, tensor: Tensor) -> NormalizedActivation | None:
+        if node.name() not in _BATCH_NORMS or not node._saved_training:
+            return None
+        source = self._source(node, "input", tensor)
+        mean, scale, weight = (self._small(node, name) for name in ("result1", "result2", "weight"))
+        bias = leaf_of(node.next_functions[2][0]) if node.next_functions[2][0] is not None else None
+        if source is None or mean is None or scale is None or weight is None or bias is None:
+            return None
+        channels, bias_now = tensor.shape[1], RawActivation(bias, None)
+        shape, parts = (tensor.shape[0], channels, -1), (channels, 1)
+        if not tensor.is_contiguous():
+            if tensor.stride(1) != 1:
+                return None
+            shape, parts = (-1, channels), (channels,)
+        return NormalizedActivation(source, Normalization(shape, parts, parts, mean, scale, weight, bias_now.unpack))
+
+    def _small(self, node: Node, name: str) -> Callable[[], Tensor] | None:
+        packed = _packed(node, name, self._unpack)
+        return None if packed is None else packed.unpack
+
+    def _source(self, node: Node, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Source | None:
+        """Returns what is stored for a node's saved tensor, if it is dense and as long as `like`, and of its type.
+
+        Args:
+            node: The node.
+            name: The name under which it saves the tensor.
+            like: What is to be derived from it.
+            dtype: Another type that it must have.
+        """
+        packed = _packed(node, name, self._unpack)
+        if packed is None or not packed.is_dense(like, dtype or like.dtype):
+            return None
+        source = packed.stored if isinstance(packed, Handle) else packed
+        return source if isinstance(source, RawActivation) or source.whole else None
+
+
+def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
+    """Says whether the result of a normalization was there when a tensor was saved, and as the operator made it.
+
+    Args:
+        node: The operator.
+        saved: The tensor.
+        shape: The shape that the result must have, if any.
+    """
+    found = [result for result in saved.normalized if result.node is node]
+    return any(not result.version and (shape is None or result.shape == shape) for result in found)
+
+
+def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
+    """Says whether a ReLU saw just what a node before it made.
+
+    Args:
+        saved: The ReLU's result.
+        node: The node before it.
+        in_place: Operators in place that the graph shows between a normalization and the result of `node`.
+    """
+    for result in saved.normalized:
+        if result.node is node:
+            return result.version == in_place and not saved.version
+        if result.node is saved.node:  # the ReLU was in place too
+            return result.version == in_place + 1
+    return False
+
+
+def _packed(node: Node, name: str, unpack: UnpackHook) -> Handle | RawActivation | None:
+    packed = packed_for(node, name, unpack)
+    if isinstance(packed, InFlight):
+        packed = packed.packed
+    return packed if isinstance(packed, Handle | RawActivation) else None
+
+
+def _gives_values(packed: Handle | RawActivation | None) -> bool:
+    return packed is not None and (isinstance(packed, RawActivation) or packed.stored.whole)
+
+
+def _is_exact(packed: Handle | RawActivation | None) -> bool:
+    return not isinstance(packed, Handle) or not packed.stored.lossy
+
+
+def _signs(relu: Node, unpack: UnpackHook) -> SignsActivation | None:
+    packed = _packed(relu, "result", unpack)
+    return packed.stored if isinstance(packed, Handle) and isinstance(packed.stored, SignsActivation) else None
+
+
+def _sums(stored: Source) -> int:
+    """Returns how many sums are computed to decode an activation."""
+    values = stored.values if isinstance(stored, RectifiedActivation) else stored
+    return values.sums if isinstance(values, SumActivation) else 0
+
+
+def _dropout_scale(p: float, result: Tensor) -> float:
+    """Returns what a dropout with probability `p` multiplied with what it kept, rounded as torch does on the device."""
+    kept = 1.0 - p
+    if not kept:
+        return 0.0
+    if result.device.type == "cpu":
+        return float(torch.tensor(1.0 / kept, dtype=result.dtype))
+    return float(np.float32(1.0) / np.float32(kept))
+
+
+def _agree(tensor: Tensor, factor: Source, mask: BitmaskActivation | RawActivation, scale: float | None) -> bool:
+    """Compares some elements of a product with its factors, where they are raw, bit by bit.
+
+    This finds what was changed behind autograd's back, as through ``tensor.data``.
+    """
+    if not isinstance(factor, RawActivation):
+        return True
+    step = max(tensor.numel() // SAMPLES, 1)
+    found, factors = (values.detach().view(-1)[::step] for values in (tensor, factor.unpack()))
+
+    def product(mask: Tensor) -> Tensor:
+        return factors * mask if scale is None else factors * mask * scale
+
+    if isinstance(mask, RawActivation):
+        return torch.equal(found, product(mask.unpack().view(-1)[::step]))
+    low, high = mask.values(tensor.dtype if scale is None else torch.bool).to(tensor.device)
+    return bool(((found == product(low)) | (found == product(high))).all())

@@ -1,0 +1,71 @@
+"""The packed activation that autograd keeps in place of the saved tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from daf_core.codecs import StoredActivation
+from daf_core.codecs.tensor_layout import Geometry
+from daf_core.saved_tensors.saved_tensor import SavedTensor
+
+
+class Handle:
+    """A stored activation seen with the shape and strides of one saved tensor.
+
+    Several handles may share one stored activation. Its pages are freed when the last of them dies, which is when
+    autograd releases the graph's node: after its backward, or with a graph that never runs backward.
+
+    Attributes:
+        stored: The stored activation.
+        place: Where the tensor was saved; None where that is of no use.
+        reading: What the operator reads that has saved it; None where that is not known yet.
+    """
+
+    __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "place", "reading", "stored")
+
+    def __init__(self, stored: StoredActivation, geometry: Geometry, saved: SavedTensor) -> None:
+        self.stored = stored
+        self._geometry = geometry
+        self._dtype = saved.tensor.dtype
+        self._device = saved.tensor.device
+        self.place = saved.place
+        self.reading = saved.reading
+        self._saved = saved.reference
+        self._version = saved.version
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the saved tensor."""
+        return self._geometry.shape
+
+    @property
+    def elements(self) -> int:
+        """Different elements in memory of the saved tensor."""
+        return math.prod(self._geometry.compact_shape)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the saved tensor is still there to be looked at, and has the values that were stored."""
+        saved = self._saved()
+        return saved is not None and saved._version == self._version
+
+    def is_dense(self, like: Tensor, dtype: torch.dtype) -> bool:
+        """Says whether it is stored as one dense run of as many elements as `like`, in its order, and has a type."""
+        geometry = self._geometry
+        if self._dtype is not dtype or geometry.compact_shape != (like.numel(),):
+            return False
+        if geometry.row_major:
+            return like.is_contiguous()
+        return (geometry.shape, geometry.strides) == (like.shape, like.stride())
+
+    def unpack(self) -> Tensor:
+        """Returns the saved tensor: same shape, strides, type and device.
+
+        A fresh tensor at every call, because consumers may overwrite it.
+        """
+        tensor, compact = self._geometry.allocate(self._dtype, self._device)
+        self.stored.decode_into(compact)
+        return tensor

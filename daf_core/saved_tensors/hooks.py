@@ -1,0 +1,267 @@
+"""The pair of saved-tensor hooks: packs what autograd saves, and unpacks it again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from daf_core.autograd.sites import ModuleScopes
+from daf_core.autograd.torch_private import in_backward, run_as_written, running_node
+from daf_core.codecs import (
+    AttendedActivation,
+    RawActivation,
+    RectifiedActivation,
+    SignsActivation,
+    SlopesActivation,
+    StoredActivation,
+)
+from daf_core.codecs.gelu_derivative import GELU
+from daf_core.errors import ReaderError
+from daf_core.memory.devices import DevicePagers
+from daf_core.readers.learning import EXACT_MODE, Readers, Sighting
+from daf_core.readers.places import calling_frame
+from daf_core.readers.rerun import AttentionAgain
+from daf_core.readers.table import Kind, Reading
+from daf_core.saved_tensors.background import BackgroundPacker
+from daf_core.saved_tensors.classify import Eligibility, Form
+from daf_core.saved_tensors.derive import Derivation
+from daf_core.saved_tensors.handle import Handle
+from daf_core.saved_tensors.itemize import ItemizingStore, Items
+from daf_core.saved_tensors.pending import InFlight
+from daf_core.saved_tensors.saved_tensor import SavedTensor, note
+from daf_core.saved_tensors.store import ActivationStore
+from daf_core.telemetry import StepRecorder
+
+Packed = Handle | RawActivation | InFlight
+
+OF_ATTENTION = (
+    "something other than its own backward asks for what a fused attention has saved of its results: they are not "
+    "stored, but computed in backward from what its query, key and value decode to. Set precision to 'exact', which "
+    "keeps them"
+)
+
+
+class _Own(threading.local):
+    """The forward pass of this thread."""
+
+    def __init__(self) -> None:
+        self.background: BackgroundPacker | None = None
+
+
+class Packer:
+    """A pair of saved-tensor hooks.
+
+    Args:
+        eligibility: Tells activations from parameters.
+        scopes: Knows which module is running.
+        store: Stores activations.
+        recorder: Counts what is done.
+        readers: Knows what the operators read of what they save.
+    """
+
+    def __init__(
+        self,
+        eligibility: Eligibility,
+        scopes: ModuleScopes,
+        store: ActivationStore,
+        recorder: StepRecorder,
+        readers: Readers,
+    ) -> None:
+        self._readers = readers
+        self._eligibility = eligibility
+        self._scopes = scopes
+        self._store: ActivationStore | ItemizingStore = store
+        self._recorder = recorder
+        self._own = _Own()
+        self._attention = AttentionAgain(readers.sharpen)
+
+    def pack_in_background(self, prepare: Callable[[], None], pagers: DevicePagers) -> None:
+        """Has activations packed in the background until this thread's forward pass ends.
+
+        Args:
+            prepare: Is called first on the thread that packs.
+            pagers: Where activations are stored.
+        """
+        store = partial(self._store.store, derivation=Derivation(self.unpack))
+        self._own.background = BackgroundPacker(store, prepare, pagers)
+
+    @contextmanager
+    def itemized(self, pagers: DevicePagers) -> Generator[Items]:
+        """Lists what is packed inside.
+
+        Args:
+            pagers: Where activations are stored.
+        """
+        store, items = self._store, Items(self.unpack)
+        assert isinstance(store, ActivationStore)
+        self._store = ItemizingStore(store, pagers, self._recorder, items)
+        try:
+            yield items
+        finally:
+            self._store = store
+
+    def drain(self) -> None:
+        """Returns when nothing of this thread is being packed in the background; errors are kept."""
+        if self._own.background is not None:
+            self._own.background.drain()
+
+    def finish(self) -> None:
+        """Returns when everything is packed.
+
+        Raises:
+            ActivationBudgetError: What stays as it is, since nobody is known to read it, does not fit in the budget.
+            Exception: Packing in the background failed.
+        """
+        self._readers.end_pass()
+        if self._own.background is not None:
+            started = time.perf_counter()
+            self._own.background.finish()
+            self._recorder.pack_seconds += time.perf_counter() - started
+
+    def end_pass(self) -> None:
+        """Ends a forward pass, also one that failed."""
+        self._readers.forget_pass()
+        background, self._own.background = self._own.background, None
+        if background is not None:
+            background.close()
+            self._recorder.worker_seconds += background.seconds
+        self._store.finish_pass()
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """Returns what autograd keeps in place of a tensor.
+
+        Raises:
+            ActivationBudgetError: It, or one before it, does not fit in the budget.
+            SpillError: The next tier takes nothing more.
+        """
+        return self._pack(tensor, calling_frame())
+
+    def _pack(self, tensor: Tensor, frame: FrameType | None) -> Packed:
+        """As `pack`, which the function of `frame` has called."""
+        started = time.perf_counter()
+        call = self._scopes.current
+        form = self._eligibility.form(tensor, call.largest)
+        # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
+        if form is Form.PARAMETER or in_backward():
+            return RawActivation(tensor, None)
+        self._readers.show(tensor.grad_fn)
+        site, sighting = call.next_site(tensor), EXACT_MODE
+        if form is Form.LOSSY and not call.kept:
+            sighting = self._readers.see(tensor, call, site, frame, self.unpack)
+        if call.kept:
+            form = Form.RAW
+        elif sighting.reading is not None and sighting.reading.kind is Kind.EXACT:
+            form = Form.MASK
+        saved = note(tensor, form, site, sighting, self._scopes)
+        waiting = replace(saved) if sighting.fresh and form is Form.LOSSY else None
+        background = self._own.background
+        if background is not None and background.admits(saved):
+            packed = background.send(saved)
+        else:
+            packed = self._store.store(saved, Derivation(self.unpack))
+        if waiting is not None:
+            self._wait(waiting, sighting, packed)
+        self._recorder.pack_seconds += time.perf_counter() - started
+        return packed
+
+    def _wait(self, saved: SavedTensor, sighting: Sighting, packed: Packed) -> None:
+        """Keeps the values of a tensor until it is known who reads them."""
+        room = self._store.room(saved.tensor.device)
+        self._readers.wait(saved, sighting, packed, self.unpack, self._store_again, room)
+
+    def _store_again(self, saved: SavedTensor, packed: Packed, reading: Reading | None) -> None:
+        """Stores a tensor as its reader needs it; None keeps it as it is."""
+        as_it_is = reading is not None and reading.takes_approximations and not reading.deviation
+        if not as_it_is:
+            self.drain()
+        handle = packed.packed if isinstance(packed, InFlight) else packed
+        if not isinstance(handle, Handle):
+            return
+        handle.reading = reading
+        if not as_it_is:
+            self._store.store_again(saved, handle, reading)
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """Returns the tensor.
+
+        Raises:
+            ModifiedInPlaceError: It was changed, though it was kept as it was or packed in the background.
+            SpillError: The next tier cannot be read.
+            ReaderError: The derivative of GELU was kept of it, and something else asks for it.
+        """
+        self.drain()  # a backward inside the scope lets go of nodes that packing looks at
+        return self._attention.unpack(packed, self.unpack, partial(self._decode, packed))
+
+    def _decode(self, packed: Packed) -> Tensor:
+        result = packed.result() if isinstance(packed, InFlight) else packed
+        if result.gone if isinstance(result, RawActivation) else isinstance(result.stored, AttendedActivation):
+            raise ReaderError(OF_ATTENTION)
+        if isinstance(result, RawActivation):
+            return result.unpack()
+        self._check_reader(packed, result)
+        started = time.perf_counter()
+        tensor = result.unpack()
+        self._recorder.unpack_seconds += time.perf_counter() - started
+        return tensor
+
+    def _check_reader(self, packed: Packed, handle: Handle) -> None:
+        """Lets only those read few bits, or less, who were known to take them, or are known now.
+
+        Raises:
+            ReaderError: Something else reads.
+        """
+        stored, reading = handle.stored, handle.reading
+        if isinstance(stored, SignsActivation) or (not stored.lossy and handle.place is None):
+            return
+        node = running_node()
+        name = None if node is None else node.name()
+        if stored.whole and reading is not None and reading.is_certain_for(name):
+            return
+        found = None
+        if node is not None:
+            found = self._readers.read(packed, handle.place, node, self.unpack)
+        # Where the first to ask for what a checkpoint recomputes is a node, the checkpoint's input is read meanwhile.
+        if stored.whole if found is None else stored.serves(found):
+            return
+        raise ReaderError(_refusal(stored, reading, name, own=found is not None))
+
+
+def _refusal(stored: StoredActivation, reading: Reading | None, name: str | None, own: bool) -> str:
+    """Returns the message for a backward that gets no values.
+
+    Args:
+        stored: What is there.
+        reading: Whom it was stored for.
+        name: The node that asks; None where it is none.
+        own: Whether it asks for what it has saved itself.
+    """
+    if name is None:
+        reader = "something outside of backward"
+    elif not own:
+        reader = "what is recomputed for another GELU" if name == GELU else f"what is recomputed for {name}"
+    elif torch.is_grad_enabled() and name == GELU:
+        reader = "a gradient of the gradient (create_graph=True)"
+    else:
+        reader = name
+    if isinstance(stored, SlopesActivation | RectifiedActivation):
+        return (
+            f"{reader} asks for the input of a GELU, of which only the derivative was kept: at the last calibration "
+            "nothing but the GELU's own backward used it. Set precision to a number of bits (8, 4, 2 or 1), which "
+            "keeps values"
+        )
+    known = "it was not known yet who reads it" if reading is None else f"{reading.reader} had read it until now"
+    return (
+        f"{reader} asks for the values of a tensor that was stored as {stored.codec}, when {known}. From the next "
+        "forward pass on it is kept as that needs it: run the step again, or set precision to 'exact'"
+    )
+
+
+run_as_written(Packer.pack, Packer.unpack)

@@ -1,0 +1,85 @@
+"""A tensor that autograd saves, and all that can be known of it at that moment alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from daf_core.autograd.sites import ModuleScopes, Site
+from daf_core.autograd.torch_private import Node, is_being_saved
+from daf_core.readers.attention import KERNELS, can_attend_again
+from daf_core.readers.learning import Sighting
+from daf_core.readers.places import Place
+from daf_core.readers.table import Kind, Reading
+from daf_core.saved_tensors.classify import Form
+
+
+class NormalizedResult(NamedTuple):
+    """The result of a normalization that still exists.
+
+    Attributes:
+        node: The autograd node that its tensor has now.
+        version: Its version.
+        shape: Its shape.
+    """
+
+    node: Node
+    version: int
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """What is to be packed, now or a little later.
+
+    Attributes:
+        tensor: The saved tensor, detached: the tensor itself would tie an operator's output to the graph that saves it,
+            and a graph that never runs backward would leak.
+        reference: Whether the saved tensor itself is still there to be looked at.
+        version: Its version.
+        node: The autograd node that made it; None for a leaf.
+        form: The form that it may take.
+        site: Where it is saved.
+        place: Where, as its reader is known by; None where that is of no use.
+        reading: What its reader reads of it; None where that is not known yet.
+        normalizes: Whether a normalization is saving it.
+        attends: Whether an attention is saving its result, and can compute it again.
+        normalized: Where it may be derived, the latest results of normalizations, the newest first.
+        ordered: Inside what it returns, the device does what this thread gives it after it has made the tensor.
+        fetch: Copies values of the tensor to where they are encoded, until the next call; None where that is in place.
+    """
+
+    tensor: Tensor
+    reference: weakref.ref[Tensor]
+    version: int
+    node: Node
+    form: Form
+    site: Site
+    place: Place | None
+    reading: Reading | None
+    normalizes: bool
+    attends: bool
+    normalized: list[NormalizedResult]
+    ordered: Callable[[], AbstractContextManager[None]] = nullcontext
+    fetch: Callable[[Tensor], Tensor] | None = None
+
+
+def note(tensor: Tensor, form: Form, site: Site, sighting: Sighting, scopes: ModuleScopes) -> SavedTensor:
+    """Returns what is to be known of a tensor that is being saved."""
+    normalized: list[NormalizedResult] = []
+    if form is Form.LOSSY:  # nothing else is derived
+        normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
+    reference = weakref.ref(tensor)
+    reading = sighting.reading
+    normalizes = scopes.current.normalizes or (reading is not None and reading.kind is Kind.NORMALIZED)
+    node = tensor.grad_fn
+    attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
+    return SavedTensor(
+        tensor.detach(), reference, tensor._version, node, form, site, sighting.place, reading, normalizes, attends,
+        normalized,
+    )  # fmt: skip

@@ -1,0 +1,174 @@
+"""What one would use instead of DAF: saved tensors in bfloat16, in main memory, or in few bits by torch operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Generator as Numbers
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from daf_core.errors import ConfigError
+from daf_core.saved_tensors.classify import Eligibility, Form
+
+GROUP = 256
+"""Elements that share a minimum and a maximum, as in GACT (ICML 2022)."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A saved tensor in another form.
+
+    Attributes:
+        restore: Returns it.
+        size: Bytes that are held.
+    """
+
+    restore: Callable[[], Tensor]
+    size: int
+
+
+Coding = Callable[[Tensor], Stored]
+
+
+class Stores:
+    """Has autograd keep activations in another form.
+
+    The same tensors take it as with DAF: large ones of floating point that are no weights, no casts of them, and no
+    statistics. A tensor that is saved several times is stored once; views of it that differ in shape are not.
+
+    Args:
+        model: The model.
+        code: Brings a tensor into the other form.
+    """
+
+    def __init__(self, model: nn.Module, code: Coding) -> None:
+        self._code = code
+        self._eligibility = Eligibility(model)
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self._untouched: dict[StorageWeakRef, int] = {}
+        self._held = self._largest = 0
+
+    @contextmanager
+    def storing(self) -> Generator[None]:
+        """What is saved inside is stored; what was stored before is no longer looked at."""
+        self._eligibility.refresh()
+        self._known.clear()
+        self._untouched.clear()
+        self._held = self._largest = 0
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the last step held."""
+        return self._held + sum(self._untouched.values())
+
+    def _pack(self, tensor: Tensor) -> Stored | Tensor:
+        form = self._eligibility.form(tensor, self._largest)
+        # A storage that is weakly referred to gives its address to no other, even if it is gone.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if form is not Form.LOSSY:
+            if form is not Form.PARAMETER:
+                self._untouched[storage] = tensor.untyped_storage().nbytes()
+            return tensor.detach()
+        self._largest = max(self._largest, tensor.numel())
+        key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+        known = self._known.get(key)
+        stored = None if known is None else known()
+        if stored is None:
+            stored = self._code(tensor.detach())
+            self._held += stored.size
+            self._known[key] = ref(stored)
+        return stored
+
+
+def _unpack(stored: Stored | Tensor) -> Tensor:
+    return stored if isinstance(stored, Tensor) else stored.restore()
+
+
+def in_bfloat16(tensor: Tensor) -> Stored:
+    """Stores a tensor in 16 bits; one that has no more stays as it is."""
+    small = tensor if tensor.element_size() <= torch.bfloat16.itemsize else tensor.to(torch.bfloat16)
+    return Stored(partial(small.to, tensor.dtype), small.numel() * small.element_size())
+
+
+def in_bits(bits: int, device: torch.device) -> Coding:
+    """Returns what stores a tensor in few bits as GACT does, in torch operators.
+
+    Minimum and step of each group of 256 elements are stored in float32, and elements in steps above the minimum,
+    rounded up or down at random so that the mean is right. Random numbers are not those of the model's dropout.
+
+    Args:
+        bits: 8, 4 or 2.
+        device: Where the tensors are.
+    """
+    return partial(_in_bits, bits=bits, numbers=Numbers(device).manual_seed(0))
+
+
+def _in_bits(tensor: Tensor, bits: int, numbers: Numbers) -> Stored:
+    flat = tensor.flatten()
+    if flat.numel() % GROUP:
+        flat = nn.functional.pad(flat, (0, -flat.numel() % GROUP))
+    groups = flat.view(-1, GROUP).float()
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)  # on a CPU aminmax takes ten times as long
+    step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(groups.dtype).tiny)
+    noise = torch.rand(groups.shape, generator=numbers, device=groups.device)
+    codes = (groups - low).div_(step).add_(noise).clamp_(0, 2**bits - 1).to(torch.uint8)
+    packed = _packed(codes, bits)
+    size = packed.numel() + 2 * low.numel() * low.element_size()
+    return Stored(partial(_from_bits, packed, low, step, bits, tensor.shape, tensor.dtype), size)
+
+
+def _from_bits(packed: Tensor, low: Tensor, step: Tensor, bits: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    values = _unpacked(packed, bits).to(step.dtype).view(-1, GROUP).mul_(step).add_(low)
+    return values.flatten()[: shape.numel()].view(shape).to(dtype)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    lanes = codes.view(-1, 8 // bits)
+    packed = lanes[:, 0].clone()
+    for lane in range(1, 8 // bits):
+        packed |= lanes[:, lane] << (lane * bits)
+    return packed
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts) & (2**bits - 1)
+
+
+class Offload:
+    """Has autograd keep what it saves, weights too, in main memory, as `torch.autograd.graph.save_on_cpu` does.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        held_bytes: Zero: nothing is held on the GPU.
+
+    Raises:
+        ConfigError: It is in main memory already.
+    """
+
+    held_bytes = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        if next(model.parameters()).device.type == "cpu":
+            raise ConfigError(
+                "the method 'offload' moves what autograd saves from a GPU to main memory, and the model runs on the "
+                "CPU; leave it out"
+            )
+
+    @contextmanager
+    def storing(self) -> Generator[None]:
+        """What is saved inside is moved."""
+        with save_on_cpu(pin_memory=True):
+            yield

@@ -1,0 +1,308 @@
+"""The methods that `daf bench` compares, by name."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from daf_core.config import Precision
+from daf_core.errors import ConfigError
+from daf_core.model.blocks import blocks_of
+from daf_integrations.cli.bench.baselines import Offload, Stores, in_bfloat16, in_bits
+from daf_integrations.cli.bench.process_memory import SavedTensorCounter
+from daf_integrations.loop import api
+from daf_integrations.loop.training import training_of
+
+DAF_PRECISIONS: dict[str, Precision] = {
+    "daf-auto": "auto",
+    "daf-exact": "exact",
+    "daf-8bit": 8,
+    "daf-4bit": 4,
+    "daf-2bit": 2,
+    "daf-1bit": 1,
+}
+CLASSIC_BITS = {"classic-8bit": 8, "classic-4bit": 4, "classic-2bit": 2}
+
+METHODS: dict[str, str] = {
+    "plain": "what torch does; the others are compared with it where it fits in memory",
+    "checkpoint": "activation checkpointing of each block",
+    "offload": "saved tensors in main memory, which do not count as held (torch.autograd.graph.save_on_cpu); GPUs only",
+    "bf16": "saved tensors cast to bfloat16",
+    **{name: f"{bits} bits between minimum and maximum, in torch operators" for name, bits in CLASSIC_BITS.items()},
+    **{name: f'DAF with precision="{precision}"' for name, precision in DAF_PRECISIONS.items()},
+    "daf-4bit@40MB": "the same with a budget for saved activations; any precision and size",
+    "daf-4bit@40MB+spill": "the same with a spill file for what does not fit",
+    "daf-auto<0.05": "DAF with a bound for the error of the gradient; daf-auto<0.05/5 has an audit every 5 steps",
+    "daf-step@600MB": "DAF with a budget for what a step takes beside the model, its gradients and the optimizer",
+    "elastic@0.6": "elastic training within a share of the time, activations stored exactly",
+}
+"""Names of methods and what they are; sizes, bounds and shares are examples."""
+
+_BUDGETED = re.compile(r"(?P<name>daf-\w+)@(?P<budget>\d+(\.\d+)?[kMG]?i?B)(?P<spill>\+spill)?", re.IGNORECASE)
+_BOUNDED = re.compile(r"daf-auto<(?P<bound>0?\.\d*[1-9]\d*)(/(?P<every>[1-9]\d*))?")
+_ELASTIC = re.compile(r"elastic@(?P<share>0?\.\d*[1-9]\d*)")
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBytes:
+    """What a step stored.
+
+    Attributes:
+        raw_bytes: Bytes that autograd keeps of it without any method; 0 where the method does not know.
+        held_bytes: Bytes that were held.
+        pack_seconds: Time that threads which train spent on storing.
+        unpack_seconds: Time spent on restoring.
+        dropped_bytes: Bytes given up to keep a budget.
+        spilled_bytes: Bytes copied to a file, or to main memory, to keep it.
+        pager_seconds: Time spent on keeping it.
+        audited_error: Error of the gradient as DAF's last audit measured it.
+    """
+
+    raw_bytes: int
+    held_bytes: int
+    pack_seconds: float = 0.0
+    unpack_seconds: float = 0.0
+    dropped_bytes: int = 0
+    spilled_bytes: int = 0
+    pager_seconds: float = 0.0
+    audited_error: float | None = None
+
+
+class Method(Protocol):
+    """What runs the passes of training steps."""
+
+    def run(self, batch: Any, loss_of: Loss) -> Tensor:
+        """Runs forward and backward pass of a step, which the optimizer's step ends; returns the loss, detached."""
+        ...
+
+    def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
+        """Returns what the last step stored, or runs one more to find out."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Returns what the method has to say of the run so far."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        ...
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How a method is to be measured.
+
+    Attributes:
+        exact: Whether its gradients are those of plain training.
+        settling: Steps that it needs before any that counts. The first three of DAF's have audits.
+        alternates: Whether its steps differ by design, so that means over many count, and not medians of a few.
+        partial: Whether a step may train a part of the parameters.
+        splits: Whether it splits a batch, whose parts then have other dropout masks than the whole.
+    """
+
+    exact: bool
+    settling: int = 2
+    alternates: bool = False
+    partial: bool = False
+    splits: bool = False
+
+    @property
+    def can_be_reference(self) -> bool:
+        """Whether others can be compared with it: it computes plain training's gradients of all parameters."""
+        return self.exact and not self.partial
+
+
+def is_method(name: str) -> bool:
+    """Says whether `open_method` knows the name."""
+    budgeted = _BUDGETED.fullmatch(name)
+    if budgeted is not None:
+        spills = budgeted["spill"] is not None
+        return budgeted["name"] in DAF_PRECISIONS or (budgeted["name"] == "daf-step" and not spills)
+    single = name in METHODS and not re.search("[@<]", name)
+    return single or any(pattern.fullmatch(name) for pattern in (_BOUNDED, _ELASTIC))
+
+
+def traits(name: str) -> Traits:
+    """Returns how the named method is to be measured."""
+    if _ELASTIC.fullmatch(name):
+        return Traits(exact=True, settling=12, alternates=True, partial=True)
+    if name.startswith("daf-step@"):
+        return Traits(exact=False, settling=4, splits=True)
+    audits = _BOUNDED.fullmatch(name)
+    exact = name.partition("@")[0] in ("plain", "checkpoint", "offload", "daf-exact")
+    alternates = audits is not None and audits["every"] is not None
+    return Traits(exact=exact, settling=3 if name.startswith("daf") else 2, alternates=alternates)
+
+
+def open_method(name: str, model: nn.Module) -> Method:
+    """Returns the named method, at work on the model.
+
+    Args:
+        name: One of `METHODS`, or alike with another size, bound or share.
+        model: A model that is to be trained.
+
+    Raises:
+        ConfigError: The method cannot be used here, or is not known.
+        DAFError: DAF refuses the model.
+    """
+    if not is_method(name):
+        raise ConfigError(f"there is no method {name!r}; allowed are {', '.join(METHODS)}")
+    if name == "plain":
+        return _Plain(model)
+    if name == "checkpoint":
+        return _Checkpointed(model)
+    if name == "offload":
+        return _Stored(model, Offload(model))
+    if name == "bf16":
+        return _Stored(model, Stores(model, in_bfloat16))
+    if name in CLASSIC_BITS:
+        device = next(model.parameters()).device
+        return _Stored(model, Stores(model, in_bits(CLASSIC_BITS[name], device)))
+    return _DAF(model, **_options(name))
+
+
+def _options(name: str) -> dict[str, Any]:
+    """Returns the options of a method of DAF's."""
+    if budgeted := _BUDGETED.fullmatch(name):
+        if budgeted["name"] == "daf-step":
+            return {"memory_budget": budgeted["budget"]}
+        options = {"precision": DAF_PRECISIONS[budgeted["name"]], "memory_budget": budgeted["budget"]}
+        spill = {"spill_dir": tempfile.gettempdir()} if budgeted["spill"] else {}
+        return options | {"budget_covers": "activations"} | spill
+    if bounded := _BOUNDED.fullmatch(name):
+        every = {} if bounded["every"] is None else {"audit_every": int(bounded["every"])}
+        return {"max_gradient_error": float(bounded["bound"])} | every
+    if elastic := _ELASTIC.fullmatch(name):
+        return {"precision": "exact", "elastic": {"time": float(elastic["share"])}}
+    return {"precision": DAF_PRECISIONS[name]}
+
+
+class _Plain:
+    """Leaves saved tensors alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def run(self, batch: Any, loss_of: Loss) -> Tensor:
+        loss = loss_of(batch)
+        loss.backward()
+        return loss.detach()
+
+    def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
+        with SavedTensorCounter(self._model) as counter:
+            loss = loss_of(batch)
+        loss.backward()
+        return StoredBytes(raw_bytes=counter.bytes, held_bytes=counter.bytes)
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        return
+
+
+class _Checkpointed(_Plain):
+    """Recomputes each block in the backward pass.
+
+    What counts as held are the inputs of the blocks and what is saved outside of blocks; a block's activations, which
+    exist again while backward recomputes that block, do not count. The peak has them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._undo: Callable[[], object] = _recompute_blocks(model)
+
+    def close(self) -> None:
+        self._undo()
+
+
+def _recompute_blocks(model: nn.Module) -> Callable[[], object]:
+    """Switches activation checkpointing on; returns what switches it off."""
+    for prefix in ("activation_checkpointing", "gradient_checkpointing"):  # transformers, and its older versions
+        enable = getattr(model, f"{prefix}_enable", None)
+        if enable is not None and getattr(model, "supports_gradient_checkpointing", True):
+            enable({"use_reentrant": False})
+            return getattr(model, f"{prefix}_disable")
+    blocks = [block.module for block in blocks_of(model)]
+    if not blocks:
+        raise ConfigError("the method 'checkpoint' finds no blocks in this model; leave it out")
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return lambda: [delattr(block, "forward") for block in blocks]
+
+
+class _Store(Protocol):
+    """Keeps saved tensors in another form."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the last step held."""
+        ...
+
+    def storing(self) -> AbstractContextManager[None]:
+        """What is saved inside is kept so."""
+        ...
+
+
+class _Stored(_Plain):
+    """Keeps saved tensors in another form."""
+
+    def __init__(self, model: nn.Module, store: _Store) -> None:
+        super().__init__(model)
+        self._store = store
+
+    def run(self, batch: Any, loss_of: Loss) -> Tensor:
+        with self._store.storing():
+            loss = loss_of(batch)
+        loss.backward()
+        return loss.detach()
+
+    def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
+        return StoredBytes(raw_bytes=0, held_bytes=self._store.held_bytes)
+
+
+class _DAF:
+    """Trains with DAF."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self._model = api.prepare(model, **options)
+
+    def run(self, batch: Any, loss_of: Loss) -> Tensor:
+        return api.step(self._model, batch, loss_of)
+
+    def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
+        training = training_of(self._model)
+        assert training is not None
+        step = training.session.last_step
+        assert step is not None
+        return StoredBytes(
+            raw_bytes=step.raw_bytes,
+            held_bytes=step.held_bytes,
+            pack_seconds=step.pack_seconds,
+            unpack_seconds=step.unpack_seconds,
+            dropped_bytes=step.dropped_bytes,
+            spilled_bytes=step.spilled_bytes,
+            pager_seconds=step.pager_seconds,
+            audited_error=training.session.totals.gradient_error,
+        )
+
+    def figures(self) -> dict[str, float]:
+        training = training_of(self._model)
+        assert training is not None
+        totals = training.session.totals
+        return totals.metrics() | {"audits": totals.audits, "audits_above": totals.audits_above}
+
+    def close(self) -> None:
+        training = training_of(self._model)
+        assert training is not None
+        training.stop()

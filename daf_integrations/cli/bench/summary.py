@@ -1,0 +1,271 @@
+"""From measurements of single processes to the figures of a method, and whether what it computes is right."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from daf_integrations.cli.bench.methods import traits
+from daf_integrations.cli.bench.worker import Measurement
+
+ROUND_FIELDS = ("step_seconds", "peak_bytes", "peak_rss_bytes")
+
+LARGEST_ROUNDING = 1e-4
+"""Relative difference up to which two float32 computations of the same are equal: sums are taken in other orders."""
+
+LARGEST_BF16_ROUNDING = 2e-3
+"""The same under autocast to bfloat16; activations in 8 bits would already make a difference of 8e-3."""
+
+LEAST_PEAK = 5_000_000
+"""Bytes that the reference takes at least where ratios of peaks say something."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a method computed.
+
+    Attributes:
+        loss: The loss.
+        of: Gradients by parameter name.
+    """
+
+    loss: float
+    of: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The method that others are compared with.
+
+    Attributes:
+        method: Its name: "plain", where that fits.
+        rounds: What its processes measured.
+        computed: What it computed, with dropout and without.
+    """
+
+    method: str
+    rounds: Sequence[Measurement]
+    computed: Mapping[str, Gradients]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientComparison:
+    """How far one gradient is from another: relative L2 error, cosine, and whether every bit is equal."""
+
+    error: float
+    cosine: float
+    identical: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodResult:
+    """The figures of one method, as they stand in the JSON file.
+
+    Attributes:
+        method: Its name.
+        problem: Why what it computes is wrong; None where it is right. Times of a method with a problem mean nothing.
+        raw_bytes: What autograd saves without any method; 0 where neither the method nor the reference knows.
+        held_bytes: What the method holds of it.
+        setup_rss_bytes: What code it loaded.
+        peak_bytes: Peak above the loaded model and that, on the device that the model is on.
+        peak_rss_bytes: The same of the process' resident memory.
+        peak_ratio: Median over rounds of the peak over the reference's in the same round, which is plain training
+            where that fits; None where it takes next to nothing.
+        step_seconds: Time of a step.
+        step_ratio: Median over rounds of the step time over the reference's in the same round.
+        gradient_error: Length of the difference from the reference's gradient over that of its own, over all parameters
+            that the method trained in that step.
+        gradient_cosine: Of the angle between the two.
+        lora_gradient_error: The same over adapters alone: the classifier of an encoder with random weights outweighs
+            them. None without adapters.
+        gradients_identical: Whether every bit is equal.
+        pack_seconds: Time spent on storing in a step.
+        unpack_seconds: Time spent on restoring.
+        dropped_bytes: What was given up in a step to keep a budget.
+        spilled_bytes: What was copied elsewhere.
+        pager_seconds: Time that this took.
+        audited_error: Error of the gradient as DAF's last audit measured it.
+        rounds: The measurements that medians are of.
+    """
+
+    method: str
+    problem: str | None
+    raw_bytes: int
+    held_bytes: int
+    setup_rss_bytes: int
+    peak_bytes: int
+    peak_rss_bytes: int
+    peak_ratio: float | None
+    step_seconds: float
+    step_ratio: float
+    gradient_error: float | None
+    gradient_cosine: float | None
+    lora_gradient_error: float | None
+    gradients_identical: bool
+    pack_seconds: float
+    unpack_seconds: float
+    dropped_bytes: int
+    spilled_bytes: int
+    pager_seconds: float
+    audited_error: float | None
+    rounds: list[dict[str, float]]
+
+
+def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
+    """Returns the median of the ratios of values to their baseline in the same round.
+
+    Pairing cancels what changes from round to round, such as the clock of a shared machine.
+
+    Raises:
+        ValueError: If the two do not have one entry for each round.
+    """
+    if not values or len(values) != len(baseline):
+        raise ValueError(
+            f"got {len(values)} values and {len(baseline)} of the baseline; "
+            "pass one of each for every round, at least one"
+        )
+    return statistics.median(value / base for value, base in zip(values, baseline, strict=True))
+
+
+def compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> GradientComparison:
+    """Compares the gradients of all parameters, taken as one vector, in double precision.
+
+    Args:
+        found: Gradients by parameter name.
+        expected: The gradients to compare with, by the same names.
+
+    Raises:
+        ValueError: If the names differ, or every expected gradient is zero.
+    """
+    if found.keys() != expected.keys():
+        raise ValueError(
+            f"got gradients of different parameters: {sorted(found.keys() ^ expected.keys())} are in one only; "
+            "compare two runs of the same model"
+        )
+    found_vector = _concatenate(found[name] for name in expected)
+    expected_vector = _concatenate(expected.values())
+    length = expected_vector.norm()
+    if length == 0:
+        raise ValueError("every expected gradient is zero, so no error relative to them exists; check the loss")
+    return GradientComparison(
+        error=float((found_vector - expected_vector).norm() / length),
+        cosine=float(torch.nn.functional.cosine_similarity(found_vector, expected_vector, dim=0)),
+        identical=all(torch.equal(found[name], expected[name]) for name in expected),
+    )
+
+
+def compare_lora_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> GradientComparison | None:
+    """Compares the gradients of the LoRA adapters alone; None if there are no adapters."""
+    adapters = {name for name in expected if "lora_" in name}
+    if not adapters:
+        return None
+    return compare_gradients({name: found[name] for name in adapters}, {name: expected[name] for name in adapters})
+
+
+def load_gradients(path: Path) -> dict[str, Gradients]:
+    """Returns what a worker saved: what was computed with dropout, without, or both."""
+    saved = torch.load(path, weights_only=True, map_location="cpu")
+    return {kind: Gradients(each["loss"], each["gradients"]) for kind, each in saved.items()}
+
+
+def problem_of(
+    method: str, found: Gradients, expected: Gradients, rounding: float, reference: str = "plain"
+) -> str | None:
+    """Returns why what a method computed cannot be right; None where it can.
+
+    What is stored for backward changes no loss. Methods that lose nothing have the reference's gradient; others have
+    one that is finite and leads down.
+
+    Args:
+        method: Its name.
+        found: What it computed, perhaps of a part of the parameters.
+        expected: What the reference computed.
+        rounding: Relative difference up to which two computations are equal.
+        reference: Name of the method that it is compared with.
+    """
+    theirs, loss = f"{reference}'s", expected.loss
+    if not abs(found.loss - loss) <= rounding * max(abs(loss), 1.0):  # not >: NaN is a problem, too
+        return f"its loss is {found.loss:.6g}, and {theirs} is {loss:.6g}"
+    known = bool(found.of) and found.of.keys() <= expected.of.keys()
+    if not known or (found.of.keys() != expected.of.keys() and not traits(method).partial):
+        return f"it has gradients of other parameters than {reference}"
+    own = {name: expected.of[name] for name in found.of}
+    if not any(gradient.any() for gradient in own.values()):
+        return f"{theirs} gradient is zero everywhere, so that nothing can be compared"
+    compared = compare_gradients(found.of, own)
+    if not compared.error < float("inf"):
+        return "its gradient is not finite"
+    if traits(method).exact and compared.error > rounding:
+        return f"it is to be exact, and its gradient differs from {theirs} by {compared.error:.2g} of its length"
+    if compared.cosine <= 0:
+        return f"its gradient does not lead down: the cosine of its angle to {theirs} is {compared.cosine:.2g}"
+    return None
+
+
+def summarize(
+    method: str,
+    rounds: Sequence[Measurement],
+    computed: Mapping[str, Gradients],
+    reference: Reference,
+) -> MethodResult:
+    """Returns the figures of a method: medians over its rounds.
+
+    Args:
+        method: Its name.
+        rounds: What its processes measured.
+        computed: What it computed, by whether there was dropout.
+        reference: What it is compared with, in the same rounds.
+    """
+    rounding = LARGEST_ROUNDING if rounds[0].dtype == "fp32" else LARGEST_BF16_ROUNDING
+    kind, found = next(iter(computed.items()))
+    problem = problem_of(method, found, reference.computed[kind], rounding, reference.method)
+    known = reference.computed[kind].of
+    expected = {name: known[name] for name in found.of if name in known}
+    comparable = {name: found.of[name] for name in expected}
+    alive = any(gradient.any() for gradient in expected.values())
+    gradients = compare_gradients(comparable, expected) if alive else None
+    lora_gradients = compare_lora_gradients(comparable, expected) if alive else None
+    seconds = [measured.step_seconds for measured in rounds]
+    # Checkpointing hides most of what autograd would save, and rivals of DAF count what they hold.
+    counted = ((method, rounds), (reference.method, reference.rounds))
+    raw = next((_median(each, "raw_bytes") for name, each in counted if name.startswith(("plain", "daf"))), 0)
+    return MethodResult(
+        method=method,
+        problem=problem,
+        raw_bytes=int(raw),
+        held_bytes=int(_median(rounds, "held_bytes")),
+        setup_rss_bytes=int(_median(rounds, "setup_rss_bytes")),
+        peak_bytes=int(_median(rounds, "peak_bytes")),
+        peak_rss_bytes=int(_median(rounds, "peak_rss_bytes")),
+        peak_ratio=_peak_ratio([each.peak_bytes for each in rounds], [each.peak_bytes for each in reference.rounds]),
+        step_seconds=statistics.median(seconds),
+        step_ratio=paired_ratio(seconds, [measured.step_seconds for measured in reference.rounds]),
+        gradient_error=gradients.error if gradients else None,
+        gradient_cosine=gradients.cosine if gradients else None,
+        lora_gradient_error=lora_gradients.error if lora_gradients else None,
+        gradients_identical=gradients is not None and gradients.identical,
+        pack_seconds=_median(rounds, "pack_seconds"),
+        unpack_seconds=_median(rounds, "unpack_seconds"),
+        dropped_bytes=int(_median(rounds, "dropped_bytes")),
+        spilled_bytes=int(_median(rounds, "spilled_bytes")),
+        pager_seconds=_median(rounds, "pager_seconds"),
+        audited_error=rounds[-1].audited_error,
+        rounds=[{field: getattr(measured, field) for field in ROUND_FIELDS} for measured in rounds],
+    )
+
+
+def _peak_ratio(peaks: Sequence[int], base: Sequence[int]) -> float | None:
+    return paired_ratio(peaks, base) if min(base) >= LEAST_PEAK else None
+
+
+def _median(rounds: Sequence[Measurement], field: str) -> float:
+    return statistics.median(getattr(measured, field) for measured in rounds)
+
+
+def _concatenate(gradients: Iterable[Tensor]) -> Tensor:
+    return torch.cat([gradient.double().flatten() for gradient in gradients])

@@ -1,0 +1,282 @@
+"""One method of `daf bench` in a process of its own.
+
+`daf_integrations.cli.bench.rounds` runs ``python -m daf_integrations.cli.bench.worker TASK RESULT``; TASK is the JSON
+of a `Task`, RESULT the file that the JSON of the `Measurement` is written to.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch._dynamo  # pyright: ignore[reportUnusedImport]  # the first checkpoint would load it: code, not activations
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from daf_core.errors import DAFError
+from daf_core.memory.system.release import release_free_memory
+from daf_core.plan.run.retry import is_out_of_memory
+from daf_integrations.cli.bench.methods import Method, Traits, open_method, traits
+from daf_integrations.cli.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
+from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.workload.build import SEED, Sized, Workload, build
+
+ERROR = "error"
+"""Key of the message in the file of a process that could not measure."""
+
+OUT_OF_MEMORY = "out of memory"
+"""Key of the message where memory was what it lacked."""
+
+DROPOUT, NO_DROPOUT = "dropout", "no dropout"
+"""Keys of what was computed with dropout, and without."""
+
+ADAPTER_DEVIATION = 0.02
+"""Of LoRA's B: as long as it is zero, as it is made, A has no gradient to compare."""
+
+ALTERNATING_STEPS = 20
+"""Steps at least of a method whose steps differ by design: elastic training has those of two depths in turn."""
+
+ELASTIC_RATE = 1e-4
+"""Learning rate where it is measured what steps gain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one process runs.
+
+    Attributes:
+        method: One of `daf_integrations.cli.bench.methods.METHODS`.
+        workload: The fields of a `Workload`.
+        dtype: "bf16" is autocast over the model's own weights.
+        steps: Steps that are timed; at least `ALTERNATING_STEPS` of a method whose steps differ by design.
+        threads: Threads of torch.
+        gradients: File that loss and gradients are saved to; empty: they are not.
+        undropped: Whether those without dropout are saved too, of what others may be compared with.
+    """
+
+    method: str
+    workload: dict[str, Any]
+    dtype: Literal["fp32", "bf16"]
+    steps: int
+    threads: int
+    gradients: str = ""
+    undropped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one process measured.
+
+    Attributes:
+        raw_bytes: Bytes that autograd keeps in a step without any method; 0 where the method does not know.
+        held_bytes: Bytes that were held of it; a mean where steps differ by design.
+        pack_seconds: Time spent on storing in a step.
+        unpack_seconds: Time spent on restoring.
+        dropped_bytes: Bytes given up to keep a budget.
+        spilled_bytes: Bytes copied elsewhere to keep it.
+        pager_seconds: Time spent on keeping it.
+        audited_error: Error of the gradient as DAF's last audit measured it.
+        setup_rss_bytes: What opening the method loaded before the level that the peak is above: compiled kernels and
+            their compiler. It does not grow with the model.
+        peak_bytes: The most that the timed steps took above the loaded model: of the process' resident memory, or of
+            the GPU's allocated bytes.
+        peak_rss_bytes: The same of the process' resident memory, wherever the model is.
+        step_seconds: Median time of a step, or mean for methods whose steps differ by design.
+        device: What the model ran on.
+        dtype: See `Task`.
+        allocator: The allocator of main memory.
+    """
+
+    raw_bytes: int
+    held_bytes: int
+    pack_seconds: float
+    unpack_seconds: float
+    dropped_bytes: int
+    spilled_bytes: int
+    pager_seconds: float
+    audited_error: float | None
+    setup_rss_bytes: int
+    peak_bytes: int
+    peak_rss_bytes: int
+    step_seconds: float
+    device: str
+    dtype: str
+    allocator: str
+
+
+class TrainingStep:
+    """A training step on one batch; its random numbers depend on the seed alone.
+
+    Args:
+        sized: Model and batch.
+        optimizer: Has what is trained.
+        method: Runs the passes.
+        dtype: See `Task`.
+    """
+
+    def __init__(self, sized: Sized, optimizer: Optimizer, method: Method, dtype: str) -> None:
+        self._sized = sized
+        self._optimizer = optimizer
+        self._method = method
+        self._autocast = dtype == "bf16"
+        self._device = next(sized.model.parameters()).device.type
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """Returns the loss of a batch."""
+        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._autocast):
+            return self._sized.loss(batch)
+
+    def run(self, seed: int) -> Tensor:
+        """Trains a step and returns its loss."""
+        torch.manual_seed(seed)
+        self._optimizer.zero_grad()
+        loss = self._method.run(self._sized.batch, self.loss_of)
+        self._optimizer.step()
+        return loss
+
+    def timed_run(self, seed: int) -> float:
+        """Trains a step and returns the seconds that this took."""
+        _finish(self._device)
+        start = time.perf_counter()
+        self.run(seed)
+        _finish(self._device)
+        return time.perf_counter() - start
+
+
+def measure(task: Task) -> Measurement:
+    """Runs a task in this process.
+
+    Memory is measured from the level at which training could begin: model, optimizer and the code of the method are
+    loaded. What that code takes is given on its own. Loss and gradients are those of one more step at the end, with the
+    weights of the beginning: the learning rate is zero, but for methods that measure what steps gain.
+
+    Raises:
+        DAFError: The model cannot be made, or the method does not work with it.
+    """
+    torch.set_num_threads(task.threads)
+    sized = build(Workload(**task.workload))
+    fill_adapters(sized.model)
+    trained = [parameter for parameter in sized.model.parameters() if parameter.requires_grad]
+    weights = [parameter.detach().clone() for parameter in trained]
+    how = traits(task.method)
+    optimizer = _optimizer_of(trained, ELASTIC_RATE if how.partial else 0.0)
+    device = next(sized.model.parameters()).device
+    release_free_memory()
+    loaded = resident_bytes()
+    gpu = GpuMemory() if device.type == "cuda" else None
+    method = open_method(task.method, sized.model)
+    release_free_memory()
+    level = resident_bytes()
+    step = TrainingStep(sized, optimizer, method, task.dtype)
+    for number in range(how.settling):
+        step.run(SEED + number)
+    release_free_memory()  # what compiling kernels took in the first step is free, and the steps would fill it
+    reset_peak()
+    if gpu:
+        gpu.reset_peak()
+    seconds: list[float] = []
+    held: list[int] = []
+    for number in range(max(task.steps, ALTERNATING_STEPS) if how.alternates else task.steps):
+        seconds.append(step.timed_run(SEED + number))
+        if how.alternates:
+            held.append(method.stored(sized.batch, step.loss_of).held_bytes)
+    peak_rss = peak_bytes() - level
+    peak = gpu.peak_bytes() if gpu else peak_rss
+    stored = method.stored(sized.batch, step.loss_of)
+    if how.alternates:
+        stored = replace(stored, held_bytes=round(statistics.fmean(held)))
+    if task.gradients:
+        with torch.no_grad():
+            for parameter, weight in zip(trained, weights, strict=True):
+                parameter.copy_(weight)
+        _save_gradients(sized, step, task, how)
+    method.close()
+    return Measurement(
+        **asdict(stored),
+        setup_rss_bytes=level - loaded,
+        peak_bytes=peak,
+        peak_rss_bytes=peak_rss,
+        step_seconds=(statistics.fmean if how.alternates else statistics.median)(seconds),
+        device=torch.cuda.get_device_name(device) if gpu else device.type,
+        dtype=task.dtype,
+        allocator=loaded_allocator(),
+    )
+
+
+def fill_adapters(model: nn.Module) -> None:
+    """Gives LoRA's B small random values, the same in every process."""
+    torch.manual_seed(SEED)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=ADAPTER_DEVIATION)
+
+
+def computed(model: nn.Module, loss: Tensor) -> dict[str, Any]:
+    """Returns the loss of a step and the gradients that it has left, on the CPU."""
+    return {"loss": float(loss), "gradients": {name: each.cpu() for name, each in gradients_of(model).items()}}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the gradients that a model has, by parameter name."""
+    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: gradient for name, gradient in gradients if gradient is not None}
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Has the model drop nothing from now on."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
+    """Returns an optimizer whose state exists already."""
+    optimizer = AdamW(trained, lr=0.0)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return optimizer
+
+
+def _save_gradients(sized: Sized, step: TrainingStep, task: Task, how: Traits) -> None:
+    """Saves what a step computes with dropout, or without it where a batch is split, or both."""
+    found: dict[str, Any] = {}
+    if not how.splits:
+        found[DROPOUT] = computed(sized.model, step.run(SEED))
+    if how.splits or (task.undropped and how.can_be_reference):
+        switch_dropout_off(sized.model)
+        found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
+    torch.save(found, task.gradients)
+
+
+def _finish(device: str) -> None:
+    """Waits for what a device has been given to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the task given as JSON, and writes what was measured, or why nothing was, to the file named after it."""
+    task, result = arguments
+    try:
+        found = asdict(measure(Task(**json.loads(task))))
+    except DAFError as error:
+        found = {ERROR: str(error)}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        found = {OUT_OF_MEMORY: f"memory ran out: {type(error).__name__}: {error}"}
+    Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""``daf plan``: the plan that a budget gives a model."""

@@ -1,0 +1,1 @@
+"""``daf profile``: which module holds how many bytes."""

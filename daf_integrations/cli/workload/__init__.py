@@ -1,0 +1,1 @@
+"""The model and the batch that commands run."""

@@ -1,0 +1,308 @@
+"""Hugging Face: ``Trainer(..., callbacks=[DAFCallback()])``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from logging import getLogger
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+from typing_extensions import override
+
+from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
+from daf_core.snapshots.attributes import Attributes, attributes_kept
+from daf_integrations.session.options import configured
+from daf_integrations.session.session import DAFSession
+from daf_integrations.session.unwrap import innermost
+
+FRAMES = 8
+"""How far up the trainer is looked for; in transformers 5 it is three frames up."""
+
+log = getLogger("daf")
+
+
+class DAFCallback(TrainerCallback, ExportableState):
+    """Compresses the activations of a training run; nothing else in the script changes.
+
+    It covers `Trainer.compute_loss`, that is the forward pass and the loss, whoever computes it. Each log entry gets
+    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms``, ``daf/worker_ms``, ``daf/unpack_ms``,
+    ``daf/dropped_mb``, ``daf/spilled_mb`` and ``daf/audit_ms``, and after the first audit ``daf/gradient_error`` and
+    ``daf/gradient_cosine``. Audits call `Trainer.compute_loss` once more, with a part of the batch.
+
+    Example:
+        >>> Trainer(model, args, train_dataset=data, callbacks=[DAFCallback(precision=4)]).train()
+
+    Args:
+        config: A configuration, or a mapping of its fields, instead of options.
+        options: The fields of `DAFConfig`, such as ``precision=4``.
+
+    Raises:
+        ConfigError: An option is unknown, its value is not allowed or without effect, or both a configuration and
+            options are given; when training begins, also where the Trainer has another callback of this kind.
+    """
+
+    def __init__(self, config: DAFConfig | Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.config = configured(config, options)
+        self._session = DAFSession(self.config)
+        self._patches: list[_Patch] = []
+        self._weight = 1.0
+
+    @property
+    def last_step(self) -> StepStatistics | None:
+        """Statistics of the last optimizer step; None before the first."""
+        return self._session.last_step
+
+    @override
+    def state(self) -> dict[str, Any]:
+        """Returns the options, and what was learned, for checkpoints; a resumed run goes on from the latter."""
+        return {"args": self.config.to_dict(), "attributes": self._session.state()}
+
+    @override
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.config.elastic is None or args.ddp_find_unused_parameters is not None:
+            return
+        args.ddp_find_unused_parameters = True  # it would wait for gradients of what a step does not train
+        # transformers 5.23 has read it already, for the Accelerator that it made.
+        handler = getattr(getattr(_calling_trainer(self), "accelerator", None), "ddp_handler", None)
+        if handler is not None:
+            handler.find_unused_parameters = True
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # After an out-of-memory retry (auto_find_batch_size) this comes again without on_train_end.
+        self._uninstall()
+        if args.n_gpu > 1:
+            raise UnsupportedDeviceError(
+                f"{args.n_gpu} GPUs in one process make Trainer use torch.nn.DataParallel, whose threads see no "
+                "saved-tensor hooks. Start one process for each GPU: torchrun --nproc-per-node or accelerate launch"
+            )
+        trainer = _calling_trainer(self)
+        _refuse_several(trainer)
+        self._session = DAFSession(self.config)
+        # The Trainer writes into the entry when it saves, and a checkpoint of a run without DAF has none.
+        entries: Any = state.stateful_callbacks
+        saved = entries.setdefault(type(self).__name__, self.state())
+        if state.global_step:  # resumed: before a first step the entry is that of an earlier run of this callback
+            self._session.load_state(saved["attributes"])
+        self._session.attach(kwargs["model"], None if trainer is None else trainer.model_wrapped)
+        try:
+            self._install(trainer, kwargs["model"])
+        except BaseException:
+            self._uninstall()
+            raise
+        if state.is_world_process_zero:
+            tqdm.write(self._session.start_line())
+
+    @override
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        with self._uninstalled_on_error():
+            self._session.begin_step()
+
+    @override
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        with self._uninstalled_on_error():
+            self._session.before_update([kwargs["optimizer"]])
+
+    @override
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        with self._uninstalled_on_error():
+            self._session.after_update()
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._session.finish_step()
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._uninstall()
+        if state.is_world_process_zero:
+            tqdm.write(self._session.report())
+
+    def _install(self, trainer: Trainer | None, model: nn.Module) -> None:
+        if trainer is None:
+            if self.config.plans_steps:
+                raise ConfigError(
+                    "DAF did not find the Trainer that calls it, so it cannot run steps within memory_budget; "
+                    'budget_covers="activations" limits saved activations alone'
+                )
+            log.warning(
+                "DAF did not find the Trainer that calls it, so it covers the model's forward alone: a loss computed "
+                "outside of it (label smoothing, compute_loss_func) is not compressed, and nothing is logged"
+            )
+            self._patches = [_Patch(model, "forward", self._compressed)]
+            return
+        compute_loss = trainer.compute_loss
+        self._patches = [
+            _Patch(trainer, "compute_loss", functools.partial(self._audited, weakref.ref(trainer))),
+            _Patch(trainer, "log", self._logged),
+        ]
+        if self._session.runner is not None:
+            step = functools.partial(self._planned, compute_loss, weakref.ref(trainer))
+            self._patches.append(_Patch(trainer, "training_step", step))
+        elif self.config.elastic is not None or self._session.chunks_loss:
+            self._patches.append(_Patch(trainer, "training_step", self._guarded))
+
+    @contextmanager
+    def _uninstalled_on_error(self) -> Generator[None]:
+        """Gives the model back where something inside fails: no event says that training has ended with an error."""
+        try:
+            yield
+        except BaseException:
+            self._uninstall()
+            raise
+
+    def _uninstall(self) -> None:
+        for patch in self._patches:
+            patch.remove()
+        self._patches = []
+        self._session.detach()
+
+    def _compressed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def compressed(*args: Any, **kwargs: Any) -> Any:
+            with self._session.scope():
+                return function(*args, **kwargs)
+
+        return compressed
+
+    def _audited(self, trainer: weakref.ref[Trainer], compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        compressed = self._compressed(compute_loss)
+
+        @functools.wraps(compute_loss)
+        def audited(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            def loss_of(rows: Any) -> Any:
+                # The audit's gradients are its own, on every rank, and so are tokens and metrics that trainers count.
+                counted = attributes_kept(trainer(), private=True, others=innermost(model))
+                with counted, getattr(model, "no_sync", nullcontext)():
+                    return compute_loss(model, rows, *args, **kwargs)
+
+            if model.training:
+                self._session.audit(model, inputs, loss_of)
+            loss = compressed(model, inputs, *args, **kwargs)
+            return loss if self._weight == 1 else loss * self._weight
+
+        return audited
+
+    def _planned(
+        self, compute_loss: Callable[..., Any], reference: weakref.ref[Trainer], training_step: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Runs steps within the memory budget: in parts, each of which is a step of the Trainer's own."""
+
+        @functools.wraps(training_step)
+        def planned(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            trainer, runner = reference(), self._session.runner
+            assert trainer is not None
+            assert runner is not None
+
+            def loss_of(rows: Any) -> Any:
+                # Not through DistributedDataParallel, which would wait for other processes.
+                kept = attributes_kept(trainer, private=True, others=innermost(model))
+                with self._session.opened(), kept, trainer.compute_loss_context_manager():
+                    prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
+                    return compute_loss(innermost(model), prepared, num_items_in_batch=num_items_in_batch)
+
+            def step(part: Any, weight: float, _last: bool) -> Any:
+                self._weight = weight
+                try:
+                    return training_step(model, part, num_items_in_batch)
+                finally:
+                    self._weight = 1.0
+
+            model.train()
+            # Tokens and metrics that trainers count are those of the attempt that had enough memory.
+            try:
+                with self._uninstalled_on_error():
+                    return runner.run(
+                        inputs, loss_of, step, Attributes(trainer, private=True, others=innermost(model)).restore
+                    )
+            finally:
+                self._session.lift()
+
+        return planned
+
+    def _guarded(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives the model back as it was after a step, also one that fails: what it does not train is marked so."""
+
+        @functools.wraps(training_step)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with self._uninstalled_on_error():
+                    return training_step(*args, **kwargs)
+            finally:
+                self._session.lift()
+
+        return guarded
+
+    def _logged(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            # Into the caller's own dict: what Trainer.log adds to it is part of what train and evaluate return.
+            if "loss" in logs:
+                logs.update(self._session.take_metrics())
+            return function(logs, *args, **kwargs)
+
+        return logged
+
+
+class _Patch:
+    """Replaces a method on one object by a wrapper of it, and puts back what was there."""
+
+    def __init__(self, owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+        self._replaced = vars(owner).get(name)
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+    def remove(self) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        if self._replaced is None:
+            delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, self._replaced)
+
+
+def _refuse_several(trainer: Trainer | None) -> None:
+    """Checks that no other callback of DAF's is there, whose options would not count.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    callbacks = [] if trainer is None else trainer.callback_handler.callbacks
+    found = [each for each in callbacks if isinstance(each, DAFCallback)]
+    if len(found) > 1:
+        titles = " and ".join(repr(each.config.precision) for each in found)
+        raise ConfigError(
+            f"the Trainer has {len(found)} DAFCallbacks (of precision {titles}), of which one alone can count; "
+            "leave out the others, or remove one with trainer.remove_callback(callback)"
+        )
+
+
+def _calling_trainer(callback: DAFCallback) -> Trainer | None:
+    """Finds the Trainer among the callers: its events do not pass it on."""
+    frame = inspect.currentframe()
+    for _ in range(FRAMES):
+        if frame is None:
+            break
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
+            return caller
+        frame = frame.f_back
+    return None

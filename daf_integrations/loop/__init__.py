@@ -1,0 +1,1 @@
+"""Training loops of the user's own, and Lightning Fabric's."""

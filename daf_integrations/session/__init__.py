@@ -1,0 +1,1 @@
+"""One training run, whichever trainer drives it."""

@@ -1,0 +1,132 @@
+"""Where options come from: arguments go before the environment, and the environment before a configuration file."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from argparse import SUPPRESS
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar, cast, get_type_hints
+
+from daf_core.config import DAFConfig, as_config
+from daf_core.errors import ConfigError, shown
+from daf_integrations.environment import OPTIONS, SECTION, SWITCH, requested
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_ON = ("1", "true", "on", "yes", "y", "t")
+
+
+def configured(
+    config: DAFConfig | Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None
+) -> DAFConfig:
+    """Returns the configuration for a model.
+
+    Args:
+        config: A whole configuration, or a mapping of its fields; nothing else counts then.
+        options: Fields of `DAFConfig`; those that are missing are taken from the environment where it switches DAF on
+            (``ACCELERATE_USE_DAF=1``, with ``ACCELERATE_DAF_CONFIG`` as JSON), and are the defaults otherwise.
+
+    Raises:
+        ConfigError: Both are given, an option is unknown, a value is not allowed, or an option is without effect.
+    """
+    if config is None:
+        chosen = DAFConfig.from_dict({**environment_options(), **(options or {})})
+    else:
+        chosen = as_config(config)
+        if options:
+            given = f"{type(config).__name__} and {', '.join(options)}"
+            raise ConfigError(f"give a DAFConfig or options, not both; got a {given}")
+    _refuse_idle(chosen)
+    return chosen
+
+
+def naming_options(function: Function) -> Function:
+    """Has the signature of a function with ``**options`` name the fields of `DAFConfig`, for command lines made of it.
+
+    They have no default there: what is not given comes from elsewhere.
+    """
+    signature = inspect.signature(function)
+    *others, options = signature.parameters.values()
+    hints = {**get_type_hints(DAFConfig), "elastic": dict[str, Any] | None}
+    named = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=SUPPRESS, annotation=hints[field.name])
+        for field in fields(DAFConfig)
+    ]
+    vars(function)["__signature__"] = signature.replace(parameters=[*others, *named, options])
+    return function
+
+
+def environment_options() -> dict[str, Any]:
+    """Returns the options of the environment; {} where it does not switch DAF on.
+
+    Raises:
+        ConfigError: They are no JSON object, or an option or a value is not allowed.
+    """
+    return _own_options() if _switched_on() else {}
+
+
+def export(section: object) -> None:
+    """Hands the section of a configuration file on to the processes that are launched, below what they have.
+
+    ``ACCELERATE_USE_DAF=0`` in the environment switches the section off.
+
+    Raises:
+        ConfigError: An option of the section or of the environment is unknown or its value is not allowed.
+    """
+    if not _switched_on() and SWITCH in os.environ:
+        return
+    options = _checked({} if section is None else section, f"{SECTION} in the Accelerate configuration")
+    together = _checked({**options, **_own_options()}, f"{SECTION} with {OPTIONS} over it")
+    os.environ[OPTIONS] = json.dumps(together)
+    os.environ[SWITCH] = "true"
+
+
+def options_in(text: str, source: str) -> object:
+    """Returns what a text in JSON says.
+
+    Raises:
+        ConfigError: It is no JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # thousands of digits are the former, of brackets the latter
+        raise ConfigError(
+            f'{source}={shown(text)} is not JSON ({error}); give an object such as {{"precision": 4}}'
+        ) from error
+
+
+def _switched_on() -> bool:
+    value = os.environ.get(SWITCH, "")
+    if requested() and value.lower() not in _ON:
+        raise ConfigError(f"{SWITCH}={shown(value)} is not allowed; set it to 1 or 0, or unset it")
+    return requested()
+
+
+def _own_options() -> dict[str, Any]:
+    return _checked(options_in(os.environ.get(OPTIONS, "{}"), OPTIONS), OPTIONS)
+
+
+def _refuse_idle(config: DAFConfig) -> None:
+    """Refuses options that change nothing, once those of all sources are together."""
+    if config.rounding != DAFConfig.rounding and config.precision == "exact":
+        raise ConfigError(f'rounding={config.rounding!r} means nothing with precision="exact"; leave it out')
+    # Of what "auto" chooses, a least precision is a bound without a budget, too.
+    with_budget = ("spill_dir", "budget_covers", *(() if config.precision == "auto" else ("min_precision",)))
+    for name in with_budget if config.memory_budget is None else ():
+        if getattr(config, name) != getattr(DAFConfig, name):
+            raise ConfigError(
+                f"{name}={shown(getattr(config, name))} means nothing without memory_budget; give one, such as "
+                '"400MB" or "auto", or leave it out'
+            )
+
+
+def _checked(options: object, source: str) -> dict[str, Any]:
+    """Returns options that make a configuration, as they are: what was left out may come from elsewhere."""
+    try:
+        DAFConfig.from_dict(options)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    return dict(cast("Mapping[str, Any]", options))

@@ -1,0 +1,45 @@
+"""What a run saves with a checkpoint, looked at as a whole before anything goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from daf_core import DAFConfig, StateError
+from daf_core.precision.audit import restored
+from daf_core.precision.policy import PrecisionPolicy
+from daf_integrations.session.metrics import RunTotals
+
+ELASTIC = "elastic_state"
+"""The part that states of older versions do not have."""
+
+
+class SavedState(NamedTuple):
+    """The parts of a saved state.
+
+    Attributes:
+        totals: Figures of the run so far.
+        engine: What the engine had learned; None where it had not begun.
+        elastic: Where its elastic training was, if it was elastic.
+    """
+
+    totals: RunTotals
+    engine: Mapping[str, Any] | None
+    elastic: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, state: Any, config: DAFConfig) -> SavedState:
+        """Returns the parts of what `DAFSession.state` returned.
+
+        Raises:
+            StateError: It is something else, or a part of it is damaged; of `elastic` the model's training knows more.
+        """
+        try:
+            totals, engine, elastic = RunTotals.from_state(state["totals"]), state["engine_state"], state.get(ELASTIC)
+            if not isinstance(elastic, Mapping | None):
+                raise TypeError(f"{ELASTIC} is a {type(elastic).__name__}")
+        except (LookupError, TypeError, AttributeError) as error:
+            raise StateError(f"this is no saved state of a run with DAF: {error!r}") from error
+        if engine is not None:
+            restored(config, PrecisionPolicy(config), engine)
+        return cls(totals, engine, elastic)

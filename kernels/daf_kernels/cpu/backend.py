@@ -1,0 +1,277 @@
+"""The CPU backend: launches the numba kernels, split over threads, and stages tensors whose memory has holes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from daf_kernels.backend import (
+    FixedPages,
+    PageMemory,
+    Pages,
+    Seed,
+    TwoValues,
+    WrongBytesError,
+    bits_of_number,
+    signed_words,
+)
+from daf_kernels.cpu import jobs as cpu_jobs
+from daf_kernels.cpu import masks as cpu_masks
+from daf_kernels.cpu import ranges as cpu_ranges
+from daf_kernels.cpu.bits import BFLOAT16, FLOAT16, FLOAT32
+from daf_kernels.cpu.thread_team import Team
+from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
+from daf_kernels.reference.gelu_derivative import inputs_of_codes
+
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+TILE = 4096
+"""Elements encoded at a time: 16 kB of float32 stay in the first-level cache, 32 kB do not beside the codes."""
+
+SPLIT = 1 << 16
+"""Elements in a part for a thread, 20 to 50 us of work; calling the team takes about 1."""
+
+STAGE = 1 << 16
+"""Elements of a tensor with holes that are copied together at a time, 256 kB of float32."""
+
+_NO_SEED = np.zeros(4, np.uint64)
+_NO_SEED_ADDRESS = _NO_SEED.ctypes.data
+
+
+class _Scratch(threading.local):
+    """Buffers of one thread, grown to the largest tile met."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+        self._size = self._address = 0
+
+    def reserve(self, size: int) -> int:
+        """Returns the address of `size` bytes, aligned to 64; they stay valid until the thread's next call."""
+        if self._size < size:
+            self._buffer, self._size = np.empty(size + 64, np.uint8), size
+            self._address = -(-self._buffer.ctypes.data // 64) * 64
+        return self._address
+
+
+class _Starts(NamedTuple):
+    """An array of the index of each plane's first page, with its address, which takes numpy a microsecond."""
+
+    address: int = 0
+    size: int = 0
+    array: npt.NDArray[np.int64] | None = None
+
+
+class _Kernel(NamedTuple):
+    """A kernel with its arguments, but for the elements and the pages.
+
+    Attributes:
+        job: Its job.
+        kind: Type, or size in bytes, of the elements.
+        own: Its own words.
+        tile: Elements that it works on at a time; parts begin at multiples of it.
+        scratch: Bytes of scratch memory that a thread needs.
+        starts: Where the pages of planes start.
+    """
+
+    job: Callable[..., None]
+    kind: int
+    own: tuple[int, ...] = ()
+    tile: int = TILE
+    scratch: int = BLOCK
+    starts: _Starts = _Starts()
+
+
+class CpuBackend:
+    """Numba kernels for tensors in the memory of a CPU.
+
+    Args:
+        threads: Threads of torch's that large tensors are split over at most; all of them by default.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._team = Team(threads)
+        self._scratch = _Scratch()
+
+    def limit_threads(self, count: int) -> None:
+        """See `Backend.limit_threads`."""
+        self._team.limit(count)
+
+    def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
+        """See `Backend.relative_range`."""
+        count, step, size = sampled_groups(layout)
+        if not values.is_contiguous():
+            values, step = self._sample(values, layout, count, step, size), 1
+        work = self._scratch.reserve(4 * size)
+        kind = KINDS[values.dtype]
+        squares, variances = cpu_ranges.squared_ranges(values.data_ptr(), kind, size, count, step, work)
+        return squares / variances if variances else 0.0
+
+    def encode(
+        self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
+    ) -> bool:
+        """See `Backend.encode`."""
+        tile, starts = _tiling(layout)
+        levels = 2 ** PRECISIONS[max(planes, 1) - 1] - 1
+        random = None if seed is None else np.array(seed, np.uint64)
+        random_address = _NO_SEED_ADDRESS if random is None else random.ctypes.data
+        noise_bytes = 0 if seed is None else 2 * tile
+        scratch = tile + noise_bytes + 24 * (tile // layout.group) + 1024
+        own = (layout.group, tile, planes, levels, noise_bytes, random_address)
+        kernel = _Kernel(cpu_jobs.encode_planes, KINDS[values.dtype], own, tile, scratch, starts)
+        return self._over(values, kernel, memory, pages, load=True) == 0
+
+    def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode`."""
+        tile, starts = _tiling(layout)
+        scratch = tile + 16 * (tile // layout.group)
+        own = (layout.group, tile, planes)
+        kernel = _Kernel(cpu_jobs.decode_planes, KINDS[out.dtype], own, tile, scratch, starts)
+        self._over(out, kernel, memory, pages, store=True)
+
+    def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
+        """See `Backend.encode_slopes`."""
+        kernel = _Kernel(cpu_jobs.encode_slopes, KINDS[values.dtype], (planes,), TILE, 5 * BLOCK, _tiling(layout)[1])
+        return self._over(values, kernel, memory, pages, load=True) == 0
+
+    def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode_slopes`."""
+        own = (planes, inputs_of_codes()[planes].ctypes.data)
+        kernel = _Kernel(cpu_jobs.decode_slopes, KINDS[out.dtype], own, TILE, BLOCK, _tiling(layout)[1])
+        self._over(out, kernel, memory, pages, store=True)
+
+    def two_values(self, values: Tensor) -> TwoValues | None:
+        """See `Backend.two_values`."""
+        if not values.is_contiguous():
+            head = torch.empty(min(values.numel(), BLOCK), dtype=values.dtype)
+            self._copy(values, 0, head.numel(), head, into_dense=True)
+            found = self._probe(head)
+            if found is None or found[0] != found[1]:
+                return found
+            values = values.contiguous()
+        return self._probe(values)
+
+    def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
+        """See `Backend.encode_mask`."""
+        kernel = _Kernel(cpu_jobs.encode_mask, values.element_size(), signed_words(two))
+        return self._over(values, kernel, memory, pages, load=True) == 0
+
+    def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.decode_mask`."""
+        self._over(out, _Kernel(cpu_jobs.decode_mask, out.element_size(), signed_words(two)), memory, pages, store=True)
+
+    def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.encode_nonzero`."""
+        self._over(values, _Kernel(cpu_jobs.encode_nonzero, values.element_size()), memory, pages, load=True)
+
+    def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
+        """See `Backend.rectify`."""
+        least = bits_of_number(torch.finfo(out.dtype).tiny, out.dtype)
+        self._over(out, _Kernel(cpu_jobs.rectify, out.element_size(), (least,)), memory, pages, load=True, store=True)
+
+    def _sample(self, values: Tensor, layout: PlaneLayout, count: int, step: int, size: int) -> Tensor:
+        """Returns dense copies of `count` scaling groups that are `step` groups apart."""
+        groups = torch.empty((count, size), dtype=values.dtype)
+        for index, into in enumerate(groups):
+            first = index * step * layout.group
+            self._copy(values, first, first + size, into, into_dense=True)
+        return groups
+
+    def _probe(self, values: Tensor) -> TwoValues | None:
+        scratch = self._scratch.reserve(BLOCK)
+        zero, one, others = cpu_masks.probe(values.data_ptr(), values.element_size(), values.numel(), scratch)
+        return None if others else (zero, one)
+
+    def _over(
+        self,
+        values: Tensor,
+        kernel: _Kernel,
+        memory: PageMemory,
+        pages: Pages,
+        load: bool = False,
+        store: bool = False,
+    ) -> int:
+        """Runs a kernel over all elements and returns the sum of what it returns.
+
+        A tensor whose memory has holes is worked on in a dense buffer, loaded from and stored to it `STAGE` elements at
+        a time.
+        """
+        addresses, shift = memory.addresses(pages), memory.page_bytes.bit_length() - 1
+        count, size = values.numel(), values.element_size()
+        if values.is_contiguous():
+            return self._run(kernel, values.data_ptr(), shift, addresses, 0, count)
+        stage = max(kernel.tile, STAGE // kernel.tile * kernel.tile)
+        buffer = torch.empty(min(stage, count), dtype=values.dtype)
+        total = 0
+        for start in range(0, count, stage):
+            end = min(start + stage, count)
+            if load:
+                self._copy(values, start, end, buffer, into_dense=True)
+            total += self._run(kernel, buffer.data_ptr() - size * start, shift, addresses, start, end)
+            if store:
+                self._copy(values, start, end, buffer, into_dense=False)
+        return total
+
+    def _run(self, kernel: _Kernel, origin: int, shift: int, addresses: Pages, first: int, stop: int) -> int:
+        """Runs a kernel over some elements, of which number 0 lies, or would lie, at address `origin`."""
+        threads = self._team.threads if stop - first > SPLIT else 1
+        step = max(SPLIT // kernel.tile, 1) * kernel.tile if threads > 1 else stop - first
+        stride = -(-kernel.scratch // 64) * 64
+        scratch = self._scratch.reserve(threads * stride)
+        words = (origin, kernel.kind, shift, kernel.starts.address, kernel.starts.size, *kernel.own)
+        job = cpu_jobs.compiled(kernel.job).address
+        return self._team.run(job, words, addresses, (first, stop), step, scratch, stride, threads)
+
+    def _copy(self, values: Tensor, first: int, stop: int, buffer: Tensor, into_dense: bool) -> None:
+        shape, strides = np.array(values.shape, np.int64), np.array(values.stride(), np.int64)
+        cpu_masks.copy_strided(
+            values.data_ptr(), shape, strides, values.element_size(), first, stop, buffer.data_ptr(), into_dense
+        )
+
+
+@lru_cache(maxsize=1024)
+def _tiling(layout: PlaneLayout) -> tuple[int, _Starts]:
+    """Returns the elements to encode at a time and where each plane's pages start."""
+    starts = np.array([layout.plane_start(plane) for plane in range(len(PLANE_WIDTHS))], np.int64)
+    return layout.tile * max(1, TILE // layout.tile), _Starts(starts.ctypes.data, starts.size, starts)
+
+
+def warm_up() -> float:
+    """Compiles the kernels, or loads them from numba's disk cache, and returns the seconds it took.
+
+    Raises:
+        WrongBytesError: The kernels do not give back what they were given; the numba installation is broken.
+    """
+    started = time.perf_counter()
+    backend, values, layout = CpuBackend(threads=1), torch.arange(1024.0), PlaneLayout(1024, 256, 128)
+    memory = FixedPages(layout.pages(len(PLANE_WIDTHS)), layout.page_bytes)
+    pages = np.arange(layout.pages(len(PLANE_WIDTHS)))
+    decoded = torch.empty(1024, 2)[:, 0]
+    backend.encode(values, layout, len(PLANE_WIDTHS), memory, pages, None)
+    backend.relative_range(values, layout)
+    backend.decode(decoded, layout, len(PLANE_WIDTHS), memory, pages)
+    mask = (values > 500).float()
+    two = backend.two_values(mask)
+    if two is None or not backend.encode_mask(mask, two, memory, pages):
+        raise WrongBytesError("the CPU kernels took a mask for something else; reinstall numba")
+    unpacked = torch.empty_like(mask)
+    backend.decode_mask(unpacked, two, memory, pages)
+    backend.encode_nonzero(mask, memory, pages)
+    rectified = values - 10.0
+    backend.rectify(rectified, memory, pages)
+    slopes, ungrouped = torch.empty(1024), PlaneLayout(1024, 0, 128)
+    backend.encode_slopes(values - 512, ungrouped, len(PLANE_WIDTHS), memory, pages)
+    backend.decode_slopes(slopes, ungrouped, len(PLANE_WIDTHS), memory, pages)
+    kept = (
+        torch.equal(mask, unpacked) and torch.equal(mask > 0, rectified > 0) and torch.equal(values > 512, slopes > 0.5)
+    )
+    if not kept or (decoded - values).abs().max() > 0.51:
+        raise WrongBytesError("the CPU kernels do not give back what they were given; reinstall numba")
+    return time.perf_counter() - started

@@ -1,0 +1,1 @@
+"""A GPU's activations, packed by the CPU."""

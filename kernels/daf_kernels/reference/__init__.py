@@ -1,0 +1,1 @@
+"""The numerics in plain torch."""

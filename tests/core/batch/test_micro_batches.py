@@ -1,0 +1,438 @@
+"""Losses of parts: which law makes them the loss of the batch, and what a model or batch has against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from daf_core import MicroBatchError
+from daf_core.batch.infer_reduction import Weighting, find_law, matching_laws
+from daf_core.batch.loss_reduction import Law, weights
+from daf_core.batch.micro_batches import run_parts
+from daf_core.batch.rows import IGNORED, split
+from daf_core.batch.unsupported import obstacle
+
+ROWS, LENGTH, CLASSES = 6, 8, 11
+
+
+class Tagger(nn.Module):
+    """Scores for each token."""
+
+    def __init__(self, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(CLASSES, 16, dtype=dtype)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(16, CLASSES, dtype=dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.embed(input_ids))))
+
+
+def _tokens(lengths: list[int], first: bool = True, seed: int = 1) -> dict[str, Tensor]:
+    """Padded texts, whose labels after each length, and perhaps at the first place, are ignored."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, CLASSES, (len(lengths), LENGTH), generator=random)
+    labels = torch.where(torch.arange(LENGTH) < torch.tensor(lengths)[:, None], ids, IGNORED)
+    if not first:
+        labels[:, 0] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+def _entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, CLASSES).float(), labels.reshape(-1), reduction=reduction)
+
+
+def _shifted(model: nn.Module, batch: Any) -> Tensor:
+    return _entropy(model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:])
+
+
+def _token_mean(model: nn.Module, batch: Any) -> Tensor:
+    return _entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def _token_sum(model: nn.Module, batch: Any) -> Tensor:
+    return _entropy(model(batch["input_ids"]), batch["labels"], "sum") / 7
+
+
+def _row_mean(model: nn.Module, batch: Any) -> Tensor:
+    """The mean of each row's own mean, as some losses for preferences take it."""
+    losses = F.cross_entropy(model(batch["input_ids"]).transpose(1, 2), batch["labels"], reduction="none")
+    return (losses.sum(1) / (batch["labels"] != IGNORED).sum(1).clamp(min=1)).mean()
+
+
+def _squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["input_ids"]).float() ** 2).mean()
+
+
+LOSSES: dict[str, tuple[Callable[[nn.Module, Any], Tensor], Law]] = {
+    "causal": (_shifted, Law.SHIFTED_LABELS),
+    "token mean": (_token_mean, Law.LABELS),
+    "sum": (_token_sum, Law.SUM),
+    "mean of rows": (_row_mean, Law.ROWS),
+    "no labels": (_squares, Law.ROWS),
+}
+
+PADDED = [8, 3, 5, 2, 1, 7]
+EVEN = [6] * ROWS
+
+
+@pytest.mark.parametrize("lengths", [PADDED, EVEN], ids=["padded", "equal lengths"])
+@pytest.mark.parametrize(("loss", "law"), LOSSES.values(), ids=LOSSES)
+def test_the_law_is_found(loss: Callable[[nn.Module, Any], Tensor], law: Law, lengths: list[int]) -> None:
+    """Also where all rows of the batch have equally many labels: in the sample they have not."""
+    model, batch = Tagger(), _tokens(lengths)
+    assert matching_laws(model, batch, lambda part: loss(model, part)) == {law}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("loss", "law"), LOSSES.values(), ids=LOSSES)
+def test_the_law_is_found_in_half_precision(
+    loss: Callable[[nn.Module, Any], Tensor], law: Law, dtype: torch.dtype
+) -> None:
+    """Rounding makes losses differ by more than in float32."""
+    model, batch = Tagger(dtype=dtype), _tokens(PADDED)
+    assert find_law(model, batch, lambda part: loss(model, part)) is law
+
+
+def test_autocast_is_seen_inside_of_the_loss() -> None:
+    """Accelerate and Lightning enter it there, and its losses are float32."""
+    model, batch = Tagger(), _tokens(PADDED)
+
+    def loss(part: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _token_mean(model, part) * (1 + 1e-4 * (len(part["labels"]) == 1))
+
+    assert find_law(model, batch, loss) is Law.LABELS
+
+
+@settings(max_examples=40)
+@given(lengths=st.lists(st.integers(0, LENGTH), min_size=2, max_size=9), parts=st.integers(2, 9), first=st.booleans())
+def test_parts_have_the_loss_and_gradient_of_the_batch(lengths: list[int], parts: int, first: bool) -> None:
+    """By every law, whatever counts where; parts without a label that counts are left out."""
+    for loss, law in LOSSES.values():
+        whole, cut, batch = Tagger(), Tagger(), _tokens(lengths, first)
+        expected = loss(whole, batch)
+        if not torch.isfinite(expected):
+            continue
+        expected.backward()
+        found = _step(cut, batch, parts, weights(law, batch, parts), loss)
+        assert float(found) == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
+        _assert_same_gradients(cut, whole)
+
+
+def test_naive_mean_of_padded_parts_is_another_loss() -> None:
+    """By more than 1, where the parts' own is the batch's to the last digits."""
+    model, batch = Tagger(), _tokens([8, 1])
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+        model.head.bias[:] = 3 * torch.randn(CLASSES, generator=torch.Generator().manual_seed(2))
+        whole = float(_token_mean(model, batch))
+        losses = [float(_token_mean(model, part)) for part in split(batch, 2)]
+    assert abs(sum(losses) / 2 - whole) > 1
+    weighted = sum(w * x for w, x in zip(weights(Law.LABELS, batch, 2), losses, strict=True))
+    assert weighted == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_part_without_labels_is_not_run() -> None:
+    """Its mean is not a number, and so is nothing times it."""
+    model, batch = Tagger(), _tokens([0, 0, 5, 3])
+    expected = float(_token_mean(model, batch).detach())
+    found = _step(model, batch, 2, weights(Law.LABELS, batch, 2), _token_mean)
+    assert weights(Law.LABELS, batch, 2) == [0.0, 1.0]
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_any_label_the_loss_is_what_it_is_without_parts() -> None:
+    model, batch = Tagger(), _tokens([0, 0, 0, 0])
+    assert weights(Law.SHIFTED_LABELS, batch, 2) == [0.5, 0.5]
+    assert math.isnan(_step(model, batch, 2, [0.5, 0.5], _shifted))
+
+
+def test_labels_of_rows_may_be_ignored() -> None:
+    """As those of a classifier without a class."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    batch = {"x": torch.randn(6, 4), "labels": torch.tensor([0, IGNORED, 2, 1, IGNORED, IGNORED])}
+    law = find_law(model, batch, lambda part: F.cross_entropy(model(part["x"]), part["labels"]))
+    assert law is Law.LABELS
+    assert weights(law, batch, 3) == [1 / 3, 2 / 3, 0.0]
+
+
+def test_the_law_is_looked_for_again_where_it_matters() -> None:
+    """Without ignored labels all means are the same; the first batch with some tells them apart, and no later one."""
+    model, calls = Tagger(), []
+
+    def loss(part: Any) -> Tensor:
+        calls.append(len(part["labels"]))
+        return _token_mean(model, part)
+
+    weighting = Weighting(model)
+    assert weighting.of(_tokens([LENGTH] * 4), 1, loss) == [1.0]
+    assert calls == []
+    assert weighting.of(_tokens([LENGTH] * 4), 4, loss) == [0.25] * 4
+    assert calls == [4, 1, 1, 1, 1]
+    assert weighting.of(_tokens([LENGTH] * 4), 2, loss) == [0.5] * 2
+    assert len(calls) == 5
+    assert weighting.of(_tokens([8, 2, 4, 6]), 2, loss) == [0.5, 0.5]
+    assert len(calls) == 5
+    assert weighting.of(_tokens([8, 2, 5, 1]), 2, loss) == [10 / 16, 6 / 16]
+    assert len(calls) == 10
+    assert weighting.of(_tokens([8, 2, 1, 1]), 2, loss) == [10 / 12, 2 / 12]
+    assert len(calls) == 10
+
+
+def test_a_loss_that_weighs_classes_is_no_mean_over_rows() -> None:
+    """It looks like one in a batch of one class."""
+    model = nn.Linear(4, 2)
+
+    def loss(part: Any) -> Tensor:
+        return F.cross_entropy(model(part["x"]), part["labels"], weight=torch.tensor([1.0, 9.0]))
+
+    generator = torch.Generator().manual_seed(0)
+    one = {"x": torch.randn(8, 4, generator=generator), "labels": torch.zeros(8, dtype=torch.int64)}
+    weighting = Weighting(model)
+    assert weighting.of(one, 2, loss) == [0.5, 0.5]
+    both = {**one, "labels": torch.tensor([0, 0, 0, 0, 0, 0, 0, 1])}
+    with pytest.raises(MicroBatchError):
+        weighting.of(both, 2, loss)
+    with pytest.raises(MicroBatchError):
+        Weighting(model).of(both, 2, loss)
+
+
+def test_nothing_is_left_of_the_search() -> None:
+    """Modes, random numbers, gradients, statistics, hooks and the batch are as before."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    model[1].eval()
+    batch = (torch.randn(6, 4), torch.tensor([0, IGNORED, 2, 1, 1, 2]))
+    before = torch.get_rng_state(), [tensor.clone() for tensor in (*batch, *model.buffers())]
+    find_law(model, batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(map(torch.equal, before[1], (*batch, *model.buffers())))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("around", [lambda model: model, nn.Sequential], ids=["outermost", "inside"])
+def test_distributed_wrappers_exchange_nothing_meanwhile(
+    tmp_path: Path, around: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Other processes may not be looking; and buffers are exchanged in the next pass as they would have been."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = Tagger()
+        model.register_buffer("statistics", torch.zeros(1))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        exchanged: list[str] = []
+        wrapped._sync_buffers = lambda: exchanged.append("buffers")
+        assert find_law(around(wrapped), _tokens(PADDED), lambda part: _token_mean(wrapped, part)) is Law.LABELS
+        assert exchanged == []
+        _token_mean(wrapped, _tokens(PADDED))
+        assert exchanged == ["buffers"]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_modes_come_back_after_an_error() -> None:
+    model = Tagger()
+    with pytest.raises(MicroBatchError, match="KeyError"):
+        find_law(model, _tokens(PADDED), lambda part: part["nothing"])
+    assert all(module.training for module in model.modules())
+
+
+def _clip(model: nn.Module, batch: Any) -> Tensor:
+    """Each row's picture is to fit its own text better than those of the other rows."""
+    images, texts = (F.normalize(model(side), dim=-1) for side in (batch["images"], batch["texts"]))
+    scores, own = images @ texts.T, torch.arange(len(images))
+    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+
+
+def _negatives_ranking(model: nn.Module, batch: Any) -> Tensor:
+    """Other rows' answers are the wrong ones, as in MultipleNegativesRankingLoss."""
+    questions, answers = model(batch["images"]), model(batch["texts"])
+    return F.cross_entropy(
+        20 * F.normalize(questions, dim=-1) @ F.normalize(answers, dim=-1).T, torch.arange(len(answers))
+    )
+
+
+def _noisy(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["images"]) - torch.randn(len(batch["images"]), 5)).square().mean()
+
+
+@pytest.mark.parametrize("loss", [_clip, _negatives_ranking, _noisy])
+def test_losses_that_parts_do_not_have_are_refused(loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    """With what was measured."""
+    model = nn.Linear(4, 5)
+    batch = {"images": torch.randn(8, 4), "texts": torch.randn(8, 4)}
+    with pytest.raises(MicroBatchError, match=r"loss of 4 rows is .* by the law of sum, .* by the law of rows"):
+        find_law(model, batch, lambda part: loss(model, part))
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_a_loss_that_says_nothing_is_refused(value: float) -> None:
+    """All laws agree on zero."""
+    with pytest.raises(MicroBatchError, match="not zero"):
+        find_law(Tagger(), _tokens(PADDED), lambda _: torch.tensor(value))
+
+
+def test_a_loss_for_each_row_is_refused() -> None:
+    model = Tagger()
+    with pytest.raises(MicroBatchError, match="must be one number"):
+        find_law(model, _tokens(PADDED), lambda part: model(part["input_ids"]).mean((1, 2)))
+
+
+def test_memory_that_runs_out_is_not_the_losses_fault() -> None:
+    def fail(_part: Any) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        find_law(Tagger(), _tokens(PADDED), fail)
+
+
+def test_only_the_last_part_that_runs_is_exchanged_with_other_processes() -> None:
+    """The last of all may have no label."""
+    model = Tagger()
+    events: list[Any] = []
+
+    class NoSync:
+        def __enter__(self) -> None:
+            events.append("no_sync")
+
+        def __exit__(self, *_: object) -> None:
+            events.append("end")
+
+    model.no_sync = NoSync
+
+    def step(part: Any, weight: float, last: bool) -> Tensor:
+        events.append((part, last))
+        return torch.tensor(weight)
+
+    assert float(run_parts(model, "abcd", [0.25, 0.0, 0.75, 0.0], step)) == 1.0
+    assert events == ["no_sync", ("a", False), "end", ("c", True)]
+
+
+@pytest.mark.parametrize("given", [[1.0], [0.0, 0.0]])
+def test_weights_that_do_not_fit_the_parts_are_refused(given: list[float]) -> None:
+    with pytest.raises(MicroBatchError, match="one weight for each part"):
+        run_parts(Tagger(), ["a", "b"], given, lambda *_: torch.tensor(0.0))
+
+
+def test_gradients_add_up_on_what_is_there() -> None:
+    """As in gradient accumulation, under a scaler and under one autocast around all parts, whose copies they share."""
+    whole, cut = Tagger(), Tagger()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for seed in (1, 2):
+        batch = _tokens(PADDED, seed=seed)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = _token_mean(whole, batch)
+        scaler.scale(loss).backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            _step(cut, batch, 3, weights(Law.LABELS, batch, 3), _token_mean, scaler.scale)
+    for one, other in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad - other.grad).norm() / other.grad.norm()) < 1e-2
+
+
+def _step(
+    model: nn.Module,
+    batch: Any,
+    parts: int,
+    shares: list[float],
+    loss: Callable[[nn.Module, Any], Tensor],
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+) -> Tensor:
+    def step(part: Any, weight: float, _last: bool) -> Tensor:
+        weighted = loss(model, part) * weight
+        scale(weighted).backward()
+        return weighted.detach()
+
+    return run_parts(model, split(batch, parts), shares, step)
+
+
+def _assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+def _with(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), layer)
+
+
+def _configured(**config: Any) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.config = SimpleNamespace(**config)
+    return nn.Sequential(model)
+
+
+class DeepSpeedEngine(nn.Linear):
+    """Has the name that is looked for."""
+
+
+BATCH = {"x": torch.randn(4, 4), "y": torch.zeros(4)}
+
+MODELS: dict[str, tuple[nn.Module, str | None]] = {
+    "plain": (nn.Linear(4, 4), None),
+    "batch norm": (_with(nn.BatchNorm1d(4)), "BatchNorm1d '1' normalizes"),
+    "batch norm without statistics": (_with(nn.BatchNorm2d(4, track_running_stats=False).eval()), "BatchNorm2d"),
+    "synchronized": (_with(nn.SyncBatchNorm(4)), "SyncBatchNorm"),
+    "frozen batch norm": (_with(nn.BatchNorm1d(4).eval()), None),
+    "batch norm of a model that does not train yet": (_with(nn.BatchNorm1d(4)).eval(), "BatchNorm1d"),
+    "instance norm": (_with(nn.InstanceNorm1d(4)), None),
+    "layer norm": (_with(nn.LayerNorm(4)), None),
+    "balanced experts": (
+        _configured(num_local_experts=8, output_router_logits=True, router_aux_loss_coef=0.1),
+        "router's auxiliary loss",
+    ),
+    "experts that are always balanced": (_configured(n_routed_experts=8, aux_loss_alpha=0.1), "router's auxiliary"),
+    "experts without it": (_configured(num_experts=8, output_router_logits=False, router_aux_loss_coef=0.1), None),
+    "weight zero": (_configured(num_experts=8, output_router_logits=True, router_aux_loss_coef=0.0), None),
+    "one expert": (_configured(num_experts=1, output_router_logits=True, router_aux_loss_coef=0.1), None),
+    "DeepSpeed": (DeepSpeedEngine(4, 4), "DeepSpeed"),
+}
+
+
+@pytest.mark.parametrize(("model", "reason"), MODELS.values(), ids=MODELS)
+def test_models_that_run_no_parts(model: nn.Module, reason: str | None) -> None:
+    found = obstacle(model, BATCH)
+    assert (found is None) is (reason is None)
+    assert (reason or "") in (found or "")
+
+
+IDS = torch.zeros(4, 6, dtype=torch.long)
+ROW = torch.zeros(1, 6, dtype=torch.long)
+
+BATCHES: dict[str, tuple[Any, str | None]] = {
+    "texts": ({"input_ids": IDS, "labels": IDS, "text": ["a"] * 4}, None),
+    "shared positions": ({"input_ids": IDS, "labels": IDS, "position_ids": ROW}, None),
+    "class weights": ({"input_ids": IDS, "labels": IDS, "weights": torch.ones(9)}, None),
+    "restart in each row": ({"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 4)}, None),
+    "no rows": ([], "type list has no tensors"),
+    "one row": ({"input_ids": ROW}, "has 1 row"),
+    "packed": ({"input_ids": ROW, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "position_ids begin anew"),
+    "one text": ({"input_ids": ROW, "position_ids": torch.arange(6)[None]}, "has 1 row"),
+    "packed for kernels": ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q"),
+    "patches": ({"input_ids": IDS, "labels": IDS, "pixel_values": torch.zeros(30, 9)}, "pixel_values has 30 rows"),
+    "grids": ({"input_ids": IDS, "labels": IDS, "grid": torch.zeros(5, 3, dtype=torch.long)}, "grid has 5 rows"),
+    "views or rows": ({"x": IDS, "views": [torch.zeros(4, 2)] * 4}, "a list of 4 tensors"),
+}
+
+
+@pytest.mark.parametrize(("batch", "reason"), BATCHES.values(), ids=BATCHES)
+def test_batches_that_have_no_parts(batch: Any, reason: str | None) -> None:
+    found = obstacle(nn.Linear(1, 1), batch)
+    assert (found is None) is (reason is None), found
+    assert (reason or "") in (found or "")

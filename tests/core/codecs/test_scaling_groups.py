@@ -1,0 +1,141 @@
+"""Channels of maps get scaling groups of their own, in either memory format; everything else keeps its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from daf_core.codecs import PlanesActivation
+from daf_core.codecs.scaling_groups import LEAST_MAP, Grouping, grouping_of
+from daf_core.codecs.tensor_layout import geometry_of
+from daf_core.memory.pager import Pager
+from daf_core.memory.pages.pool import PagePool
+from daf_kernels import load_backend
+from tests.core.harness import normal
+
+CPU = torch.device("cpu")
+CONVOLUTION, ADDITION, LINEAR = "ConvolutionBackward0", "AddBackward0", "ViewBackward0"
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+MAPS: dict[str, tuple[Tensor, str]] = {
+    "small": (normal(6, 16, 7, 7), CONVOLUTION),
+    "one-position": (normal(64, 16, 1, 1), CONVOLUTION),
+    "one-below-large": (normal(4, 16, LEAST_MAP - 1), CONVOLUTION),
+    "large": (normal(4, 16, 16, 16), CONVOLUTION),
+    "just-large": (normal(4, 16, LEAST_MAP), CONVOLUTION),
+    "one-dimension": (normal(8, 16, 20), CONVOLUTION),
+    "three-dimensions": (normal(4, 8, 4, 4, 4), CONVOLUTION),
+    "one-image": (normal(1, 16, 8, 8), CONVOLUTION),
+    "one-channel": (normal(8, 1, 8, 8), CONVOLUTION),
+    "channels-last": (_channels_last(normal(4, 16, 16, 16)), CONVOLUTION),
+    "channels-last-small": (_channels_last(normal(6, 16, 7, 7)), CONVOLUTION),
+    "channels-last-3d": (
+        normal(4, 8, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d),
+        CONVOLUTION,
+    ),
+    "transposed-sequence": (normal(8, 20, 16).transpose(1, 2), CONVOLUTION),
+    "batch-norm": (normal(6, 16, 20), "NativeBatchNormBackward0"),
+    "pooled": (normal(6, 16, 7, 7), "MaxPool2DWithIndicesBackward0"),
+    "relu": (normal(6, 16, 7, 7), "ReluBackward0"),
+    "sum": (normal(6, 16, 7, 7), ADDITION),
+}
+
+OTHERS: dict[str, tuple[Tensor, str]] = {
+    "linear": (normal(6, 16, 7, 7), LINEAR),
+    "leaf": (normal(6, 16, 7, 7), "leaf"),
+    "matrix": (normal(64, 32), CONVOLUTION),
+    "sum-of-sequences": (normal(8, 20, 16), ADDITION),
+    "sum-of-many-dimensions": (normal(2, 2, 3, 4, 5, 6), ADDITION),
+    "holes": (normal(6, 32, 7, 7)[:, ::2], CONVOLUTION),
+    "part-of-each-row": (normal(6, 16, 7, 9)[..., :7], CONVOLUTION),
+    "broadcast-images": (normal(1, 16, 7, 7).expand(6, -1, -1, -1), CONVOLUTION),
+    "broadcast-positions": (normal(6, 16, 1, 1).expand(-1, -1, 7, 7), CONVOLUTION),
+    "images-innermost": (normal(16, 7, 7, 6).permute(3, 0, 1, 2), CONVOLUTION),
+    "rows-before-channels": (normal(6, 7, 16, 7).transpose(1, 2), CONVOLUTION),
+}
+
+
+def _grouping(tensor: Tensor, op: str) -> Grouping:
+    return grouping_of(geometry_of(tuple(tensor.shape), tuple(tensor.stride())), op)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return geometry_of(tuple(tensor.shape), tuple(tensor.stride())).compact(tensor)
+
+
+@pytest.mark.parametrize(("tensor", "op"), MAPS.values(), ids=MAPS)
+def test_rows_hold_one_channel(tensor: Tensor, op: str) -> None:
+    """In the order that values are taken, each row is of one channel, all of its images where it is small."""
+    grouping, positions = _grouping(tensor, op), tensor[0, 0].numel()
+    numbers = torch.arange(tensor.shape[1]).view(1, -1, *[1] * (tensor.dim() - 2))
+    channels = torch.empty_like(tensor, dtype=torch.int64).copy_(numbers.expand_as(tensor))
+    rows = grouping.arrange(_flat(channels)).reshape(-1, grouping.row)
+    assert (rows == rows[:, :1]).all()
+    assert grouping.row == (positions if tensor.is_contiguous() and positions >= LEAST_MAP else positions * len(tensor))
+
+
+@pytest.mark.parametrize(("tensor", "op"), [*MAPS.values(), *OTHERS.values()], ids=[*MAPS, *OTHERS])
+def test_order_is_a_view_of_all_values(tensor: Tensor, op: str) -> None:
+    """Each value is there once, in the memory it has."""
+    flat = _flat(tensor)
+    arranged = _grouping(tensor, op).arrange(flat)
+    assert arranged.data_ptr() == flat.data_ptr() == tensor.data_ptr()
+    assert torch.equal(arranged.flatten().sort().values, flat.flatten().sort().values)
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+def test_order_begins_where_the_values_do(offset: int) -> None:
+    """Flat values may be a part of a larger memory."""
+    memory = torch.arange(64 + offset)
+    arranged = Grouping(8, (4, 4, 4), (4, 16, 1)).arrange(memory[offset:])
+    assert arranged.min() == offset
+
+
+@pytest.mark.parametrize(("tensor", "op"), OTHERS.values(), ids=OTHERS)
+def test_others_keep_their_rows(tensor: Tensor, op: str) -> None:
+    """What is no map, or does not lie in one piece in one of the two formats, is taken as it lies."""
+    row = geometry_of(tuple(tensor.shape), tuple(tensor.stride())).row
+    assert _grouping(tensor, op) == Grouping(row)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize("precision", [8, 2, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("layout", [_as_it_is, _channels_last])
+def test_means_of_channels_are_restored(
+    layout: Callable[[Tensor], Tensor], backend: str, dtype: torch.dtype, precision: int
+) -> None:
+    """Channels of small maps whose means and deviations are far apart; several in a group would blur them."""
+    means, deviations = torch.logspace(-2, 2, 32), torch.logspace(1, -3, 32)
+    values = normal(16, 32, 6, 6) * deviations.view(-1, 1, 1) + means.view(-1, 1, 1)
+    values = layout(values).to(dtype)
+    pager, grouping, flat = Pager(PagePool(CPU)), _grouping(values, CONVOLUTION), _flat(values)
+    stored = PlanesActivation.encode(flat, grouping, precision, pager, load_backend(CPU, backend), None)
+    assert stored is not None
+    decoded = torch.full_like(values, torch.nan)
+    stored.decode_into(_flat(decoded))
+    found, expected = (each.float().mean((0, 2, 3)) for each in (decoded, values))
+    deviation = values.float().std((0, 2, 3))
+    assert ((found - expected).abs() <= 0.01 * deviation + torch.finfo(dtype).eps * means).all()
+
+
+@pytest.mark.parametrize(("tensor", "op"), MAPS.values(), ids=MAPS)
+def test_values_come_back_to_their_places(tensor: Tensor, op: str) -> None:
+    """Whatever the order they are taken in."""
+    pager, grouping, flat = Pager(PagePool(CPU, page_bytes=128)), _grouping(tensor, op), _flat(tensor)
+    stored = PlanesActivation.encode(flat, grouping, 8, pager, load_backend(CPU), None)
+    assert stored is not None
+    decoded = torch.full_like(tensor, torch.nan)
+    stored.decode_into(_flat(decoded))
+    assert (decoded - tensor).abs().max() < 0.05

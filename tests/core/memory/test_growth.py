@@ -1,0 +1,100 @@
+"""How much the pool reserves, and what it gives back after a peak."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daf_core.memory.pages.growth import SLACK, WINDOW, AdaptiveGrowth, FixedGrowth, Growth, PeakWatch
+from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
+
+CPU = torch.device("cpu")
+PAGE = 128
+
+
+@pytest.mark.parametrize(
+    ("growth", "reserved", "step"),
+    [
+        (AdaptiveGrowth(), 0, 1 << 20),
+        (AdaptiveGrowth(), 8 << 20, 1 << 20),
+        (AdaptiveGrowth(), 80 << 20, 10 << 20),
+        (AdaptiveGrowth(1 / 2, 100), 1000, 500),
+        (AdaptiveGrowth(1 / 2, 100), 199, 100),
+        (FixedGrowth(), 0, 100_000_000),
+        (FixedGrowth(), 1 << 40, 100_000_000),
+        (FixedGrowth(7), 1000, 7),
+    ],
+)
+def test_step(growth: Growth, reserved: int, step: int) -> None:
+    """A share of what is reserved, or the same each time; by default an eighth, or the paper's 100 MB."""
+    assert growth.step(reserved) == step
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 20))
+def test_adaptive_growth_wastes_an_eighth_at_most(counts: list[int], least: int) -> None:
+    """Whatever the order of sizes, no more is reserved than an eighth over what is in use, or the smallest step."""
+    pool = PagePool(CPU, AdaptiveGrowth(least=least * PAGE), PAGE)
+    for count in counts:
+        pool.take(count)
+        assert 0 <= pool.reserved_bytes - pool.used_pages * PAGE <= max(pool.used_pages * PAGE / 8, least * PAGE)
+
+
+def test_fixed_growth_reserves_the_papers_steps() -> None:
+    """One page reserves 100 MB, rounded down to pages; the next region follows when they are full."""
+    pool = PagePool(CPU, FixedGrowth())
+    step = 100_000_000 // PAGE_BYTES
+    pool.take(1)
+    assert pool.reserved_bytes == step * PAGE_BYTES
+    pool.take(step - 1)
+    assert pool.reserved_bytes == step * PAGE_BYTES
+    pool.take(1)
+    assert pool.reserved_bytes == 2 * step * PAGE_BYTES
+
+
+@pytest.mark.parametrize("growth", [FixedGrowth(1), FixedGrowth(3 * PAGE), AdaptiveGrowth(0.0, 0)])
+def test_a_step_that_is_too_small_still_serves_the_request(growth: Growth) -> None:
+    """What is missing is reserved, even if the step is less than that, or less than a page."""
+    pool = PagePool(CPU, growth, PAGE)
+    assert pool.take(5).size == 5
+    assert pool.reserved_bytes == 5 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("peaks", "reserved", "kept"),
+    [
+        ([], 1000, 1000),
+        ([100] * (WINDOW - 1), 1000, 1000),
+        ([100] * WINDOW, 1000, 100),
+        ([900] + [100] * (WINDOW - 1), 1000, 1000),
+        ([900] + [100] * WINDOW, 1000, 100),
+        ([100] * WINDOW + [900], 1000, 1000),
+        ([100] * WINDOW + [800], 1000, 800),
+        ([0] * WINDOW, 1000, 0),
+        ([1000] * WINDOW, int(1000 * SLACK), 1150),
+        ([1000] * WINDOW, 1151, 1000),
+    ],
+)
+def test_what_recent_peaks_are_worth(peaks: list[int], reserved: int, kept: int) -> None:
+    """Nothing is given back before a whole window was seen, nor for little; then the largest peak in it counts."""
+    watch = PeakWatch()
+    for peak in peaks:
+        watch.add(peak)
+    assert watch.worth_keeping(reserved) == kept
+
+
+def test_a_peak_that_does_not_return_is_given_back() -> None:
+    """The regions of one large step last until it is out of the window; those in steady use stay."""
+    pool = PagePool(CPU, AdaptiveGrowth(least=4 * PAGE), PAGE)
+    reserved = []
+    for count in [10, 400, *[10] * (WINDOW + 1)]:
+        pages = [pool.take(1) for _ in range(count)]
+        pool.give(np.concatenate(pages))
+        pool.finish_step()
+        reserved.append(pool.reserved_bytes // PAGE)
+    assert reserved[0] == 12
+    assert set(reserved[1:-2]) == {reserved[1]}
+    assert reserved[1] >= 400
+    assert reserved[-2:] == [12, 12]

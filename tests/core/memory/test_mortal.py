@@ -1,0 +1,122 @@
+"""When what DAF keeps dies, no Python code runs: an interrupt that came then would be lost, and bytes with it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from daf_core import ActivationEngine, DAFConfig
+from daf_core.codecs.raw import KeptStorage
+from daf_core.memory.pager import Pager
+from daf_core.memory.pages.pool import PagePool
+from daf_core.memory.system.mortal import SWEPT, WeakValues
+from daf_core.plan.observe.meter import TensorMeter
+from tests.core.harness import LARGE, assert_empty, normal
+
+
+@contextmanager
+def called() -> Iterator[list[CodeType]]:
+    """Lists the Python functions that are called inside."""
+    codes: list[CodeType] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            codes.append(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        yield codes
+    finally:
+        sys.setprofile(None)
+
+
+def at_deaths(codes: list[CodeType]) -> list[CodeType]:
+    """Those that Python itself calls when something dies. A thread that ends is the business of `threading`."""
+    of_weakref = ("remove", weakref.__file__)  # of WeakValueDictionary
+    return [
+        code
+        for code in codes
+        if code.co_name == "__del__"
+        or (code.co_name, code.co_filename) == of_weakref
+        or code is weakref.finalize.__call__.__code__
+    ]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.ReLU())
+
+
+@pytest.mark.parametrize("packing", ["device", "workers"])
+@pytest.mark.parametrize("precision", ["exact", 4])
+def test_step_calls_nothing_at_deaths(precision: Any, packing: Any) -> None:
+    """Of the thread that trains; only it gets signals."""
+    model = make_model()
+    engine = ActivationEngine(model, DAFConfig(precision=precision, packing=packing))
+    x = normal(*LARGE)
+    for _ in range(2):
+        with called() as codes:
+            with engine.compress():
+                model(x)  # a graph that dies in the pass
+                loss = model(x).sum()
+            loss.backward()
+            del loss
+            engine.finish_step()
+        assert at_deaths(codes) == []
+        assert_empty(engine)
+
+
+def test_measured_tensors_die_in_silence() -> None:
+    with TensorMeter() as meter:
+        x = normal(1000)
+        assert meter.level == 4000
+        with called() as codes:
+            del x
+        assert at_deaths(codes) == []
+        assert meter.level == 0
+
+
+def test_dead_values_are_forgotten() -> None:
+    """So that the table does not grow with every storage that there ever was."""
+    values: WeakValues[int, Callable[[], None]] = WeakValues()
+    kept = [lambda: None for _ in range(2)]
+    for number in range(10 * SWEPT):
+        values[number] = kept[number] if number < 2 else lambda: None
+    assert values.items() == list(enumerate(kept))
+    assert values.get(1) is kept[1]
+    assert values.get(2) is None
+    assert len(values._references) <= SWEPT
+
+
+@pytest.mark.parametrize("stop", range(1, 60, 3))
+def test_interrupt_while_bytes_are_counted_loses_none(stop: int) -> None:
+    """Python raises one where a function is called or has returned."""
+    pager = Pager(PagePool(torch.device("cpu")), 1 << 20)
+    left = stop
+
+    def interrupt(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with suppress(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            try:
+                kept = [KeptStorage(pager, 4096) for _ in range(2)]
+                kept.clear()
+                pager.settle()
+            finally:
+                sys.setprofile(None)
+    kept = []
+    assert pager.settle() == 0
+    pager.check()

@@ -1,0 +1,46 @@
+"""Measuring a step takes memory itself: where that runs out, fewer rows are measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from daf_core import DAFConfig, ProfileError
+from daf_core.plan.cost.measure import measure
+from daf_core.plan.cost.profile import Profile
+from tests.core.harness import normal
+
+
+def measured(most: int, error: Exception) -> tuple[Profile, list[int]]:
+    """Measures where no more rows than `most` have room; returns the profile, and the rows that were tried."""
+    tried: list[int] = []
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def loss_of(rows: int) -> Tensor:
+        tried.append(rows)
+        held = model(normal(rows, 64, 64))
+        if rows > most:
+            raise error
+        return held.sum()
+
+    config = DAFConfig(precision=4, memory_budget="64MB")
+    return measure(model, config, loss_of, rows=32, limit=1 << 30), list(dict.fromkeys(tried))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(("most", "rows"), [(32, [1, 16]), (5, [1, 16, 8, 4]), (1, [1, 16, 8, 4, 2])])
+def test_fewer_rows_are_measured_where_many_have_no_room(error: Exception, most: int, rows: list[int]) -> None:
+    profile, tried = measured(most, error)
+    assert tried == rows
+    assert profile.at(4, 4).seconds.shape[0] > 0
+
+
+def test_an_error_names_the_budget_where_one_row_has_no_room() -> None:
+    with pytest.raises(ProfileError, match="measured, to plan for memory_budget=64000000"):
+        measured(0, MemoryError())
+
+
+def test_other_errors_are_passed_on() -> None:
+    with pytest.raises(RuntimeError, match="sizes do not match"):
+        measured(4, RuntimeError("sizes do not match"))

@@ -1,0 +1,210 @@
+"""Whole steps within a budget: gradients are those of a plain step, also where memory runs out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from daf_core import ActivationEngine, DAFConfig
+from daf_core.errors import PlanError, ProfileError
+from daf_core.plan.run.runner import StepRunner, described
+from daf_core.plan.search.planner import Plan
+from tests.core.harness import assert_same
+from tests.core.plan import nets
+
+MB = 1_000_000
+
+
+class Training:
+    """Steps of a model without dropout, and a fuse in them."""
+
+    def __init__(self, name: str = "gpt2", rows: int = 8, loss: Any = None, **options: Any) -> None:
+        self.model, self.batch, self.loss = nets.make(name, rows)
+        self.loss = loss or self.loss
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(getattr(module, "dropout", None), float):  # attention's
+                module.dropout = 0.0
+        config = DAFConfig(**{"memory_budget": 1000 * MB, "precision": "exact", "packing": "device", **options})
+        self.engine = ActivationEngine(self.model, config)
+        self.runner = StepRunner(self.model, self.model, self.engine, config)
+        self.fails: list[str] = []
+        self.plans: list[Plan] = []
+
+    def run(self) -> list[Tensor]:
+        """Runs a step; returns copies of the loss and the gradients."""
+        loss = self.runner.run(self.batch, lambda part: self.loss(self.model, part), self._step)
+        return [loss.clone(), *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
+
+    def _step(self, part: Any, weight: float, last: bool) -> Tensor:
+        assert self.runner.plan is not None
+        self.plans.append(self.runner.plan)
+        place = self.fails.pop(0) if self.fails else ""
+        with self.engine.compress():
+            loss = weight * self.loss(self.model, part)
+            self._burn(place == "forward")
+        first = next(self.model.parameters())
+        handle = first.register_hook(lambda _: self._burn(place == "late"))
+        try:
+            loss.backward()
+        finally:
+            handle.remove()
+        return loss.detach()
+
+    def _burn(self, fails: bool) -> None:
+        if fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def tighten(self, times: int = 3, whole: str | None = None) -> None:
+        """Has the next plan be a tight one."""
+        self.run()
+        for _ in range(times):
+            if not self.runner.planner.tighten("the test says so"):
+                break
+            self.runner.planner.prepare(described(self.batch, lambda part: self.loss(self.model, part)), whole)
+        self.model.zero_grad()
+        self.plans.clear()
+
+
+def plain(training: Training) -> list[Tensor]:
+    model = copy.deepcopy(training.model)
+    loss = training.loss(model, training.batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-8
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "encoder"])
+def test_gradients_are_those_of_a_plain_step(name: str) -> None:
+    training = Training(name)
+    expected = plain(training)
+    training.tighten(whole="batch norm" if name == "resnet" else None)
+    assert_close(training.run(), expected)
+    assert training.runner.plan is not None
+    assert (training.runner.plan.parts > 1) == (name != "resnet")
+    training.runner.close()
+
+
+def test_gradients_that_were_there_are_added_to() -> None:
+    training = Training()
+    expected = plain(training)[1:]
+    training.tighten()
+    training.run()
+    found = training.run()[1:]
+    assert_close(found, [2 * gradient for gradient in expected])
+
+
+@pytest.mark.parametrize(("place", "failures"), [("forward", 1), ("late", 2)])
+def test_step_that_runs_out_of_memory_is_run_again(place: str, failures: int) -> None:
+    training = Training()
+    expected = plain(training)
+    training.fails = [place] * failures
+    assert_close(training.run(), expected)
+    first, *_, last = training.plans
+    assert last.forecast.peak_bytes < 0.8**failures * first.forecast.peak_bytes
+    assert not training.fails
+
+
+def test_whole_batch_that_is_run_again_is_bit_identical() -> None:
+    training = Training("resnet")
+    expected = plain(training)
+    training.fails = ["late"]
+    assert_same(training.run(), expected)
+    assert {plan.parts for plan in training.plans} == {1}
+    assert int(training.model.stages[0][0].norm_1.num_batches_tracked) == 1
+
+
+def test_memory_that_never_suffices_is_the_first_error() -> None:
+    training = Training("resnet")
+    training.fails = ["forward"] * 50
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        training.run()
+    assert all(p.grad is None for p in training.model.parameters())
+    training.fails = []
+    training.run()
+
+
+def _contrastive(model: nn.Module, batch: nets.Batch) -> Tensor:
+    rows = model(batch["x"]).flatten(1)
+    return torch.cdist(rows, rows).exp().mean().log()
+
+
+def test_batch_norms_keep_a_batch_whole() -> None:
+    training = Training("resnet")
+    training.run()
+    training.runner.planner._ceiling = training.runner.planner._wanted = 1000
+    with pytest.raises(PlanError, match="BatchNorm2d"):
+        training.run()
+
+
+def test_contrastive_loss_keeps_a_batch_whole() -> None:
+    training = Training("encoder", loss=_contrastive)
+    expected = plain(training)
+    training.tighten(1)
+    assert_close(training.run(), expected)
+    assert {plan.parts for plan in training.plans} == {1}
+
+
+def test_lack_of_a_plan_is_not_taken_for_lack_of_memory() -> None:
+    training = Training(memory_budget=1000)
+    with pytest.raises(PlanError):
+        training.run()
+    assert training.plans == []
+
+
+def test_loss_that_few_rows_do_not_have() -> None:
+    def loss(model: nn.Module, batch: nets.Batch) -> Tensor:
+        assert len(batch["x"]) == 8, "eight rows"
+        return nets._squares(model, batch)
+
+    with pytest.raises(ProfileError, match=r"1 of 8 rows.*eight rows"):
+        Training("encoder", loss=loss).run()
+
+
+def test_step_leaves_random_numbers_and_statistics_of_its_own() -> None:
+    training = Training(precision=4)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    training.run()
+    assert torch.equal(torch.rand(3), expected)
+    first = training.engine.finish_step()
+    training.run()
+    second = training.engine.finish_step()
+    assert (first.raw_bytes, first.stored_as) == (second.raw_bytes, second.stored_as)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "length"),
+    [
+        ({"x": torch.zeros(6, 3, 4), "y": torch.zeros(6), "z": torch.zeros(2, 99)}, 6, 12),
+        ((torch.zeros(5), torch.zeros(5)), 5, 1),
+        ({"texts": ["a", "b"], "n": 3}, 1, 1),
+        ([{"x": torch.zeros(4, 2)}, {"x": torch.zeros(4, 7)}], 4, 7),
+        (torch.tensor(1.0), 1, 1),
+        ({"x": torch.zeros(0, 5)}, 1, 1),
+    ],
+)
+def test_rows_and_lengths_of_batches(batch: Any, rows: int, length: int) -> None:
+    found = described(batch, lambda part: torch.zeros(()))
+    assert (found.rows, found.length) == (rows, length)
+    assert found.loss_of(rows) is not None
+
+
+def test_closing_undoes_everything() -> None:
+    training = Training()
+    before = [set(vars(module)) for module in nets.make("gpt2")[0].modules()]
+    training.tighten()
+    training.runner.close()
+    training.engine.close()
+    assert [set(vars(module)) for module in training.model.modules()] == before
+    training.loss(training.model, training.batch).backward()

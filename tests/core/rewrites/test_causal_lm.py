@@ -1,0 +1,252 @@
+"""The loss of a causal language model without logits, and logits that are computed when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import GPT2LMHeadModel
+
+from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
+from daf_core.rewrites import chunked_loss
+from daf_core.rewrites.causal_heads import find_head
+from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
+from daf_core.rewrites.registry import OperatorRewrites
+from tests.core.rewrites.steps import VOCABULARY, batch, compare, gpt2, gradient, step, with_bias
+
+CLOSE = 2e-6
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of seven rows, so that there are several."""
+    monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 7 * 4 * VOCABULARY)
+
+
+@pytest.fixture
+def rewritten() -> Iterator[GPT2LMHeadModel]:
+    model = gpt2()
+    rewrites = OperatorRewrites(model)
+    rewrites.apply()
+    yield model
+    rewrites.undo()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_items_in_batch": torch.tensor(50)},
+        {"num_items_in_batch": 50},
+        {"shift_labels": batch(3)["labels"]},
+        {"ignore_index": 5},
+    ],
+    ids=lambda options: next(iter(options), "none"),
+)
+def test_loss_is_equal(options: dict[str, Any]) -> None:
+    model, inputs = gpt2(), batch(0 if "ignore_index" in options else 10)
+    assert max(compare(model, lambda: step(model, **inputs, **options))) < CLOSE
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_bias_is_equal(frozen: bool) -> None:
+    model = with_bias()
+    model.lm_head.requires_grad_(not frozen)
+    assert find_head(model) is model.lm_head
+    assert max(compare(model, lambda: step(model, **batch()))) < CLOSE
+
+
+@pytest.mark.parametrize("trains_weight", [False, True])
+def test_logits_never_exist(rewritten: GPT2LMHeadModel, trains_weight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten.lm_head.weight.requires_grad_(trains_weight)
+
+    def refuse(_: LogitsSource) -> Tensor:
+        raise AssertionError("the logits were computed")
+
+    monkeypatch.setattr(LogitsSource, "logits", refuse)
+    result = rewritten(**batch())
+    result.loss.backward()
+    assert isinstance(result.logits, LazyLogits)
+    assert result.logits.shape == (4, 32, VOCABULARY)
+    assert result.logits.requires_grad
+    assert result.logits.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
+def test_autocast_differs_by_its_own_rounding(dtype: torch.dtype, close: float) -> None:
+    model = gpt2()
+
+    def run() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = model(**batch()).loss
+        assert loss.dtype is torch.float32
+        loss.backward()
+        return loss.detach(), gradient(model)
+
+    loss, slope = compare(model, run)
+    assert loss < 1e-5
+    assert slope < close
+
+
+def test_weights_of_sixteen_bits() -> None:
+    model = gpt2().to(torch.bfloat16)
+    loss, slope = compare(model, lambda: step(model, **batch()))
+    assert loss < 1e-5
+    assert slope < 2e-2
+
+
+def test_scaled_loss_of_float16_keeps_small_gradients() -> None:
+    hidden = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+    weight = torch.randn(20000, 16, generator=torch.Generator().manual_seed(1)).half() * 0.05
+    targets = torch.arange(8)
+    loss = chunked_loss.linear_cross_entropy_sum(hidden, weight, None, targets, -100, torch.float16)
+    (found,) = torch.autograd.grad(loss, hidden)
+    wide = hidden.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(functional.cross_entropy(wide @ weight.double().t(), targets, reduction="sum"), wide)
+    assert (found - exact).norm() / exact.norm() < 2e-3
+
+
+def test_no_label_counts(rewritten: GPT2LMHeadModel) -> None:
+    inputs = batch(32)
+    loss, slope = step(rewritten, **inputs)
+    assert loss.isnan()
+    assert not slope.any()
+    loss, slope = step(rewritten, **inputs, num_items_in_batch=torch.tensor(4))
+    assert loss == 0
+    assert not slope.any()
+
+
+def test_a_label_outside_of_the_vocabulary_is_refused(rewritten: GPT2LMHeadModel) -> None:
+    inputs = batch()
+    inputs["labels"][0, 20] = VOCABULARY
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        rewritten(**inputs)
+
+
+def test_second_derivatives_are_refused() -> None:
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8)
+    targets = torch.arange(6)
+    loss = chunked_loss.linear_cross_entropy_sum(hidden, weight, None, targets, -100, torch.float32)
+    (slope,) = torch.autograd.grad(loss * hidden.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.sum().backward()
+
+
+def test_a_loss_of_the_users_own_reads_logits(rewritten: GPT2LMHeadModel) -> None:
+    inputs = batch()
+
+    def own() -> tuple[Tensor, Tensor]:
+        rewritten.zero_grad()
+        logits = rewritten(input_ids=inputs["input_ids"]).logits
+        loss = functional.cross_entropy(logits.view(-1, VOCABULARY), inputs["labels"].view(-1)) + logits[0, 0, 0] ** 2
+        loss.backward()
+        return loss.detach(), gradient(rewritten)
+
+    found = own()
+    rewritten.eval()  # the logits are those of the output projection
+    plain = own()
+    assert all(torch.allclose(new, old, rtol=1e-5, atol=1e-7) for new, old in zip(found, plain, strict=True))
+
+
+class OwnLoss(torch.autograd.Function):
+    """What fused losses are: autograd sees no operator."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return 2 * logits * gradient
+
+
+def test_a_function_of_the_users_own_reads_logits(rewritten: GPT2LMHeadModel) -> None:
+    def own() -> Tensor:
+        rewritten.zero_grad()
+        OwnLoss.apply(rewritten(input_ids=batch()["input_ids"]).logits).backward()
+        return gradient(rewritten)
+
+    found = own()
+    rewritten.eval()
+    assert torch.allclose(found, own(), rtol=1e-4, atol=1e-5)
+
+
+def test_readers_see_the_logits_once(rewritten: GPT2LMHeadModel) -> None:
+    logits = rewritten(**batch()).logits
+    with torch.no_grad():
+        exact = functional.linear(logits.source.hidden, rewritten.lm_head.weight)
+        assert torch.equal(logits.argmax(-1), exact.argmax(-1))
+    assert logits.source.logits() is logits.source.logits()
+    assert torch.equal(torch.stack([logits, logits])[1], exact)
+    assert torch.equal(torch.from_numpy(logits.detach().numpy()), exact)
+    assert "tensor(" in repr(logits)
+    assert (logits * 2).grad_fn is not None
+    assert not logits.detach().requires_grad
+
+
+def test_changes_in_place_stay(rewritten: GPT2LMHeadModel) -> None:
+    logits = rewritten(**batch()).logits
+    before = logits.detach().clone()
+    logits.div_(2.0)
+    assert torch.equal(logits.detach(), before / 2)
+
+
+def test_mixed_precision_and_distributed_training_leave_them_lazy(rewritten: GPT2LMHeadModel) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = rewritten(**batch()).logits
+    assert logits.dtype is torch.bfloat16
+    wide = logits.float()
+    again = wide.clone()
+    assert type(wide) is type(again) is LazyLogits
+    assert again.dtype is torch.float32
+    assert not again.source.is_computed
+    assert torch.equal(again.detach(), logits.detach().float())
+    assert again.sum().dtype is torch.float32
+
+
+def test_stale_logits_are_refused(rewritten: GPT2LMHeadModel) -> None:
+    result = rewritten(**batch())
+    result.loss.backward()
+    torch.optim.SGD(rewritten.parameters(), 0.1).step()
+    with pytest.raises(ModifiedInPlaceError, match="Read them before"):
+        result.logits.sum()
+
+
+def test_wrapped_and_hooked_heads_are_left_alone() -> None:
+    model = gpt2()
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert find_head(model) is None
+    model = gpt2()
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    assert find_head(model) is None
+    model = gpt2()
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    assert find_head(model) is None
+    assert find_head(gpt2()) is not None
+
+
+def test_daf_keeps_the_gradient_of_the_head_exact() -> None:
+    model = gpt2()
+    model.requires_grad_(False)
+    model.transformer.ln_f.requires_grad_(True)
+    rewrites = OperatorRewrites(model)
+    engine = ActivationEngine(model, DAFConfig(precision=1, audit_every=None))
+    assert OperatorRewrites(model).found == rewrites.found  # its hooks are no strangers'
+    rewrites.apply()
+    with engine.compress():
+        loss = model(**batch()).loss
+    loss.backward()
+    found = model.transformer.ln_f.bias.grad.clone()
+    engine.finish_step()
+    engine.close()
+    rewrites.undo()
+    step(model, **batch())
+    exact = model.transformer.ln_f.bias.grad
+    assert (found - exact).norm() / exact.norm() < CLOSE

@@ -1,0 +1,345 @@
+"""What follows from another stored activation is not stored: dropped probabilities, normalization results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
+from tests.core.harness import normal
+
+SHAPE = (8, 32, 32)
+WIDE = (64, 128)
+
+
+class Operands(nn.Module):
+    """Scores and values of an attention, and the input of a normalization, all trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(3 * normal(*SHAPE))
+        self.values = nn.Parameter(normal(*SHAPE, seed=1))
+        self.inputs = nn.Parameter(normal(*WIDE, seed=2))
+        self.norm = nn.LayerNorm(WIDE[-1])
+        self.linear = nn.Linear(WIDE[-1], 16)
+
+
+Loss = Callable[[Operands], Tensor]
+
+
+@pytest.fixture(autouse=True, params=["a CPU's dropout", "a GPU's dropout"])
+def dropout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has an operator of its own for dropout, which CPUs have, too."""
+    if request.param == "a GPU's dropout":
+        monkeypatch.setattr(F, "dropout", lambda values, p: torch.native_dropout(values, p, True)[0])
+
+
+def _train(loss: Loss, **options: object) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Returns the gradients, and how many tensors each codec stored; without options, those of plain training."""
+    torch.manual_seed(0)
+    model = Operands()
+    if not options:
+        loss(model).backward()
+        return _gradients(model), {}
+    engine = ActivationEngine(model, DAFConfig.from_dict(options))
+    with engine.compress():
+        result = loss(model)
+    result.backward()
+    del result
+    assert (engine.held_bytes, engine.leased_pages) == (0, 0)
+    return _gradients(model), engine.finish_step().stored_as
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def _error(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    differences = torch.cat([(left[name] - right[name]).flatten() for name in right])
+    return float(differences.norm() / torch.cat([gradient.flatten() for gradient in right.values()]).norm())
+
+
+def _attend(model: Operands) -> Tensor:
+    return (F.dropout(model.scores.softmax(-1), 0.25) @ model.values).square().sum()
+
+
+def _attend_through_views(model: Operands) -> Tensor:
+    weights = F.dropout(model.scores.view(2, 4, 32, 32).softmax(-1), 0.25).expand(2, 4, 32, 32).reshape(SHAPE)
+    return (weights @ model.values).square().sum()
+
+
+def _squash(model: Operands) -> Tensor:
+    return (F.dropout(model.scores.tanh(), 0.25) @ model.values).square().sum()
+
+
+def _normalize(model: Operands) -> Tensor:
+    return model.linear(model.norm(2 * model.inputs)).square().sum()
+
+
+def _normalize_and_drop(model: Operands) -> Tensor:
+    normalized = model.norm(2 * model.inputs)  # alive while its dropped copy is saved, as with adapters
+    return model.linear(F.dropout(normalized, 0.25)).square().sum()
+
+
+@pytest.mark.parametrize("loss", [_attend, _attend_through_views, _squash])
+def test_dropped_result_is_exact_in_exact_mode(loss: Loss) -> None:
+    """A softmax's result times the dropout's mask is the dropped tensor, bit for bit."""
+    exact, stored_as = _train(loss, precision="exact")
+    assert stored_as["product"] == 1
+    assert _same(exact, _train(loss)[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "form"), [(_attend, "product"), (_normalize, "normalized"), (_normalize_and_drop, "product")]
+)
+@pytest.mark.parametrize(("precision", "bound"), [(8, 0.02), (4, 0.15), (2, 0.8)])
+def test_derived_gradient_is_as_good_as_a_stored_one(
+    loss: Loss, form: str, precision: int, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deriving adds no error of its own worth mentioning, and holds less."""
+    plain = _train(loss)[0]
+    derived, stored_as = _train(loss, precision=precision)
+    assert stored_as[form] == 1
+    monkeypatch.setattr("daf_core.saved_tensors.hooks.Derivation.derive", lambda *_: None)
+    stored, without = _train(loss, precision=precision)
+    assert form not in without
+    assert _error(derived, plain) < min(bound, 1.5 * _error(stored, plain))
+
+
+def test_normalization_is_stored_in_exact_mode() -> None:
+    """Recomputing it rounds in another order."""
+    exact, stored_as = _train(_normalize, precision="exact")
+    assert "normalized" not in stored_as
+    assert _same(exact, _train(_normalize)[0])
+
+
+def _changed_unseen(model: Operands) -> Tensor:
+    dropped = F.dropout(model.scores.softmax(-1), 0.25)
+    with torch.no_grad():
+        dropped.mul_(3)
+    return (dropped @ model.values).square().sum()
+
+
+def _changed_between(model: Operands) -> Tensor:
+    normalized = model.norm(2 * model.inputs)
+    with torch.no_grad():
+        normalized.mul_((torch.arange(WIDE[-1]) % 2) * 3.0)
+    return model.linear(F.dropout(normalized, 0.25)).square().sum()
+
+
+def _functional_norm(model: Operands) -> Tensor:
+    normalized = F.layer_norm(2 * model.inputs, WIDE[-1:], model.norm.weight, model.norm.bias)
+    return model.linear(normalized).square().sum()
+
+
+def _transposed(model: Operands) -> Tensor:
+    return (F.dropout(model.scores.softmax(-1), 0.25).transpose(1, 2) @ model.values).square().sum()
+
+
+def _part(model: Operands) -> Tensor:
+    return (F.dropout(model.scores.softmax(-1), 0.25)[:4].clone() @ model.values[:4]).square().sum()
+
+
+def _other_factor(model: Operands) -> Tensor:
+    return ((model.scores.softmax(-1) * normal(*SHAPE, seed=3)) @ model.values).square().sum()
+
+
+def _broadcast_mask(model: Operands) -> Tensor:
+    mask = (normal(32, 32, seed=4) > 0).float()
+    return ((model.scores.softmax(-1) * mask) @ model.values).square().sum()
+
+
+def _of_a_product(model: Operands) -> Tensor:
+    return (F.dropout(model.scores * 2, 0.25) @ model.values).square().sum()
+
+
+def _unscaled_norm(model: Operands) -> Tensor:
+    return model.linear(F.layer_norm(2 * model.inputs, WIDE[-1:])).square().sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        _changed_unseen,
+        _changed_between,
+        _functional_norm,
+        _transposed,
+        _part,
+        _broadcast_mask,
+        _of_a_product,
+        _unscaled_norm,
+    ],
+)
+@pytest.mark.parametrize("precision", ["exact", 8])
+def test_what_does_not_follow_is_stored(loss: Loss, precision: object) -> None:
+    """A tensor that is not the very product, in the same order, keeps a copy of its own."""
+    found, stored_as = _train(loss, precision=precision)
+    plain = _train(loss)[0]
+    assert not {"product", "normalized"} & stored_as.keys()
+    assert _same(found, plain) if precision == "exact" else _error(found, plain) < 0.02
+
+
+def test_factor_that_is_lossy_itself_is_no_mask() -> None:
+    """The error of a product of two coded tensors would be that of both; where the factor is exact it is none."""
+    assert "product" not in _train(_other_factor, precision=8)[1]
+    exact, stored_as = _train(_other_factor, precision="exact")
+    assert stored_as["product"] == 1
+    assert _same(exact, _train(_other_factor)[0])
+
+
+def test_source_of_a_graph_that_has_run_backward_is_none() -> None:
+    """What the softmax saved is gone: the dropped tensor is stored."""
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig(precision=4))
+    with engine.compress():
+        weights = model.scores.softmax(-1)
+        first = weights.square().sum()
+    first.backward()
+    with engine.compress():
+        _ = F.dropout(weights, 0.25) @ model.values
+    assert "product" not in engine.finish_step().stored_as
+
+
+def test_change_behind_autograds_back_is_found_in_exact_mode() -> None:
+    """A write through .data counts nowhere: some elements are compared."""
+
+    def loss_of(model: Operands) -> Tensor:
+        dropped = F.dropout(model.scores.softmax(-1), 0.25)
+        dropped.data.mul_(3)
+        return (dropped @ model.values).square().sum()
+
+    exact, stored_as = _train(loss_of, precision="exact")
+    assert "product" not in stored_as
+    assert _same(exact, _train(loss_of)[0])
+
+
+def test_node_whose_tensors_were_saved_without_hooks() -> None:
+    """What was made before the scope began has nothing to look at."""
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig(precision=4))
+    weights, normalized = F.dropout(model.scores.softmax(-1), 0.25), model.norm(2 * model.inputs)
+    with engine.compress():
+        loss = (weights @ model.values).square().sum() + model.linear(normalized).square().sum()
+    loss.backward()
+    assert not {"product", "normalized"} & engine.finish_step().stored_as.keys()
+
+
+def test_spill_folder_changes_no_bit_of_many_rows(tmp_path: Path) -> None:
+    """The statistics of 4,096 rows and more lie on pages then, and still give the result."""
+    gradients = []
+    for options in ({}, {"memory_budget": "100MB", "spill_dir": str(tmp_path)}):
+        torch.manual_seed(0)
+        norm, linear = nn.LayerNorm(32), nn.Linear(32, 8)
+        model = nn.Sequential(norm, linear)
+        inputs = normal(4096, 32).requires_grad_()
+        engine = ActivationEngine(model, DAFConfig(precision=4, **options))
+        with engine.compress():
+            loss = model(2 * inputs).square().sum()
+        loss.backward()
+        assert engine.finish_step().stored_as["normalized"] == 1
+        gradients.append(_gradients(model))
+    assert _same(*gradients)
+
+
+def test_large_half_precision_inputs_do_not_overflow() -> None:
+    """A difference from the mean may leave the range of 16 bits; the operator computes in 32."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8)).half()
+    inputs = normal(128, 64).half()
+    inputs[:, 0], inputs[:, 1] = 60000, -60000
+    inputs.requires_grad_()
+    engine = ActivationEngine(model, DAFConfig(precision=8))
+    with engine.compress():
+        loss = model(inputs).float().square().sum()
+    loss.backward()
+    assert engine.finish_step().stored_as["normalized"] == 1
+    assert all(gradient.isfinite().all() for gradient in _gradients(model).values())
+
+
+def test_checkpointed_block_is_not_recomputed_by_a_look() -> None:
+    """The result of a block that keeps only its inputs is stored; its own saved tensors are left alone."""
+    calls: list[int] = []
+
+    def block(inputs: Tensor, model: Operands) -> Tensor:
+        calls.append(1)
+        return model.norm(2 * inputs)
+
+    def loss_of(model: Operands) -> Tensor:
+        return model.linear(checkpoint(block, model.inputs, model, use_reentrant=False)).square().sum()
+
+    for precision in ("exact", 8):
+        model = Operands()
+        engine = ActivationEngine(model, DAFConfig(precision=precision))
+        with engine.compress():
+            loss = loss_of(model)
+        assert len(calls) == 1
+        loss.backward()
+        assert len(calls) == 2
+        assert "normalized" not in engine.finish_step().stored_as
+        calls.clear()
+
+
+def test_derived_tensor_may_be_asked_for_again() -> None:
+    """A graph that is kept gives the same gradients twice."""
+    torch.manual_seed(0)
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig(precision=4))
+    with engine.compress():
+        loss = _attend(model) + _normalize_and_drop(model)
+    loss.backward(retain_graph=True)
+    first = {name: gradient.clone() for name, gradient in _gradients(model).items()}
+    model.zero_grad()
+    loss.backward()
+    assert _same(_gradients(model), first)
+    assert engine.leased_pages == 0
+
+
+def test_weight_changed_before_backward_is_an_error() -> None:
+    """The normalization is computed again with its weight, which must be the one of forward."""
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig(precision=4))
+    with engine.compress():
+        loss = _normalize(model)
+    with torch.no_grad():
+        model.norm.weight.mul_(2)
+    with pytest.raises(ModifiedInPlaceError):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Products of 16-bit tensors round as the operator does."""
+    torch.manual_seed(0)
+    model = Operands().to(dtype)
+    plain = _attend(model)
+    plain.backward()
+    expected = {name: gradient.clone() for name, gradient in _gradients(model).items()}
+    torch.manual_seed(0)
+    model = Operands().to(dtype)
+    engine = ActivationEngine(model, DAFConfig(precision="exact"))
+    with engine.compress():
+        loss = _attend(model)
+    loss.backward()
+    assert engine.finish_step().stored_as["product"] == 1
+    assert _same(_gradients(model), expected)
+
+
+def test_derived_tensor_lives_without_pages_of_its_own() -> None:
+    """Under a budget its source loses bits, and it with it; the books stay right."""
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig(precision=4, memory_budget="16KB"))
+    with engine.compress():
+        loss = _attend(model)
+    assert 0 < engine.held_bytes <= 16_000
+    loss.backward()
+    assert all(gradient.isfinite().all() for gradient in _gradients(model).values())
+    assert engine.leased_pages == 0
