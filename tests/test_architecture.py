@@ -29,6 +29,30 @@ ALLOWED = {
 }
 KERNEL_COMPILERS = {"numba", "llvmlite", "triton"}
 HEAVY = KERNEL_COMPILERS | {"transformers", "lightning", "pytorch_lightning", "peft", "accelerate", "yaml"}
+# The rooms of each package, those that others stand on first. A room may import from rooms before it alone.
+ROOMS = {
+    "daf_kernels": ["layout", "backend", "reference", "cpu", "triton", "host", "dispatch"],
+    "daf_core": [
+        *(
+            "errors",
+            "timing",
+            "distributed",
+            "state_checks",
+            "config",
+            "autograd",
+            "snapshots",
+            "readers",
+            "model",
+            "batch",
+        ),
+        *("memory", "rewrites", "telemetry", "codecs", "precision", "saved_tensors", "engine", "plan", "elastic"),
+    ],
+    "daf_integrations": [
+        *("environment", "session", "loop", "accelerate", "huggingface", "lightning", "pytorch_lightning", "_autoload"),
+        *("cli", "__main__"),
+    ],
+}
+MAX_LOOSE_FILES = {"daf_kernels": 5, "daf_core": 8, "daf_integrations": 5}
 MAX_LINES = 400
 MAX_EXTRA_MODULES = 110
 UNLIMITED = {"tests", "build", "dist", "shared"}
@@ -92,6 +116,39 @@ def test_imports_follow_the_arrows(package: str, path: Path) -> None:
 @pytest.mark.parametrize(("package", "path"), each_source("daf_integrations"))
 def test_only_kernels_know_the_kernel_compilers(package: str, path: Path) -> None:
     assert not foreign_imports(package, path) & KERNEL_COMPILERS
+
+
+def room_of(module: str) -> str:
+    """The part of a module's name after the package: a folder, or a file beside the folders."""
+    return module.split(".")[1]
+
+
+def rooms_imported(package: str, path: Path) -> set[str]:
+    """The rooms that a file imports from, its own left out."""
+    own = path.relative_to(PACKAGES[package]).parts[0].removesuffix(".py")
+    tree = ast.parse(path.read_text())
+    modules = {name for name in imported(tree) if name.startswith(f"{package}.")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            modules |= {f"{package}.{alias.name}" for alias in node.names if alias.name in ROOMS[package]}
+    return {room_of(module) for module in modules} - {own}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_listing_shows_rooms_and_few_files(package: str) -> None:
+    entries = {
+        path.name.removesuffix(".py") for path in PACKAGES[package].iterdir() if path.suffix == ".py" or path.is_dir()
+    }
+    assert entries - {"__init__", "__pycache__"} == set(ROOMS[package])
+    assert len(list(PACKAGES[package].glob("*.py"))) <= MAX_LOOSE_FILES[package]
+
+
+@pytest.mark.parametrize(("package", "path"), each_source(*PACKAGES))
+def test_rooms_stand_on_rooms_before_them(package: str, path: Path) -> None:
+    own = path.relative_to(PACKAGES[package]).parts[0].removesuffix(".py")
+    order = ROOMS[package]
+    before = order if own == "__init__" else order[: order.index(own)]
+    assert rooms_imported(package, path) <= set(before)
 
 
 def test_late_and_dynamic_imports_are_seen() -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -38,10 +38,6 @@ from daf_core.readers.places import Place, Places, function_that_saves, is_check
 from daf_core.readers.sharpness import score_deviation
 from daf_core.readers.table import CHECKPOINT, Kind, Reading, has_pole, reading_of, reading_of_function, stops_poles
 from daf_core.readers.watch import Watch
-from daf_core.saved_tensors.classify import STATISTIC_SHARE
-
-if TYPE_CHECKING:
-    from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 LEADING = 3
 """Operators before one with a pole that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
@@ -61,13 +57,25 @@ MOST_PLACES = 1 << 16
 UNREAD_PASSES = 3
 """Forward passes after which a tensor that no backward has asked for stays exact, without being looked for."""
 
+STATISTIC_SHARE = 16
+"""A float tensor without gradient, or a later result of an operator, is a statistic where it is this many times smaller
+than the largest tensor saved in the same module call, such as attention's logsumexp (1/64 of the queries). It stays
+exact."""
+
 _CLONE = "CloneBackward0"
 """An operator in place saves a clone, which has a node of its own, made after that of the operator."""
 
 Unpack = Callable[[Any], Tensor]
 
 
-StoreAgain = Callable[["SavedTensor", Any, Reading | None], None]
+class Saved(Protocol):
+    """What learning needs of a tensor that is being saved, and of the autograd node that made it."""
+
+    tensor: Tensor
+    node: Node
+
+
+StoreAgain = Callable[[Any, Any, Reading | None], None]
 """Stores a tensor again, which autograd has got something for, as its reader needs it; None keeps it as it is."""
 
 
@@ -106,10 +114,8 @@ class _Waiting:
 
     __slots__ = ("again", "exact", "packed", "resolved", "saved", "sighting", "size", "unpack")
 
-    def __init__(
-        self, saved: SavedTensor, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain
-    ) -> None:
-        self.saved: SavedTensor | None = saved
+    def __init__(self, saved: Saved, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain) -> None:
+        self.saved: Saved | None = saved
         self.sighting = sighting
         self.size = saved.tensor.untyped_storage().nbytes()
         self.packed = weakref.ref(packed)
@@ -230,7 +236,7 @@ class Readers:
             pending += [following for following, _ in node.next_functions]
 
     def wait(
-        self, saved: SavedTensor, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain, room: int
+        self, saved: Saved, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain, room: int
     ) -> None:
         """Has a tensor wait that was stored at a place that was not known.
 

@@ -10,14 +10,10 @@ from torch import Tensor, UntypedStorage, nn
 
 from daf_core.autograd.torch_private import skip_nodes, storage_id
 from daf_core.codecs.planes import DTYPES
+from daf_core.readers.learning import STATISTIC_SHARE
 
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""
-
-STATISTIC_SHARE = 16
-"""A float tensor without gradient, or a later result of an operator, is a statistic where it is this many times smaller
-than the largest tensor saved in the same module call, such as attention's logsumexp (1/64 of the queries). It stays
-exact."""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WIDE = (torch.float32, torch.float64)

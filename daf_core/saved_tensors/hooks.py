@@ -28,8 +28,8 @@ from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.learning import EXACT_MODE, Readers, Sighting
 from daf_core.readers.places import calling_frame
-from daf_core.readers.rerun import AttentionAgain
 from daf_core.readers.table import Kind, Reading
+from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.classify import Eligibility, Form
 from daf_core.saved_tensors.derive import Derivation

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_of
-
-if TYPE_CHECKING:
-    from daf_core.engine import ActivationEngine
 
 
 class Snapshot:
@@ -22,19 +19,20 @@ class Snapshot:
 
     Args:
         model: The model.
-        engine: The engine that compresses its activations; None without one.
+        snapshot: Returns a function that takes DAF's own counts back, such as `ActivationEngine.snapshot`; None without
+            an engine.
 
     Attributes:
         devices: Those of the model's parameters.
     """
 
-    def __init__(self, model: nn.Module, engine: ActivationEngine | None = None) -> None:
+    def __init__(self, model: nn.Module, snapshot: Callable[[], Callable[[], None]] | None = None) -> None:
         self.devices = devices_of(model)
         self._gradients = [(parameter, _Gradient(parameter.grad)) for parameter in model.parameters()]
         self._numbers = RandomNumbers(self.devices)
         self._buffers = Buffers(model)
         self._modes = [(module, module.training) for module in model.modules()]
-        self._restore_engine = None if engine is None else engine.snapshot()
+        self._restore_engine = None if snapshot is None else snapshot()
 
     def restore(self) -> None:
         """Takes everything back, any number of times; what the step has saved for backward must be gone by then."""

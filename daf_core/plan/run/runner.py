@@ -15,13 +15,12 @@ from daf_core.batch.micro_batches import Step, run_parts
 from daf_core.batch.rows import rows_of, split, take, tensors_in
 from daf_core.batch.samples import copied
 from daf_core.config import DAFConfig
-from daf_core.elastic.training import ElasticTraining
 from daf_core.engine import ActivationEngine
 from daf_core.errors import MicroBatchError, ProfileError
 from daf_core.memory.system.release import release_memory
 from daf_core.plan.plan_file import PlanFile
 from daf_core.plan.run.retry import is_out_of_memory, with_retries
-from daf_core.plan.run.step_planner import Batch, StepPlanner
+from daf_core.plan.run.step_planner import Batch, PartialTraining, StepPlanner
 from daf_core.plan.run.unsupported import refuse_unplannable
 from daf_core.plan.search.planner import Plan
 from daf_core.rewrites.registry import KINDS, LOSS, OperatorRewrites
@@ -54,7 +53,7 @@ class StepRunner:
         inner: nn.Module,
         engine: ActivationEngine,
         config: DAFConfig,
-        elastic: ElasticTraining | None = None,
+        elastic: PartialTraining | None = None,
         plan_file: PlanFile | None = None,
     ) -> None:
         refuse_unplannable(model, inner)
@@ -114,7 +113,7 @@ class StepRunner:
         attempt = partial(self._attempt, batch, loss_function, step, whole, begin)
         if obstacle is not None:
             return attempt()
-        snapshot = Snapshot(self._inner, self._engine)
+        snapshot = Snapshot(self._inner, self._engine.snapshot)
         if not distributed.exchanging(self._model):
             return with_retries(attempt, snapshot, self.planner.tighten, together=False)
         exchanges = distributed.exchanges_gradients(self._model)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from logging import getLogger
+from typing import Protocol
 
 from humanfriendly import format_size
 from torch import Tensor, nn
 
 from daf_core.config import DAFConfig
-from daf_core.elastic.training import ElasticTraining
 from daf_core.engine import ActivationEngine
 from daf_core.errors import PlanError
 from daf_core.memory.system.available import HEAD_ROOM, AutoBudget
@@ -65,6 +65,19 @@ class Batch:
         return StepKind(self.rows, self.bucket, whole is None, tuple(sorted(without_graph)))
 
 
+class PartialTraining(Protocol):
+    """Trains a part of a model in each step, as elastic training does."""
+
+    @property
+    def without_graph(self) -> Collection[str]:
+        """Names of the blocks that build no graph in this step."""
+        ...
+
+    def everything(self) -> AbstractContextManager[None]:
+        """Inside, everything is trained."""
+        ...
+
+
 class StepPlanner:
     """Has a model trained in steps that keep a memory budget.
 
@@ -87,7 +100,7 @@ class StepPlanner:
         engine: ActivationEngine,
         config: DAFConfig,
         relieve: Callable[[], None] | None = None,
-        elastic: ElasticTraining | None = None,
+        elastic: PartialTraining | None = None,
         plan_file: PlanFile | None = None,
     ) -> None:
         self._elastic = elastic

@@ -152,7 +152,7 @@ def test_memory_of_the_failed_attempt_is_gone(packing: Any) -> None:
                 raise MemoryError
         return "done"
 
-    assert with_retries(attempt, Snapshot(model, engine), lambda message: True) == "done"
+    assert with_retries(attempt, Snapshot(model, engine.snapshot), lambda message: True) == "done"
     assert found == [(0, 0, 0), (False, 0, 0, 0), (False, False, 0, 0, 0)]
 
 

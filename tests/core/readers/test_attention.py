@@ -222,7 +222,7 @@ def test_it_runs_once_for_each_backward_and_keeps_nothing(monkeypatch: pytest.Mo
         calls.append([weakref.ref(tensor.untyped_storage()) for tensor in (*inputs[:3], *found.values())])
         return found
 
-    monkeypatch.setattr("daf_core.readers.rerun.attend_again", record)
+    monkeypatch.setattr("daf_core.saved_tensors.attention_again.attend_again", record)
     engine = engine_for(nn.Linear(1, 1), 4)
     inputs = [tensor.requires_grad_() for tensor in _qkv(*SHAPE)]
     with engine.compress():
@@ -244,7 +244,7 @@ def test_an_error_in_between_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: object) -> dict[str, Tensor]:
         raise MemoryError
 
-    monkeypatch.setattr("daf_core.readers.rerun.attend_again", fail)
+    monkeypatch.setattr("daf_core.saved_tensors.attention_again.attend_again", fail)
     with pytest.raises(MemoryError):
         loss.backward()
     assert not engine._packer._attention._held

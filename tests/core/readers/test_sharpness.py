@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine
-from daf_core.readers.rerun import LOOKS
 from daf_core.readers.sharpness import (
     MOST_HEADS,
     MOST_KEYS,
@@ -21,6 +20,7 @@ from daf_core.readers.sharpness import (
     bits_for,
     score_deviation,
 )
+from daf_core.saved_tensors.attention_again import LOOKS
 from tests.core.harness import assert_empty, engine_for, error, normal
 
 SHAPE = (2, 4, 128, 64)
