@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,7 +35,17 @@ from daf_core.autograd.torch_private import (
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
 from daf_core.readers.sharpness import score_deviation
-from daf_core.readers.table import CHECKPOINT, Kind, Reading, has_pole, reading_of, reading_of_function, stops_poles
+from daf_core.readers.table import (
+    CHECKPOINT,
+    STATISTIC_SHARE,
+    Kind,
+    Reading,
+    has_pole,
+    reading_of,
+    reading_of_function,
+    stops_poles,
+)
+from daf_core.readers.waiting import EXACT_MODE, Saved, Sighting, StoreAgain, Unpack, Waiting
 from daf_core.readers.watch import Watch
 
 LEADING = 3
@@ -57,87 +66,8 @@ MOST_PLACES = 1 << 16
 UNREAD_PASSES = 3
 """Forward passes after which a tensor that no backward has asked for stays exact, without being looked for."""
 
-STATISTIC_SHARE = 16
-"""A float tensor without gradient, or a later result of an operator, is a statistic where it is this many times smaller
-than the largest tensor saved in the same module call, such as attention's logsumexp (1/64 of the queries). It stays
-exact."""
-
 _CLONE = "CloneBackward0"
 """An operator in place saves a clone, which has a node of its own, made after that of the operator."""
-
-Unpack = Callable[[Any], Tensor]
-
-
-class Saved(Protocol):
-    """What learning needs of a tensor that is being saved, and of the autograd node that made it."""
-
-    tensor: Tensor
-    node: Node
-
-
-StoreAgain = Callable[[Any, Any, Reading | None], None]
-"""Stores a tensor again, which autograd has got something for, as its reader needs it; None keeps it as it is."""
-
-
-class Sighting(NamedTuple):
-    """What is known of a tensor when it is saved.
-
-    Attributes:
-        place: Where; None where nothing has to be learned of it.
-        number: The number of the autograd node that saves it.
-        reading: What that reads; None where it is not known yet.
-        fresh: Whether the place was not known before, or its reader may read otherwise this time.
-    """
-
-    place: Place | None
-    number: int
-    reading: Reading | None
-    fresh: bool
-
-
-EXACT_MODE = Sighting(None, 0, None, False)
-
-
-class _Waiting:
-    """A tensor whose values wait.
-
-    Attributes:
-        sighting: What was known of it.
-        saved: The tensor; None where its values are not needed any more.
-        size: Bytes that wait.
-        packed: What autograd has got.
-        unpack: The unpack hook that belongs to it.
-        again: Stores it otherwise.
-        resolved: Whether the reader is known.
-        exact: Whether it stays exact whoever reads it.
-    """
-
-    __slots__ = ("again", "exact", "packed", "resolved", "saved", "sighting", "size", "unpack")
-
-    def __init__(self, saved: Saved, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain) -> None:
-        self.saved: Saved | None = saved
-        self.sighting = sighting
-        self.size = saved.tensor.untyped_storage().nbytes()
-        self.packed = weakref.ref(packed)
-        self.unpack = unpack
-        self.again = again
-        self.resolved = sighting.reading is not None and not sighting.reading.varies
-        self.exact = False
-
-    def settle(self, reading: Reading | None) -> None:
-        """Takes what reads it; None has it stay as it is, whoever reads it."""
-        self.resolved = True
-        if self.exact or (reading is not None and reading == self.sighting.reading):
-            return
-        if self.saved is not None and (packed := self.packed()) is not None:
-            self.again(self.saved, packed, reading)
-        if reading is None or reading.kind is Kind.EXACT:
-            self.exact = True
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Lets go of the values: they are not needed any more."""
-        self.saved, self.size = None, 0
 
 
 class _Own(threading.local):
@@ -152,8 +82,8 @@ class _Own(threading.local):
 
     def __init__(self) -> None:
         self.unknown, self.showing = True, False
-        self.waiting: deque[_Waiting] = deque()
-        self.unresolved: dict[int, list[_Waiting]] = {}
+        self.waiting: deque[Waiting] = deque()
+        self.unresolved: dict[int, list[Waiting]] = {}
 
 
 class Readers:
@@ -224,7 +154,7 @@ class Readers:
         finally:
             own.showing = False
 
-    def _look_through(self, node: Node, unresolved: dict[int, list[_Waiting]]) -> None:
+    def _look_through(self, node: Node, unresolved: dict[int, list[Waiting]]) -> None:
         oldest, seen, pending = min(unresolved), set[int](), [node]
         while pending and unresolved:
             node = pending.pop()
@@ -250,7 +180,7 @@ class Readers:
         """
         own = self._own
         own.unknown |= sighting.reading is None or not sighting.reading.varies
-        waiting = _Waiting(saved, sighting, packed, unpack, again)
+        waiting = Waiting(saved, sighting, packed, unpack, again)
         own.waiting.append(waiting)
         if not waiting.resolved:
             own.unresolved.setdefault(sighting.number, []).append(waiting)
@@ -301,7 +231,7 @@ class Readers:
                 self._lead(node, unpack)
         return reading
 
-    def _resolve(self, node: Node, found: list[_Waiting]) -> None:
+    def _resolve(self, node: Node, found: list[Waiting]) -> None:
         unpack = found[0].unpack
         large = partial(_is_large, node, unpack)
         fields = [field_of(node, packed, unpack) if (packed := each.packed()) is not None else None for each in found]
@@ -351,7 +281,7 @@ class Readers:
             if (found := waiting.get(id(packed))) is not None:
                 found.settle(None)
 
-    def _spare(self, waiting: _Waiting) -> None:
+    def _spare(self, waiting: Waiting) -> None:
         """Has a tensor stay exact whose reader is not known, and what leads to it: it may have a pole."""
         node, unpack = None if waiting.saved is None else waiting.saved.node, waiting.unpack
         self._own.unresolved.pop(waiting.sighting.number, None)

@@ -18,6 +18,11 @@ from torch import Tensor
 
 from daf_core.autograd.torch_private import Node
 
+STATISTIC_SHARE = 16
+"""A float tensor without gradient, or a later result of an operator, is a statistic where it is this many times smaller
+than the largest tensor saved in the same module call, such as attention's logsumexp (1/64 of the queries). It stays
+exact."""
+
 
 class Kind(enum.Enum):
     """What a backward reads of a saved tensor."""

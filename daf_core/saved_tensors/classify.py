@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from daf_core.autograd.torch_private import skip_nodes, storage_id
 from daf_core.codecs.planes import DTYPES
-from daf_core.readers.learning import STATISTIC_SHARE
+from daf_core.readers.table import STATISTIC_SHARE
 
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""

@@ -26,9 +26,10 @@ from daf_core.codecs import (
 from daf_core.codecs.gelu_derivative import GELU
 from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
-from daf_core.readers.learning import EXACT_MODE, Readers, Sighting
+from daf_core.readers.learning import Readers
 from daf_core.readers.places import calling_frame
 from daf_core.readers.table import Kind, Reading
+from daf_core.readers.waiting import EXACT_MODE, Sighting
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.classify import Eligibility, Form

@@ -13,9 +13,9 @@ from torch import Tensor
 from daf_core.autograd.sites import ModuleScopes, Site
 from daf_core.autograd.torch_private import Node, is_being_saved
 from daf_core.readers.attention import KERNELS, can_attend_again
-from daf_core.readers.learning import Sighting
 from daf_core.readers.places import Place
 from daf_core.readers.table import Kind, Reading
+from daf_core.readers.waiting import Sighting
 from daf_core.saved_tensors.classify import Form
 
 

@@ -18,7 +18,7 @@ from daf_core.codecs import RawActivation
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pages.host_linked_pool import LinkedPool
 from daf_core.memory.pages.pool import PAGE_BYTES
-from daf_core.readers.learning import EXACT_MODE
+from daf_core.readers.waiting import EXACT_MODE
 from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.classify import Form

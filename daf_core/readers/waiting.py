@@ -1,0 +1,87 @@
+"""Values of saved tensors that wait until it is known who reads them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from daf_core.autograd.torch_private import Node
+from daf_core.readers.places import Place
+from daf_core.readers.table import Kind, Reading
+
+Unpack = Callable[[Any], Tensor]
+
+
+class Saved(Protocol):
+    """What learning needs of a tensor that is being saved, and of the autograd node that made it."""
+
+    tensor: Tensor
+    node: Node
+
+
+StoreAgain = Callable[[Any, Any, Reading | None], None]
+"""Stores a tensor again, which autograd has got something for, as its reader needs it; None keeps it as it is."""
+
+
+class Sighting(NamedTuple):
+    """What is known of a tensor when it is saved.
+
+    Attributes:
+        place: Where; None where nothing has to be learned of it.
+        number: The number of the autograd node that saves it.
+        reading: What that reads; None where it is not known yet.
+        fresh: Whether the place was not known before, or its reader may read otherwise this time.
+    """
+
+    place: Place | None
+    number: int
+    reading: Reading | None
+    fresh: bool
+
+
+EXACT_MODE = Sighting(None, 0, None, False)
+
+
+class Waiting:
+    """A tensor whose values wait.
+
+    Attributes:
+        sighting: What was known of it.
+        saved: The tensor; None where its values are not needed any more.
+        size: Bytes that wait.
+        packed: What autograd has got.
+        unpack: The unpack hook that belongs to it.
+        again: Stores it otherwise.
+        resolved: Whether the reader is known.
+        exact: Whether it stays exact whoever reads it.
+    """
+
+    __slots__ = ("again", "exact", "packed", "resolved", "saved", "sighting", "size", "unpack")
+
+    def __init__(self, saved: Saved, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain) -> None:
+        self.saved: Saved | None = saved
+        self.sighting = sighting
+        self.size = saved.tensor.untyped_storage().nbytes()
+        self.packed = weakref.ref(packed)
+        self.unpack = unpack
+        self.again = again
+        self.resolved = sighting.reading is not None and not sighting.reading.varies
+        self.exact = False
+
+    def settle(self, reading: Reading | None) -> None:
+        """Takes what reads it; None has it stay as it is, whoever reads it."""
+        self.resolved = True
+        if self.exact or (reading is not None and reading == self.sighting.reading):
+            return
+        if self.saved is not None and (packed := self.packed()) is not None:
+            self.again(self.saved, packed, reading)
+        if reading is None or reading.kind is Kind.EXACT:
+            self.exact = True
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Lets go of the values: they are not needed any more."""
+        self.saved, self.size = None, 0
