@@ -29,7 +29,7 @@ from benchmarks.zoo.models import build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig, ElasticConfig
 from daf_core.elastic.block_timer import StepTimes
 from daf_core.elastic.cost_model import StepCosts
-from daf_core.elastic.schedule import Choice, Course
+from daf_core.elastic.schedule import Choice, StepSchedule
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units
 from daf_integrations.cli.bench.machine import core_count, describe_machine
@@ -83,7 +83,7 @@ class ShareResult:
     mean_bytes: float
 
 
-class ForcedCourse(Course):
+class ForcedCourse(StepSchedule):
     """Has a step train what it is told to; `forced` None leaves it to the course."""
 
     def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:

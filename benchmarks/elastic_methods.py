@@ -10,14 +10,14 @@ from torch import nn
 from daf_core import ElasticConfig
 from daf_core.elastic.block_timer import StepTimes
 from daf_core.elastic.cost_model import StepCosts
-from daf_core.elastic.schedule import Choice, Course
+from daf_core.elastic.schedule import Choice, StepSchedule
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units
 from daf_integrations.cli.bench.methods import Method, is_method, open_method
 from daf_integrations.session import session
 
 
-class RandomCourse(Course):
+class RandomSchedule(StepSchedule):
     """Has each step train units in random order, each for which there is time left.
 
     An adapter by itself takes next to none: with adapters this is as deep as time is left for.
@@ -38,7 +38,7 @@ class RandomCourse(Course):
         return Choice(on or self._units.least(self.most), choice.measured and not choice.probe, False)
 
 
-class TopHalfCourse(Course):
+class TopHalfCourse(StepSchedule):
     """Has each step train the blocks of the upper half."""
 
     def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:
@@ -55,7 +55,7 @@ class TopHalfCourse(Course):
         return False
 
 
-COURSES = {"random": RandomCourse, "top-half": TopHalfCourse}
+COURSES = {"random": RandomSchedule, "top-half": TopHalfCourse}
 """What others than DAF train in a share of the time, by name: ``random@0.7`` draws units at random."""
 
 _SHARED = re.compile(r"(?P<kind>elastic|random|top-half)@(?P<share>0?\.\d+)")

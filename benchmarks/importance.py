@@ -29,7 +29,7 @@ from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
 from daf_core.precision.allocation import Choices, Frontier
 from daf_core.precision.calibration import calibrate
-from daf_core.precision.probe import Gradients, Rehearsal, compare
+from daf_core.precision.probe import Gradients, ProbePass, compare
 from daf_core.saved_tensors.derive import Derivation
 from daf_integrations.cli.bench.machine import core_count, describe_machine
 from daf_integrations.cli.doctor import loaded_allocator
@@ -121,7 +121,7 @@ def minilm_work(data: Path, batches: int) -> list[Work]:
     return [Work(name="minilm", model=model, batch=next(following)) for _ in range(batches)]
 
 
-def measure_correlations(work: Work, rehearsal: Rehearsal) -> list[Correlation]:
+def measure_correlations(work: Work, rehearsal: ProbePass) -> list[Correlation]:
     """Compares predictions with the truth, which takes a backward pass for each site and precision."""
     predictions = {hops: _calibrated(rehearsal, hops) for hops in HOPS}
     sites = list(predictions[HOPS[0]])
@@ -180,15 +180,15 @@ def _shortened(config: object) -> object:
     return config
 
 
-def _calibrated(rehearsal: Rehearsal, hops: int = HOPS[-1]) -> SiteErrors:
+def _calibrated(rehearsal: ProbePass, hops: int = HOPS[-1]) -> SiteErrors:
     found = calibrate(rehearsal, hops=hops)
     if found is None:
         raise ArithmeticError("the gradient is zero or not finite")
     return found.errors
 
 
-def _rehearse(work: Work) -> AbstractContextManager[Rehearsal]:
-    return ActivationEngine(work.model, DAFConfig()).rehearse(work.loss)
+def _rehearse(work: Work) -> AbstractContextManager[ProbePass]:
+    return ActivationEngine(work.model, DAFConfig()).probe_pass(work.loss)
 
 
 def _plain_errors(work: Work) -> list[tuple[int, int, float]]:

@@ -45,7 +45,7 @@ Calls = tuple[Callable[[], object], Callable[[], object]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class TensorKind:
     """One kind of encoding of one tensor.
 
     ``rivals`` are the same in torch operations, by name; ``coded_bytes`` what is written when encoding.
@@ -108,7 +108,7 @@ class KernelResult:
     alone: AloneResult | None = None
 
 
-def measure(form: Form, values: Tensor, clocks: Clocks, rounds: int) -> KernelResult:
+def measure(form: TensorKind, values: Tensor, clocks: Clocks, rounds: int) -> KernelResult:
     """Times a copy, the kernels and their rivals in turn."""
     seconds = time_in_turn(_actions(form, values, clocks), rounds, clocks.warm_up)
     rates = {action: values.nbytes / statistics.median(taken) for action, taken in seconds.items()}
@@ -126,13 +126,13 @@ def measure(form: Form, values: Tensor, clocks: Clocks, rounds: int) -> KernelRe
     )
 
 
-def planes_form(backend: Backend, values: Tensor, row: int, precision: int, *, stochastic: bool = False) -> Form:
+def planes_form(backend: Backend, values: Tensor, row: int, precision: int, *, stochastic: bool = False) -> TensorKind:
     """Returns encoding to planes and decoding from them; at 0 bits, to headers alone: ranges and moments of groups."""
     layout, planes = plane_layout(values.numel(), row, PAGE_BYTES), planes_for(precision)
     memory, pages = _memory(layout.pages(planes), values.device)
     seed = (1, 2, 3, 4) if stochastic else None
     out = torch.empty_like(values)
-    return Form(
+    return TensorKind(
         name=f"{precision} bits{', stochastic' if stochastic else ''}" if precision else "headers",
         row=row,
         calls=(
@@ -156,7 +156,7 @@ def torch_planes(values: Tensor, layout: PlaneLayout, planes: int) -> dict[str, 
     }
 
 
-def mask_form(backend: Backend, elements: int, dtype: torch.dtype, device: torch.device) -> Form:
+def mask_form(backend: Backend, elements: int, dtype: torch.dtype, device: torch.device) -> TensorKind:
     """Returns packing a dropout mask to one bit an element and unpacking it."""
     values = (torch.rand(elements, device=device) > 0.1).to(dtype) / 0.9
     if device.type == "cuda":
@@ -167,7 +167,7 @@ def mask_form(backend: Backend, elements: int, dtype: torch.dtype, device: torch
     two = backend.two_values(values)
     if two is None:
         raise RuntimeError("a dropout mask has two values, and the kernels found more; report this as a bug")
-    return Form(
+    return TensorKind(
         name="mask",
         row=elements,
         calls=(
@@ -192,7 +192,7 @@ def torch_mask(values: Tensor, two: tuple[int, int]) -> dict[str, Calls]:
     }
 
 
-def forms(backend: Backend, values: Tensor) -> Iterator[Form]:
+def forms(backend: Backend, values: Tensor) -> Iterator[TensorKind]:
     """Gives all kinds of encoding, one after the other: their pages and results need not exist at the same time."""
     for precision in (*reversed(PRECISIONS), 0):
         yield planes_form(backend, values, ROWS[0], precision)
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _actions(form: Form, values: Tensor, clocks: Clocks) -> dict[str, Callable[[], float]]:
+def _actions(form: TensorKind, values: Tensor, clocks: Clocks) -> dict[str, Callable[[], float]]:
     """Returns what a round consists of, by name."""
     target = torch.empty_like(values)
     encode, decode = form.calls

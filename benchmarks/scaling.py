@@ -30,7 +30,7 @@ from daf_integrations.cli.bench.summary import LARGEST_ROUNDING, Gradients, pair
 from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
 from daf_integrations.cli.bench.worker import TrainingStep, computed, fill_adapters
 from daf_integrations.cli.doctor import loaded_allocator
-from daf_integrations.cli.workload.build import Sized
+from daf_integrations.cli.workload.build import BuiltWorkload
 
 METHODS = ("plain", "daf-exact", "daf-4bit", "daf-auto")
 LONGEST = 2048
@@ -68,7 +68,7 @@ class Point:
     seconds: list[float]
 
 
-def build(size: Size, width: int) -> Sized:
+def build(size: Size, width: int) -> BuiltWorkload:
     """Returns an encoder with LoRA adapters, and a batch."""
     config = RobertaConfig(
         vocab_size=VOCABULARY,
@@ -85,7 +85,7 @@ def build(size: Size, width: int) -> Sized:
     fill_adapters(model)
     tokens = torch.randint(4, VOCABULARY, (size.rows, size.length))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.zeros_like(tokens[:, 0])}
-    return Sized(model.train(), batch, None)
+    return BuiltWorkload(model.train(), batch, None)
 
 
 class Steps:

@@ -37,7 +37,7 @@ def rank() -> int:
     return dist.get_rank() if several() else 0
 
 
-def agree(failed: bool, group: ProcessGroup | None = None) -> bool:
+def any_rank_failed(failed: bool, group: ProcessGroup | None = None) -> bool:
     """Says in all processes whether one of them has failed. With several processes, each has to call it.
 
     Args:

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from daf_core.autograd import hook_stack
 from daf_core.autograd.sites import ModuleScopes, follow_modules
-from daf_core.codecs.deferred_check import Doubts
+from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.config import DAFConfig, as_config, parse_size
 from daf_core.errors import ConfigError, NothingToTrainError, shown
 from daf_core.memory.devices import DevicePagers
 from daf_core.model.treatments import Treatments
 from daf_core.precision.audit import PARTS, Auditor, restored
 from daf_core.precision.policy import PrecisionPolicy
-from daf_core.precision.probe import Rehearsal
-from daf_core.precision.site_stats import Census, KindsOfPasses, Sizes
+from daf_core.precision.probe import ProbePass
+from daf_core.precision.site_stats import KindsOfPasses, SiteStatistics, Sizes
 from daf_core.readers.learning import Readers
 from daf_core.saved_tensors.backends import Backends
 from daf_core.saved_tensors.background_choice import PackingChoice
@@ -77,7 +77,7 @@ class ActivationEngine:
         self._policy = PrecisionPolicy(self.config)
         self._auditor = Auditor(self.config, self._policy)
         self._streams = RandomStreams(self.config)
-        self._doubts = Doubts()
+        self._doubts = PendingChecks()
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._passes = KindsOfPasses()
@@ -122,7 +122,7 @@ class ActivationEngine:
         self._policy.recomputed = treatments.recomputed
 
     @contextmanager
-    def rehearse(self, loss_function: Callable[[], Tensor]) -> Generator[Rehearsal]:
+    def probe_pass(self, loss_function: Callable[[], Tensor]) -> Generator[ProbePass]:
         """Runs a forward pass whose gradient can be taken at any precision, to measure errors.
 
         Training is not disturbed: `Measurement` says what is taken back, and gradients stay as they are. All
@@ -156,7 +156,7 @@ class ActivationEngine:
                 self._scopes.stop()
                 packer.end_pass()
             try:
-                yield Rehearsal(loss, parameters, store.activations, store.reads, store.census.sizes, packer.unpack)
+                yield ProbePass(loss, parameters, store.activations, store.reads, store.census.sizes, packer.unpack)
             finally:
                 store.reads.clear()  # they and the activations in it refer to each other
 
@@ -191,7 +191,7 @@ class ActivationEngine:
             TraceError: See `Measurement.running`.
         """
         started = time.perf_counter()
-        with self.rehearse(loss_function) as rehearsal:
+        with self.probe_pass(loss_function) as rehearsal:
             measured = self._auditor.audit(rehearsal, self._passes.last)
         self._recorder.add_audit(measured, time.perf_counter() - started)
         return measured
@@ -217,12 +217,12 @@ class ActivationEngine:
         with self._doubts.none(), self._packer.itemized(self._pagers) as items:
             yield items
 
-    def prompt(self) -> AbstractContextManager[None]:
+    def synchronous_packing(self) -> AbstractContextManager[None]:
         """Has packing wait, inside, for all that a device works out: what is measured does not depend on its hurry."""
         return self._doubts.none()
 
     @contextmanager
-    def one_batch(self) -> Generator[None]:
+    def accumulating(self) -> Generator[None]:
         """Counts the forward passes inside as those of parts of one batch: plain training would keep their sum."""
         self._packer.drain()
         self._recorder.enter_scope()
@@ -352,7 +352,7 @@ class ActivationEngine:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
         self._scopes.start(self._passes.treatments.kept)
 
-    def _join_pass(self, census: Census, threads: int) -> None:
+    def _join_pass(self, census: SiteStatistics, threads: int) -> None:
         """Lets a thread pack for another's forward pass."""
         self._store.census = census
         self._pagers.place.on_host = True

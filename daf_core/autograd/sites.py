@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from daf_core.autograd.torch_private import is_compiled, run_as_written
+from daf_core.autograd.torch_private import is_compiled, skip_dynamo
 from daf_core.state_checks import count
 
 _NORMALIZATIONS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -178,4 +178,4 @@ def _leave(scopes: ModuleScopes, module: nn.Module, _inputs: object, result: obj
         scopes.leave()
 
 
-run_as_written(_enter, _leave)
+skip_dynamo(_enter, _leave)

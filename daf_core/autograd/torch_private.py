@@ -34,7 +34,7 @@ def drop_innermost_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def run_as_written(*functions: Any) -> None:
+def skip_dynamo(*functions: Any) -> None:
     """Keeps torch.compile from compiling functions, and what they call, where it meets them on their own.
 
     It does where a part of what is compiled runs eagerly, and autograd calls its hooks there.

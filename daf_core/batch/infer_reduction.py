@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from daf_core.autograd.torch_private import is_compiled
-from daf_core.batch.loss_reduction import Law, counts_of, ignoring, safest, weights
+from daf_core.batch.loss_reduction import LossReduction, counts_of, ignoring, safest, weights
 from daf_core.batch.rows import IGNORED, rows_of, take, tensors_in
 from daf_core.batch.samples import short_texts
 from daf_core.errors import DAFError, MicroBatchError
@@ -36,7 +36,7 @@ precision or a GPU in TF32, as it does in convolutions by default."""
 LossFunction = Callable[[Any], Tensor]
 
 
-class Weighting:
+class MicroBatchWeights:
     """The weights of a batch's parts, by the law that the loss has been seen to follow.
 
     The law is looked for at the first batch. Where several agree with what was seen, that is done again at the first
@@ -49,7 +49,7 @@ class Weighting:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._laws = frozenset(Law)
+        self._laws = frozenset(LossReduction)
         self._classes: set[int] = set()
         self._tests = 0
 
@@ -75,7 +75,7 @@ class Weighting:
         return len(self._laws) > 1 and len({tuple(weights(law, batch, parts)) for law in self._laws}) > 1
 
 
-def find_law(model: nn.Module, batch: Any, loss_function: LossFunction) -> Law:
+def infer_reduction(model: nn.Module, batch: Any, loss_function: LossFunction) -> LossReduction:
     """Returns the law that the loss follows on a few rows of a batch, the safest where several agree.
 
     Args:
@@ -90,8 +90,11 @@ def find_law(model: nn.Module, batch: Any, loss_function: LossFunction) -> Law:
 
 
 def matching_laws(
-    model: nn.Module, batch: Any, loss_function: LossFunction, among: frozenset[Law] = frozenset(Law)
-) -> frozenset[Law]:
+    model: nn.Module,
+    batch: Any,
+    loss_function: LossFunction,
+    among: frozenset[LossReduction] = frozenset(LossReduction),
+) -> frozenset[LossReduction]:
     """Returns the laws that a loss follows on at most `MOST_ROWS` rows, without gradient and leaving no trace.
 
     Where labels are ignored in the batch, some of the rows' others are, too, so that the rows differ in how many count.
@@ -115,7 +118,7 @@ def matching_laws(
         whole = _loss(loss_function, take(sample, list(range(count)), count))
         single = [_loss(loss_function, take(sample, [row], count)) for row in range(count)]
     allowed = max(max(tolerances), 2 * torch.finfo(whole.dtype).eps)
-    together = {law: _together(law, sample, single) for law in Law}
+    together = {law: _together(law, sample, single) for law in LossReduction}
     target = float(whole)
     matching = {law for law, loss in together.items() if abs(loss - target) <= allowed * abs(target)}
     if not matching & among or not target:
@@ -175,10 +178,10 @@ def _thin(labels: Tensor) -> None:
         rows[1, 0] = IGNORED
 
 
-def _together(law: Law, sample: Any, single: list[Tensor]) -> float:
+def _together(law: LossReduction, sample: Any, single: list[Tensor]) -> float:
     """Returns the loss of the rows together, if it followed a law."""
     losses = [float(loss) for loss in single]
-    if law is Law.SUM:
+    if law is LossReduction.SUM:
         return sum(losses)
     counts = counts_of(law, sample, len(losses))
     return sum(count * loss for count, loss in zip(counts, losses, strict=True) if count) / sum(counts)
@@ -199,7 +202,7 @@ def _loss(loss_function: LossFunction, batch: Any) -> Tensor:
     return loss.detach()
 
 
-def _no_law(whole: float, together: Mapping[Law, float], allowed: float, rows: int) -> MicroBatchError:
+def _no_law(whole: float, together: Mapping[LossReduction, float], allowed: float, rows: int) -> MicroBatchError:
     measured = ", ".join(f"{loss:.8g} by the law of {law.value}" for law, loss in together.items())
     return MicroBatchError(
         f"the loss of {rows} rows is {whole:.8g}, and their losses one by one give {measured}; one of these must be "

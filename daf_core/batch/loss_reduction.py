@@ -12,7 +12,7 @@ from torch import Tensor
 from daf_core.batch.rows import IGNORED, bounds_of, named_tensors, rows_of
 
 
-class Law(Enum):
+class LossReduction(Enum):
     """What the losses of the parts are multiplied by, so that their sum is the loss of the batch.
 
     Attributes:
@@ -28,7 +28,7 @@ class Law(Enum):
     SHIFTED_LABELS = "shifted labels"
 
 
-def weights(law: Law, batch: Any, parts: int) -> list[float]:
+def weights(law: LossReduction, batch: Any, parts: int) -> list[float]:
     """Returns the weight of each part that `split` makes.
 
     A part with weight 0 has no label that counts: its mean loss is NaN, and it is to be left out. Where no label of
@@ -44,13 +44,13 @@ def weights(law: Law, batch: Any, parts: int) -> list[float]:
     """
     rows = rows_of(batch) or 0
     bounds = bounds_of(rows, parts)
-    if law is Law.SUM or not rows:
+    if law is LossReduction.SUM or not rows:
         return [1.0] * len(bounds)
     counts = counts_of(law, batch, rows)
     return [sum(counts[start:end]) / sum(counts) for start, end in bounds]
 
 
-def safest(laws: Collection[Law], batch: Any) -> Law:
+def safest(laws: Collection[LossReduction], batch: Any) -> LossReduction:
     """Returns the law to go by where several agree with all that was seen; one of a mean before the sum.
 
     Without ignored labels those of a mean are the same, and called ROWS. With ignored labels it is SHIFTED_LABELS
@@ -59,20 +59,24 @@ def safest(laws: Collection[Law], batch: Any) -> Law:
     """
     if len(laws) == 1:
         return next(iter(laws))
-    order = [Law.SHIFTED_LABELS, Law.LABELS, Law.ROWS, Law.SUM]
+    order = [LossReduction.SHIFTED_LABELS, LossReduction.LABELS, LossReduction.ROWS, LossReduction.SUM]
     labels = ignoring(batch, rows_of(batch) or 0)
     if not labels or labels[0].dim() == 1:
-        order = [Law.LABELS, Law.ROWS, Law.SHIFTED_LABELS, Law.SUM] if labels else [Law.ROWS, *order]
+        order = (
+            [LossReduction.LABELS, LossReduction.ROWS, LossReduction.SHIFTED_LABELS, LossReduction.SUM]
+            if labels
+            else [LossReduction.ROWS, *order]
+        )
     return next(law for law in order if law in laws)
 
 
-def counts_of(law: Law, batch: Any, rows: int) -> list[int]:
+def counts_of(law: LossReduction, batch: Any, rows: int) -> list[int]:
     """Returns how many losses a mean counts in each row; 1 for each without ignored labels, or with these alone."""
     labels = ignoring(batch, rows)
-    if law in (Law.SUM, Law.ROWS) or not labels:
+    if law in (LossReduction.SUM, LossReduction.ROWS) or not labels:
         return [1] * rows
     counted = labels[0] != IGNORED
-    if law is Law.SHIFTED_LABELS and counted.dim() > 1:
+    if law is LossReduction.SHIFTED_LABELS and counted.dim() > 1:
         counted = counted[:, 1:]
     counts: list[int] = counted.reshape(rows, -1).sum(1).tolist()
     return counts if any(counts) else [1] * rows

@@ -21,7 +21,7 @@ AUXILIARY = ("router_aux_loss_coef", "aux_loss_alpha", "aux_loss_coef", "moe_aux
 def obstacle(model: nn.Module, batch: Any) -> str | None:
     """Says why a step on the batch cannot run in parts; None where nothing speaks against it.
 
-    What a loss does with rows, as contrastive ones do, is seen by `selftest.find_law` alone.
+    What a loss does with rows, as contrastive ones do, is seen by `infer_reduction.infer_reduction` alone.
 
     Args:
         model: The model as it is called.

@@ -8,37 +8,37 @@ others ask for more. rehearsed are planes or slopes, tried out.
 from daf_core.codecs.attended import AttendedActivation
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.byte_copy import VerbatimActivation
-from daf_core.codecs.gelu_derivative import SlopesActivation
+from daf_core.codecs.byte_copy import ByteCopyActivation
+from daf_core.codecs.gelu_derivative import GeluDerivativeActivation
 from daf_core.codecs.kept import KeptActivation
 from daf_core.codecs.logarithms import LogarithmsActivation
 from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
-from daf_core.codecs.probed import RehearsedActivation
+from daf_core.codecs.probed import ProbedActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
-from daf_core.codecs.relu_output import RectifiedActivation
-from daf_core.codecs.relu_signs import SignsActivation
+from daf_core.codecs.relu_output import ReluOutputActivation
+from daf_core.codecs.relu_signs import ReluSignsActivation
 from daf_core.codecs.shape import ShapeActivation
 from daf_core.codecs.sides import SidesActivation
 
 __all__ = [
     "AttendedActivation",
     "BitmaskActivation",
+    "ByteCopyActivation",
+    "GeluDerivativeActivation",
     "KeptActivation",
     "LogarithmsActivation",
     "NarrowIntActivation",
     "NormalizedActivation",
     "PlanesActivation",
+    "ProbedActivation",
     "ProductActivation",
     "RawActivation",
-    "RectifiedActivation",
-    "RehearsedActivation",
+    "ReluOutputActivation",
+    "ReluSignsActivation",
     "ShapeActivation",
     "SidesActivation",
-    "SignsActivation",
-    "SlopesActivation",
     "StoredActivation",
     "SumActivation",
-    "VerbatimActivation",
 ]

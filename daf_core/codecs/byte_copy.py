@@ -17,7 +17,7 @@ CHUNK_PAGES = 256
 """Pages that are copied at a time: 1 MB."""
 
 
-class VerbatimActivation(PagedActivation):
+class ByteCopyActivation(PagedActivation):
     """What would be kept raw, on pages, from where it can move to the next tier; the tensor itself cannot move."""
 
     codec: ClassVar[str] = "verbatim"

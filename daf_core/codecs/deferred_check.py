@@ -17,14 +17,14 @@ from torch import Tensor
 from daf_core.codecs.raw import KeptStorage, KeptStorages, RawActivation
 from daf_core.memory import forks
 from daf_core.memory.pager import Pager
-from daf_kernels import Answer
+from daf_kernels import DeviceFlag
 
 IN_DOUBT_BYTES = 64 << 20
 """Bytes of tensors that may wait for an answer, as many as may be in flight where others pack. A GPU is seldom further
 behind: it reads them in a fraction of a millisecond."""
 
 
-class Doubt:
+class PendingCheck:
     """Values beside their codes.
 
     Args:
@@ -33,10 +33,10 @@ class Doubt:
         keep: Counts their storage if they have to stay.
     """
 
-    def __init__(self, values: Tensor, answer: Answer, keep: Callable[[], KeptStorage]) -> None:
+    def __init__(self, values: Tensor, answer: DeviceFlag, keep: Callable[[], KeptStorage]) -> None:
         self.size = values.untyped_storage().nbytes()
         self._exact: RawActivation | None = RawActivation(values, None)
-        self._open: tuple[Answer, Callable[[], KeptStorage]] | None = (answer, keep)
+        self._open: tuple[DeviceFlag, Callable[[], KeptStorage]] | None = (answer, keep)
         self._kept: KeptStorage | None = None
         self._lock = threading.Lock()  # the next activation may be saved while backward reads this one
 
@@ -63,17 +63,17 @@ class Doubt:
             return self._exact
 
 
-class Doubts:
+class PendingChecks:
     """Those of an engine, in the order of saving; whoever has them stored keeps them alive."""
 
     def __init__(self) -> None:
-        self._window: deque[tuple[weakref.ref[Doubt], int]] = deque()
+        self._window: deque[tuple[weakref.ref[PendingCheck], int]] = deque()
         self._size = 0
         self._lock = forks.lock(forks.Level.DOUBTS)
         self._kept = KeptStorages()
         self._closed = 0
 
-    def add(self, values: Tensor, answer: Answer, pager: Pager) -> Doubt | None:
+    def add(self, values: Tensor, answer: DeviceFlag, pager: Pager) -> PendingCheck | None:
         """Returns the doubt about values, and settles those that too much memory waits for; None where none may wait.
 
         None may while `none` is open, and where a budget counts activations: what it gives up would depend on when a
@@ -81,7 +81,7 @@ class Doubts:
         """
         if pager.budget is not None:
             return None
-        doubt = Doubt(values, answer, partial(self._kept.keep, values.detach(), pager))
+        doubt = PendingCheck(values, answer, partial(self._kept.keep, values.detach(), pager))
         with self._lock:
             if self._closed:
                 return None
@@ -101,7 +101,7 @@ class Doubts:
         """Settles all.
 
         Raises:
-            ActivationBudgetError: See `Doubt.settle`.
+            ActivationBudgetError: See `PendingCheck.settle`.
         """
         with self._lock:
             while self._window:
@@ -131,5 +131,5 @@ class Doubts:
         self._size -= size
 
 
-def _is_known(doubt: Doubt | None) -> bool:
+def _is_known(doubt: PendingCheck | None) -> bool:
     return doubt is None or doubt.is_known

@@ -13,7 +13,7 @@ from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pages.pool import PagePool
 from daf_core.readers.table import Kind, Reading
-from daf_kernels import Answer, Backend, Pages, PlaneLayout, Seed
+from daf_kernels import Backend, DeviceFlag, Pages, PlaneLayout, Seed
 
 GELU = "GeluBackward0"
 """The autograd node that is the only one to use them."""
@@ -25,7 +25,7 @@ _RELATIVE_RANGE = 14.0
 """Squared range of the derivative over its variance, for inputs of neural networks."""
 
 
-class SlopesActivation(PlanesActivation):
+class GeluDerivativeActivation(PlanesActivation):
     """Planes of GELU's derivative; they decode to inputs with that derivative, and not to the values that were stored.
 
     Its layout has no groups; its numerics are those of `daf_kernels.reference.gelu_derivative`.
@@ -54,7 +54,7 @@ class SlopesActivation(PlanesActivation):
         pool: PagePool,
         pages: Pages,
         seed: Seed | None,
-    ) -> bool | Answer:
+    ) -> bool | DeviceFlag:
         return backend.encode_slopes(values, layout, planes, pool, pages)
 
     @override

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from daf_core.codecs.deferred_check import Doubts
+from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.scaling_groups import Grouping, Rows
@@ -57,7 +57,7 @@ class LogarithmsActivation(PlanesActivation):
         seed: Seed | None,
         finite: bool = True,
         errors: Sequence[float] | None = None,
-        doubts: Doubts | None = None,
+        doubts: PendingChecks | None = None,
     ) -> Self | None:
         """See `PlanesActivation.encode`; the rows are those of the grouping."""
         rows = grouping.logarithms

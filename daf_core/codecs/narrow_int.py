@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from daf_core.codecs.byte_copy import VerbatimActivation
+from daf_core.codecs.byte_copy import ByteCopyActivation
 from daf_core.memory.pager import Pager
 
 _TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
-class NarrowIntActivation(VerbatimActivation):
+class NarrowIntActivation(ByteCopyActivation):
     """Indices, such as those of max-pooling, saved as 64-bit integers."""
 
     codec: ClassVar[str] = "narrow_int"

@@ -11,13 +11,13 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from daf_core.codecs.base import PagedActivation
-from daf_core.codecs.deferred_check import Doubt, Doubts
+from daf_core.codecs.deferred_check import PendingCheck, PendingChecks
 from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PagePool
-from daf_kernels import Answer, Backend, Pages, PlaneLayout, Seed, plane_layout, planes_for
+from daf_kernels import Backend, DeviceFlag, Pages, PlaneLayout, Seed, plane_layout, planes_for
 
 TYPICAL_RANGE = 32.0
 """Squared range of a scaling group over its variance: that of 256 normal values. Without a budget nothing is dropped,
@@ -41,7 +41,7 @@ class PlanesActivation(PagedActivation):
         self._backend = backend
         self._layout = layout
         self._grouping = grouping
-        self._doubt: Doubt | None = None
+        self._doubt: PendingCheck | None = None
 
     @property
     def precision(self) -> int:
@@ -72,7 +72,7 @@ class PlanesActivation(PagedActivation):
         seed: Seed | None,
         finite: bool = True,
         errors: Sequence[float] | None = None,
-        doubts: Doubts | None = None,
+        doubts: PendingChecks | None = None,
     ) -> Self | None:
         """Encodes `values` straight into pages, at the precision that the budget leaves them.
 
@@ -137,7 +137,7 @@ class PlanesActivation(PagedActivation):
         pool: PagePool,
         pages: Pages,
         seed: Seed | None,
-    ) -> bool | Answer:
+    ) -> bool | DeviceFlag:
         return backend.encode(values, layout, planes, pool, pages, seed)
 
     @override

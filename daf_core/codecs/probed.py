@@ -16,7 +16,7 @@ Encode = Callable[[Tensor, int, bool], StoredActivation | None]
 """Stores values at a precision, or GELU's derivative at them; None where they would stay as they are."""
 
 
-class RehearsedActivation(StoredActivation):
+class ProbedActivation(StoredActivation):
     """Keeps the values, and encodes them each time they are asked for.
 
     Args:
@@ -31,7 +31,7 @@ class RehearsedActivation(StoredActivation):
 
     codec: ClassVar[str] = "rehearsed"
 
-    def __init__(self, values: RawActivation, encode: Encode, reads: list[RehearsedActivation]) -> None:
+    def __init__(self, values: RawActivation, encode: Encode, reads: list[ProbedActivation]) -> None:
         self._values = values
         self._reads = reads
         self._encode = encode

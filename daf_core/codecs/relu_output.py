@@ -8,11 +8,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from daf_core.codecs.base import StoredActivation
-from daf_core.codecs.relu_signs import SignsActivation
+from daf_core.codecs.relu_signs import ReluSignsActivation
 from daf_core.readers.table import Reading
 
 
-class RectifiedActivation(StoredActivation):
+class ReluOutputActivation(StoredActivation):
     """Values at any precision, and the signs that they shall have.
 
     Args:
@@ -25,7 +25,7 @@ class RectifiedActivation(StoredActivation):
 
     codec: ClassVar[str] = "rectified"
 
-    def __init__(self, signs: SignsActivation, values: StoredActivation) -> None:
+    def __init__(self, signs: ReluSignsActivation, values: StoredActivation) -> None:
         self._signs = signs
         self.values = values
         self.whole = values.whole

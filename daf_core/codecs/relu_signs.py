@@ -16,7 +16,7 @@ RELU = "ReluBackward0"
 """The autograd node of whose result the signs are kept."""
 
 
-class SignsActivation(PagedActivation):
+class ReluSignsActivation(PagedActivation):
     """All that the backward of a ReLU asks of its result; it decodes to 1 and 0.
 
     Codes alone lose it: half of the elements are exactly 0 and decode to a little more or less, which let gradients

@@ -16,7 +16,7 @@ from daf_core import timing
 from daf_core.autograd.torch_private import call_after_backward, in_backward
 from daf_core.batch.rows import tensors_in
 from daf_core.model.blocks import Block
-from daf_core.model.module_hooks import OwnHook
+from daf_core.model.module_hooks import InstanceHook
 
 if TYPE_CHECKING:
     from daf_core.plan.plan_file import PlanFile
@@ -94,7 +94,7 @@ class TimedSteps:
         return None
 
 
-class BlockClock:
+class BlockTimer:
     """Watches one step, from its beginning to `stop`.
 
     Args:
@@ -110,11 +110,11 @@ class BlockClock:
         self._level = 0
         self._backward = False
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(OwnHook(self._begin_pass)),
-            model.register_forward_hook(OwnHook(self._end_forward)),
+            model.register_forward_pre_hook(InstanceHook(self._begin_pass)),
+            model.register_forward_hook(InstanceHook(self._end_forward)),
         ]
         for number, block in enumerate(blocks):
-            enter, leave = OwnHook(partial(self._enter, number)), OwnHook(partial(self._leave, number))
+            enter, leave = InstanceHook(partial(self._enter, number)), InstanceHook(partial(self._leave, number))
             self._handles.append(block.module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(block.module.register_forward_hook(leave))
         self._phase: tuple[str, int] = ("rest", OUTSIDE)

@@ -15,10 +15,10 @@ from daf_core.batch.rows import tensors_in
 from daf_core.elastic.block_timer import is_training_pass
 from daf_core.errors import ElasticError
 from daf_core.model.blocks import Block
-from daf_core.model.module_hooks import OwnHook
+from daf_core.model.module_hooks import InstanceHook
 
 
-class CallWatch:
+class ForwardTracer:
     """Watches a model's modules until `stop`.
 
     Args:
@@ -37,8 +37,10 @@ class CallWatch:
         self._origins: list[str] = []
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(OwnHook(partial(self._enter, name))))
-            self._handles.append(module.register_forward_hook(OwnHook(partial(self._leave, name)), with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(InstanceHook(partial(self._enter, name))))
+            self._handles.append(
+                module.register_forward_hook(InstanceHook(partial(self._leave, name)), with_kwargs=True)
+            )
 
     def stop(self) -> None:
         """Removes its hooks."""

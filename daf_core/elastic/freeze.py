@@ -25,8 +25,8 @@ its place they were up to four times too long, as second moments, which are size
 where a gradient scaler leaves it to a fused optimizer to unscale gradients, they were 65,536 times too long."""
 
 
-class Mask:
-    """Has some of the units trained, from `apply` to `lift`.
+class FrozenUnits:
+    """Has some of the units trained, from `apply` to `unfreeze`.
 
     Args:
         units: All of them.
@@ -42,7 +42,7 @@ class Mask:
         What others had is dropped. An optimizer passes over what has none, and one of zero would move it by its
         momentum and its decay.
         """
-        self.lift()
+        self.unfreeze()
         for number, unit in enumerate(self._units.units):
             if number not in on:
                 self._off += [parameter for parameter in unit.parameters if parameter.requires_grad]
@@ -50,7 +50,7 @@ class Mask:
             parameter.requires_grad_(False)
             parameter.grad = None
 
-    def lift(self) -> None:
+    def unfreeze(self) -> None:
         """Has everything trained that the user trains."""
         for parameter in self._off:
             parameter.requires_grad_(True)

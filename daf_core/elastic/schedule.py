@@ -11,7 +11,7 @@ from daf_core.config import ElasticConfig
 from daf_core.elastic.block_timer import StepTimes
 from daf_core.elastic.cost_model import StepCosts
 from daf_core.elastic.importance import merged
-from daf_core.elastic.selection import Corner, Selection
+from daf_core.elastic.selection import HullPoint, Selection
 from daf_core.elastic.units import Units
 from daf_core.errors import ElasticError
 from daf_core.state_checks import amount, count, flag, number
@@ -54,7 +54,7 @@ class ElasticStep:
     share: float
 
 
-class Course:
+class StepSchedule:
     """Decides step by step.
 
     The first step trains the least there is, and so do those after it until it is known what memory activations take
@@ -229,7 +229,7 @@ class Course:
         """What a step that trains most takes more than the mean one."""
         return self.share(self.most) - self.target
 
-    def _turns(self, selection: Selection) -> tuple[Corner, Corner, float]:
+    def _turns(self, selection: Selection) -> tuple[HullPoint, HullPoint, float]:
         """Returns what steps train in turn, and what each of them puts aside for one that trains most.
 
         Nothing where that is one of both, and comes often enough; else half of what there is at most, so that others

@@ -15,7 +15,7 @@ BUDGETS = 100
 """Budgets up to that of everything, for each of which the best set is looked at."""
 
 
-class Corner(NamedTuple):
+class HullPoint(NamedTuple):
     """A set of units that no mean of others is worth more than, in as much time.
 
     Attributes:
@@ -57,7 +57,7 @@ class Selection:
         knapsack = PrefixKnapsack(values, own, reaching, room)
         picked = (knapsack.pick(room * step / BUDGETS) for step in range(1, BUDGETS + 1))
         sets = {units.least(most), most, *(frozenset(inside[index] for index in each) for each in picked if each)}
-        self.corners = _hull(Corner(self.share(on), math.fsum(gains[unit] for unit in on), on) for on in sets)
+        self.corners = _hull(HullPoint(self.share(on), math.fsum(gains[unit] for unit in on), on) for on in sets)
 
     def share(self, on: Collection[int]) -> float:
         """Returns the time of a step that trains these units, relative to one that trains everything."""
@@ -68,11 +68,11 @@ class Selection:
         return prices.base + reaching + math.fsum(prices.own[unit] for unit in on)
 
     @property
-    def least(self) -> Corner:
+    def least(self) -> HullPoint:
         """What takes the least time."""
         return self.corners[0]
 
-    def around(self, room: float) -> tuple[Corner, Corner]:
+    def around(self, room: float) -> tuple[HullPoint, HullPoint]:
         """Returns the last corner that takes so much time at most, or the least, and the one after it."""
         before = [corner for corner in self.corners if corner.share <= room]
         following = self.corners[len(before) :]
@@ -99,9 +99,9 @@ class Selection:
         return cls(units, prices, gains, most)
 
 
-def _hull(points: Iterable[Corner]) -> list[Corner]:
+def _hull(points: Iterable[HullPoint]) -> list[HullPoint]:
     """Returns the upper hull, from what takes least to what takes most; those on a line between others stay."""
-    hull: list[Corner] = []
+    hull: list[HullPoint] = []
     ordered = sorted(points, key=lambda each: (each.share, -each.worth))
     for point in ordered:
         if hull and point.worth <= hull[-1].worth:
@@ -113,5 +113,5 @@ def _hull(points: Iterable[Corner]) -> list[Corner]:
     return hull if ordered[-1].share <= hull[-1].share else [*hull, ordered[-1]]
 
 
-def _rise(low: Corner, high: Corner) -> float:
+def _rise(low: HullPoint, high: HullPoint) -> float:
     return (high.worth - low.worth) / max(high.share - low.share, 1e-12)

@@ -13,12 +13,12 @@ from torch import nn
 
 from daf_core import distributed
 from daf_core.config import ElasticConfig
-from daf_core.elastic.block_timer import BlockClock, StepTimes, TimedSteps, is_training_pass
-from daf_core.elastic.call_order import CallWatch
+from daf_core.elastic.block_timer import BlockTimer, StepTimes, TimedSteps, is_training_pass
+from daf_core.elastic.call_order import ForwardTracer
 from daf_core.elastic.cost_model import StepCosts
-from daf_core.elastic.freeze import STALE, InputGradientHooks, Mask, forget_momentum
+from daf_core.elastic.freeze import STALE, FrozenUnits, InputGradientHooks, forget_momentum
 from daf_core.elastic.importance import Update
-from daf_core.elastic.schedule import Choice, Course, ElasticStep
+from daf_core.elastic.schedule import Choice, ElasticStep, StepSchedule
 from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of
 from daf_core.elastic.unsupported import (
     is_choice,
@@ -31,7 +31,7 @@ from daf_core.elastic.unsupported import (
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ElasticError
 from daf_core.model.blocks import layers_of
-from daf_core.model.module_hooks import OwnHook
+from daf_core.model.module_hooks import InstanceHook
 from daf_core.plan.plan_file import PlanFile
 from daf_core.state_checks import as_a_whole, count
 
@@ -65,7 +65,7 @@ class ElasticTraining:
         outer: nn.Module,
         engine: ActivationEngine,
         config: ElasticConfig,
-        course: Callable[[Units, StepCosts, ElasticConfig], Course] = Course,
+        course: Callable[[Units, StepCosts, ElasticConfig], StepSchedule] = StepSchedule,
         plan_file: PlanFile | None = None,
     ) -> None:
         self._make_course = course
@@ -81,13 +81,13 @@ class ElasticTraining:
         self._checked = self._begun = self._stepped = False
         self._updated: set[int] = set()
         self._choice: Choice | None = None
-        self._watch: CallWatch | None = None
-        self._clock: BlockClock | None = None
+        self._watch: ForwardTracer | None = None
+        self._clock: BlockTimer | None = None
         self._update: Update | None = None
         self._gains: list[float] | None = None
         self._timed = TimedSteps(plan_file)
         self._hooks = InputGradientHooks(model)
-        self._holder = model.register_forward_pre_hook(OwnHook(self._hold))
+        self._holder = model.register_forward_pre_hook(InstanceHook(self._hold))
 
     def begin_step(self) -> None:
         """Begins a step, unless one has begun already; to be called while no graph of the model is alive.
@@ -105,7 +105,7 @@ class ElasticTraining:
         self._choice = self._course.choose()
         self._updated, self._stepped = set(), False
         if self._choice.measured or not self._checked:
-            self._watch = CallWatch(self._model)
+            self._watch = ForwardTracer(self._model)
         if self._choice.measured:
             self._clock = self._started_clock()
 
@@ -140,7 +140,7 @@ class ElasticTraining:
         if self._choice is None:
             return None
         self._stepped = True
-        self._mask.lift()
+        self._mask.unfreeze()
         if self._update is not None:  # gradients may be gone when the last of several optimizers has stepped
             found, before = self._update.gains(), self._gains or []
             self._gains = [new or old for new, old in zip_longest(found, before, fillvalue=0.0)]
@@ -161,7 +161,7 @@ class ElasticTraining:
         clock, self._clock = self._clock, None
         times = None if clock is None else self._timed.add(clock.stop())
         gains, self._gains, self._update = self._gains, None, None
-        self._mask.lift()
+        self._mask.unfreeze()
         choice, times = self._look(choice, times)
         for number, unit in enumerate(self._units.units):
             # What comes back to be measured alone, with the momentum that it had, has not come back.
@@ -195,13 +195,13 @@ class ElasticTraining:
             self._mask.apply(self._choice.on)
             self._hooks.take()
 
-    def lift(self) -> None:
+    def unfreeze(self) -> None:
         """Marks as trained what the user trains, until the next forward pass of a step.
 
         Not while a graph is alive: its checkpoints would be recomputed with another choice.
         """
         if not self._engine.held_bytes:
-            self._mask.lift()
+            self._mask.unfreeze()
 
     @contextmanager
     def apart(self) -> Generator[None]:
@@ -213,7 +213,7 @@ class ElasticTraining:
         finally:
             # From here on: what the step did before takes little, or is an earlier batch that it accumulates.
             self._clock = None if clock is None else self._started_clock()
-            self._watch = None if watch is None else CallWatch(self._model)
+            self._watch = None if watch is None else ForwardTracer(self._model)
 
     @contextmanager
     def everything(self) -> Generator[None]:
@@ -294,7 +294,7 @@ class ElasticTraining:
 
     def _leave_step(self) -> None:
         self._stop_watching()
-        self._mask.lift()
+        self._mask.unfreeze()
         self._choice = self._update = self._gains = None
         self._stepped = False
 
@@ -335,8 +335,8 @@ class ElasticTraining:
         self._others[tuple(map(id, before))] = learned
         return True
 
-    def _started_clock(self) -> BlockClock:
-        return BlockClock(self._model, self._units.blocks, lambda: self._engine.held_bytes)
+    def _started_clock(self) -> BlockTimer:
+        return BlockTimer(self._model, self._units.blocks, lambda: self._engine.held_bytes)
 
     def _stop_watching(self) -> None:
         if self._clock is not None:
@@ -350,7 +350,7 @@ class ElasticTraining:
         self._calls = calls
         used = [parameter for number, parameter in enumerate(self._trained) if number not in self._unused]
         self._units = units_of(self._model, self._blocks, used, calls)
-        self._mask = Mask(self._units)
+        self._mask = FrozenUnits(self._units)
         self._idle = {unit.name: 0 for unit in self._units.units}
         self._costs = StepCosts(self._units, [calls.get(block.name, 0) for block in self._units.blocks])
         self._course = self._make_course(self._units, self._costs, self._config)

@@ -19,7 +19,7 @@ from daf_core.memory.tiers.base import Tier
 from daf_core.memory.tiers.disk import SpillFile
 from daf_core.memory.tiers.pinned import host_memory_of
 from daf_core.snapshots.rewind import Attributes
-from daf_kernels import PRECISIONS, HostLink
+from daf_kernels import PRECISIONS, HostBridge
 
 
 class DevicePagers:
@@ -47,7 +47,7 @@ class DevicePagers:
         self,
         config: DAFConfig,
         page_bytes: int = PAGE_BYTES,
-        links: Mapping[torch.device, HostLink] | None = None,
+        links: Mapping[torch.device, HostBridge] | None = None,
         to_host: bool = True,
     ) -> None:
         self._page_bytes = page_bytes

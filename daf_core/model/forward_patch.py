@@ -17,7 +17,7 @@ _WRAPPER = "_daf_wrapper"
 """Attribute of a function that says which wrapper made it."""
 
 
-class ForwardWrapper:
+class ForwardPatch:
     """Runs something around a model's forward until `remove`.
 
     The signature stays, as trainers read columns off it, and so do class, state_dict and pickles. A deep copy of the
@@ -78,7 +78,7 @@ def runs_own_forward(module: nn.Module) -> bool:
         return False
     while function is not type(module).forward:
         wrapper = getattr(function, _WRAPPER, None)
-        if not isinstance(wrapper, ForwardWrapper) or not wrapper.is_leftover(function, module):
+        if not isinstance(wrapper, ForwardPatch) or not wrapper.is_leftover(function, module):
             return False
         function = getattr(function, "__wrapped__", None)
     return True

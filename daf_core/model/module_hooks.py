@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class OwnHook:
+class InstanceHook:
     """Calls a function, and does nothing in a copy: of a deep copy of a model, or one from a pickle, hooks are copies.
 
     Args:
@@ -21,5 +21,5 @@ class OwnHook:
         if self._function is not None:
             self._function(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[type[OwnHook], tuple[()]]:
-        return OwnHook, ()
+    def __reduce__(self) -> tuple[type[InstanceHook], tuple[()]]:
+        return InstanceHook, ()

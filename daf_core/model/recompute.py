@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
-from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers
 
 Watch = Callable[[int, bool], None]
@@ -54,7 +54,7 @@ class _Switch:
     def __init__(self, block: Block, watch: Callable[[bool], None] | None) -> None:
         self._module = block.module
         self._watch = watch
-        self._wrapper = ForwardWrapper(block.module, self._around)
+        self._wrapper = ForwardPatch(block.module, self._around)
 
     def remove(self) -> None:
         self._wrapper.remove()

@@ -15,8 +15,8 @@ from daf_core.errors import StateError, shown
 from daf_core.model.treatments import Treatments
 from daf_core.precision.calibration import calibrate
 from daf_core.precision.policy import PrecisionPolicy
-from daf_core.precision.probe import Rehearsal
-from daf_core.precision.site_stats import KindsOfPasses, LastPass, Sizes
+from daf_core.precision.probe import ProbePass
+from daf_core.precision.site_stats import KindsOfPasses, PassStatistics, Sizes
 from daf_core.state_checks import DAMAGED, count, flag, number
 from daf_core.telemetry import GradientError
 
@@ -87,7 +87,7 @@ class Auditor:
         self._step += 1
         self._done = False
 
-    def audit(self, rehearsal: Rehearsal, last_pass: LastPass) -> GradientError | None:
+    def audit(self, rehearsal: ProbePass, last_pass: PassStatistics) -> GradientError | None:
         """Measures the error of the gradient, and corrects the plan where there is an error to keep.
 
         Args:
@@ -124,12 +124,12 @@ class Auditor:
         if measured.finite and measured.error and predicted:
             self._misses.append(math.log(measured.error**2 / predicted))
 
-    def _calibrate(self, rehearsal: Rehearsal) -> None:
+    def _calibrate(self, rehearsal: ProbePass) -> None:
         found = calibrate(rehearsal, self._slopes, own_share=self._own_share)
         if found is not None:
             self._policy.learn(found, replace=self._step <= SETTLED)
 
-    def _steer(self, rehearsal: Rehearsal, sizes: Sizes, bound: float) -> GradientError:
+    def _steer(self, rehearsal: ProbePass, sizes: Sizes, bound: float) -> GradientError:
         """Plans for the error bound, and returns what the plan's error is on these rows."""
         settled = self._step >= SETTLED
         excess, least = (self._excess, LEVELS[0]) if settled else (UNSETTLED_EXCESS, LEVELS[-1])
@@ -141,7 +141,7 @@ class Auditor:
             planned = self._try_plan(rehearsal, sizes, bound**2 / excess, least)
         return planned
 
-    def _try_plan(self, rehearsal: Rehearsal, sizes: Sizes, squared_error: float, least: int) -> GradientError:
+    def _try_plan(self, rehearsal: ProbePass, sizes: Sizes, squared_error: float, least: int) -> GradientError:
         self._policy.keep_error(sizes, squared_error, least)
         return rehearsal.compare(self._policy.plan)
 

@@ -32,10 +32,10 @@ from torch import Tensor
 
 from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import all_nodes, is_leaf_node, leaf_of, order_of, output_count, run_again
-from daf_core.codecs import RehearsedActivation
+from daf_core.codecs import ProbedActivation
 from daf_core.codecs.gelu_derivative import GELU
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
-from daf_core.precision.probe import Gradients, Rehearsal
+from daf_core.precision.probe import Gradients, ProbePass
 
 HOPS = 4
 """Rank correlation with the truth for RoBERTa, GPT-2 and ResNet-18 at 4 layers and 4 bits: without hops .82, .93, .87;
@@ -81,7 +81,7 @@ class Calibration:
 
 
 def calibrate(
-    rehearsal: Rehearsal, slopes: bool = True, hops: int = HOPS, own_share: float = 0.0
+    rehearsal: ProbePass, slopes: bool = True, hops: int = HOPS, own_share: float = 0.0
 ) -> Calibration | None:
     """Predicts the error of the gradient that each site alone causes.
 
@@ -134,7 +134,7 @@ def calibrate(
     return Calibration(errors, better) if finite else None
 
 
-def _measured(rehearsal: Rehearsal, site: Site) -> list[float]:
+def _measured(rehearsal: ProbePass, site: Site) -> list[float]:
     """Returns the squared errors that a site causes at each of `LEVELS`: measured at one, and by rounding's law."""
     squared = rehearsal.compare({site: MEASURED_BITS}).error ** 2
     return [squared * 4.0 ** (MEASURED_BITS - bits) for bits in LEVELS]
@@ -148,12 +148,12 @@ def _is_less(errors: list[float], others: list[float]) -> bool:
     return bool(known) and math.prod(error / other for error, other in known) < 1
 
 
-def _sites_of_gelu(rehearsal: Rehearsal, readers: Readers) -> frozenset[Site]:
+def _sites_of_gelu(rehearsal: ProbePass, readers: Readers) -> frozenset[Site]:
     sites = {site for site, _ in rehearsal.activations}
     return frozenset(sites - {site for site, activation in rehearsal.activations if readers[id(activation)] != {GELU}})
 
 
-def _gains(rehearsal: Rehearsal, readers: Readers, own_share: float) -> Gains | None:
+def _gains(rehearsal: ProbePass, readers: Readers, own_share: float) -> Gains | None:
     lengths: dict[Node, tuple[float, list[float]]] = {}
 
     def measure(node: Node, inputs: Gradients, outputs: Gradients) -> None:
@@ -176,7 +176,7 @@ def _gains(rehearsal: Rehearsal, readers: Readers, own_share: float) -> Gains | 
     return gains
 
 
-def _parameter_gains(rehearsal: Rehearsal, total: float, own_share: float) -> dict[int, float]:
+def _parameter_gains(rehearsal: ProbePass, total: float, own_share: float) -> dict[int, float]:
     """Returns the gain of each parameter, by its identity."""
     squares = {
         id(parameter): _squared(gradient)
@@ -191,8 +191,8 @@ def _parameter_gains(rehearsal: Rehearsal, total: float, own_share: float) -> di
 
 
 def _errors_through(
-    rehearsal: Rehearsal,
-    source: RehearsedActivation,
+    rehearsal: ProbePass,
+    source: ProbedActivation,
     node: Node,
     inputs: Gradients,
     outputs: Gradients,
@@ -230,7 +230,7 @@ class _Arrived:
         self.hops = min(self.hops, hops)
 
 
-def _reached(rehearsal: Rehearsal, node: Node, errors: Gradients, gains: Gains, hops: int) -> float:
+def _reached(rehearsal: ProbePass, node: Node, errors: Gradients, gains: Gains, hops: int) -> float:
     """Returns the squared error of all parameters' gradients that errors of a node's results cause."""
     total, waiting = 0.0, dict[Node, _Arrived]()
     _pass_on(waiting, node, errors, gains, hops)
@@ -251,7 +251,7 @@ def _pass_on(waiting: dict[Node, _Arrived], node: Node, errors: Gradients, gains
             waiting.setdefault(following, _Arrived(following, hops)).add(place, error, hops)
 
 
-def _backward(rehearsal: Rehearsal, after: Callable[[Node, Gradients, Gradients], None]) -> Gradients:
+def _backward(rehearsal: ProbePass, after: Callable[[Node, Gradients, Gradients], None]) -> Gradients:
     """Takes the exact gradient; `after` is called after each node with the gradients of its inputs and outputs."""
     hooks = [node.register_hook(partial(after, node)) for node in all_nodes(rehearsal.loss.grad_fn)]
     try:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import all_nodes, keeps_only_for
-from daf_core.codecs import RehearsedActivation
+from daf_core.codecs import ProbedActivation
 from daf_core.errors import AuditError
 from daf_core.telemetry import GradientError
 
@@ -31,7 +31,7 @@ Precisions = Mapping[Site, int | None]
 """Code bits of the activations of each site; None, or a site that is missing, is exact."""
 
 
-class Rehearsal:
+class ProbePass:
     """The graph of a loss, whose lossy activations are kept exactly and are encoded when backward asks for them.
 
     Random numbers are drawn once, in the forward pass, so that all gradients are those of the same dropout masks.
@@ -55,8 +55,8 @@ class Rehearsal:
         self,
         loss: Tensor,
         parameters: Sequence[Tensor],
-        activations: Sequence[tuple[Site, RehearsedActivation]],
-        reads: list[RehearsedActivation],
+        activations: Sequence[tuple[Site, ProbedActivation]],
+        reads: list[ProbedActivation],
         sizes: Mapping[Site, Sequence[int]],
         unpack: Callable[[Any], Tensor],
     ) -> None:
@@ -97,7 +97,7 @@ class Rehearsal:
         """
         return keeps_only_for(node, self._unpack)
 
-    def take_reads(self) -> list[RehearsedActivation]:
+    def take_reads(self) -> list[ProbedActivation]:
         """Returns the activations that backward has read since the last call, each once."""
         reads = list(dict.fromkeys(self._reads))
         self._reads.clear()

@@ -37,7 +37,7 @@ class _Counted(NamedTuple):
     stored: weakref.ref[PlanesActivation] | None
 
 
-class Census:
+class SiteStatistics:
     """Counts lossy activations by site, without keeping them alive.
 
     Attributes:
@@ -91,7 +91,7 @@ class Census:
 
 
 @dataclass(frozen=True)
-class LastPass:
+class PassStatistics:
     """What is remembered of forward passes: of each site, the last one that it was in.
 
     Attributes:
@@ -102,16 +102,16 @@ class LastPass:
     precisions: Mapping[Site, int | None] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=dict)
 
-    def updated(self, census: Census) -> LastPass:
+    def updated(self, census: SiteStatistics) -> PassStatistics:
         """Returns what is remembered after another pass; a step may have several, of other modules each."""
-        return LastPass({**self.precisions, **census.precisions()}, {**self.sizes, **census.sizes})
+        return PassStatistics({**self.precisions, **census.precisions()}, {**self.sizes, **census.sizes})
 
     def state(self) -> dict[str, Any]:
         """Returns it as JSON-able values."""
         return {"sites": [[*site, bits, *self.sizes[site]] for site, bits in self.precisions.items()]}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> LastPass:
+    def from_state(cls, state: Mapping[str, Any]) -> PassStatistics:
         """Returns what `state` was made from.
 
         Raises:
@@ -143,8 +143,8 @@ class KindsOfPasses:
 
     def __init__(self, treatments: Treatments | None = None) -> None:
         self.treatments = treatments or Treatments()
-        self.last = LastPass()
-        self._others: list[tuple[Treatments, LastPass]] = []
+        self.last = PassStatistics()
+        self._others: list[tuple[Treatments, PassStatistics]] = []
 
     def turn_to(self, treatments: Treatments) -> None:
         """Goes on with passes of other treatments."""
@@ -167,15 +167,15 @@ class KindsOfPasses:
             treatments = [_treatments_of(each) if "kept" in each else self.treatments for each in kinds]
         except DAMAGED as error:
             raise StateError(f"this is no saved state of forward passes of DAF: {error!r}") from error
-        passes = [LastPass.from_state(each) for each in kinds]
+        passes = [PassStatistics.from_state(each) for each in kinds]
         self._turn_to(self.treatments, list(zip(treatments, passes, strict=True)))
 
     @property
-    def _known(self) -> list[tuple[Treatments, LastPass]]:
+    def _known(self) -> list[tuple[Treatments, PassStatistics]]:
         return [(self.treatments, self.last), *self._others] if self.last.sizes else self._others
 
-    def _turn_to(self, treatments: Treatments, known: Sequence[tuple[Treatments, LastPass]]) -> None:
-        self.last = next((last for kind, last in known if kind == treatments), LastPass())
+    def _turn_to(self, treatments: Treatments, known: Sequence[tuple[Treatments, PassStatistics]]) -> None:
+        self.last = next((last for kind, last in known if kind == treatments), PassStatistics())
         self._others = [each for each in known if each[0] != treatments][:KINDS]
         self.treatments = treatments
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.attention import dropped_attention
 from daf_core.rewrites.base import Undo, is_bare
 
@@ -64,7 +64,7 @@ def rewrite_attention(module: nn.Module) -> Undo:
         with mode:
             return forward(*args, **kwargs)
 
-    return ForwardWrapper(module, around).remove
+    return ForwardPatch(module, around).remove
 
 
 def _is_innermost(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from daf_core.autograd.torch_private import is_tracing, is_transforming
-from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.base import Undo, is_watched
 from daf_core.rewrites.chunked_loss import linear_cross_entropy_sum
 from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
@@ -97,7 +97,7 @@ def _install(model: nn.Module, head: nn.Linear) -> ChunkedCausalLMLoss:
     owner: Any = model
     previous = vars(model).get("_loss_function")
     updates = Updates(head.parameters())
-    wrapper = ForwardWrapper(head, partial(_project, head, updates))
+    wrapper = ForwardPatch(head, partial(_project, head, updates))
 
     def remove() -> None:
         wrapper.remove()

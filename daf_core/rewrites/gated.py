@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.base import Undo, is_bare
 
 WIDTH, INNER, ROWS = 3, 5, 7
@@ -105,7 +105,7 @@ def rewrite_gated(module: nn.Module, form: Gate) -> Undo:
             return layers.down_proj(layers.act_fn(gate) * up)
         return layers.down_proj(gated_product(gate, up, form))
 
-    return ForwardWrapper(module, around).remove
+    return ForwardPatch(module, around).remove
 
 
 class _GatedProduct(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.base import Undo, is_bare
 
 Activation = Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ def rewrite_gelu(module: nn.Module, form: Activation) -> Undo:
             return forward(*args, **kwargs)
         return form(args[0])
 
-    return ForwardWrapper(module, around).remove
+    return ForwardPatch(module, around).remove
 
 
 def _probe(function: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, int]:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from daf_core.config import DAFConfig
 from daf_core.errors import GraphCaptureError, UnsupportedDeviceError
 from daf_core.saved_tensors.background import CPU
-from daf_kernels import Backend, HostLink, LinkedBackend, NoKernelError, host_link, load_backend
+from daf_kernels import Backend, HostBridge, HostPackedBackend, NoKernelError, host_bridge, load_backend
 
 
 class Backends(Mapping[torch.device, Backend]):
@@ -34,7 +34,7 @@ class Backends(Mapping[torch.device, Backend]):
         self._name = config.backend
         self._linked = config.packing == "workers"
         self._loaded: dict[torch.device, Backend] = {}
-        self.links: dict[torch.device, HostLink] = {}
+        self.links: dict[torch.device, HostBridge] = {}
         self.devices: set[torch.device] = set()
         self.follow()
 
@@ -75,13 +75,13 @@ class Backends(Mapping[torch.device, Backend]):
         return len(self._loaded)
 
     def _load(self, device: torch.device) -> Backend:
-        link = host_link(device) if self._linked else None
+        link = host_bridge(device) if self._linked else None
         try:
             backend = load_backend(device, self._name)
             if link is None:
                 return backend
             self.links[device] = link
-            return LinkedBackend(backend, load_backend(CPU, self._name), link)
+            return HostPackedBackend(backend, load_backend(CPU, self._name), link)
         except NoKernelError as error:
             raise UnsupportedDeviceError(
                 f"{error}; give the model values, with model.to_empty(device=...) and weights"

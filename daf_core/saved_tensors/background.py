@@ -30,9 +30,9 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pager import Pager
 from daf_core.memory.system.mortal import at_death
 from daf_core.saved_tensors.handle import Handle
-from daf_core.saved_tensors.pending import Flight, InFlight
+from daf_core.saved_tensors.pending import PackJob, PendingActivation
 from daf_core.saved_tensors.saved_tensor import SavedTensor
-from daf_kernels import HostLink
+from daf_kernels import HostBridge
 
 IN_FLIGHT_BYTES = 64 << 20
 """Bytes of tensors that may be in flight: five of the largest of RoBERTa-base at batch 8 x 128."""
@@ -66,12 +66,12 @@ class BackgroundPacker:
         self._pagers = pagers
         self._pager: Pager | None = None
         self._staging: Tensor | None = None
-        self._window: deque[Flight] = deque()
+        self._window: deque[PackJob] = deque()
         self._window_bytes = 0
         self._largest = 0
         self._held_bytes = 0
         self._now: Callable[[], int] = partial(attrgetter("now"), pagers.clock)
-        self._sent: list[tuple[weakref.ref[InFlight], object]] = []
+        self._sent: list[tuple[weakref.ref[PendingActivation], object]] = []
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._landed = self._sent_until = -1
         self._landing = threading.Condition()
@@ -100,17 +100,17 @@ class BackgroundPacker:
         self._pager = pager
         return admitted
 
-    def send(self, saved: SavedTensor) -> InFlight:
+    def send(self, saved: SavedTensor) -> PendingActivation:
         """Has a tensor packed, for which `admits` said yes."""
         link = self._pagers.links.get(saved.tensor.device)
         if link is not None:
             saved.ordered, saved.fetch = partial(link.after, link.mark()), partial(self._fetch, link)
-        flight = Flight(saved, self._tick())
+        flight = PackJob(saved, self._tick())
         self._sent_until = flight.time
         self._window.append(flight)
         self._window_bytes += flight.size
         self._largest = max(self._largest, flight.size)
-        sent = InFlight(flight, self._await_reading)  # looks at the tensor, which goes when it lands
+        sent = PendingActivation(flight, self._await_reading)  # looks at the tensor, which goes when it lands
         self._put(flight)
         # What autograd lets go of goes once all is packed that was saved before.
         self._sent.append((weakref.ref(sent), at_death(sent, self._now, flight, self._queue.put)))
@@ -180,7 +180,7 @@ class BackgroundPacker:
         self._clock.now += 1
         return self._clock.now - 1
 
-    def _put(self, item: Flight | _Mark) -> None:
+    def _put(self, item: PackJob | _Mark) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="daf-pack", daemon=True)
             self._thread.start()
@@ -190,7 +190,7 @@ class BackgroundPacker:
         with self._landing:
             self._landing.wait_for(lambda: self._landed >= landed)
 
-    def _await_reading(self, flight: Flight) -> None:
+    def _await_reading(self, flight: PackJob) -> None:
         """Returns when a tensor may be read: when it has landed, and elsewhere than on the packing thread all others.
 
         A backward inside the pass runs on a thread of torch's for a GPU, and lets go of nodes that packing looks at.
@@ -216,7 +216,7 @@ class BackgroundPacker:
                 flight.packed = None
             else:
                 self._clock.set_back(item.time)
-                if isinstance(item, Flight):
+                if isinstance(item, PackJob):
                     self._pack(item)
             self.seconds += time.perf_counter() - started
             if not isinstance(item, tuple):  # another thread may drop, by its own clock
@@ -224,7 +224,7 @@ class BackgroundPacker:
                     self._landed = item.time
                     self._landing.notify_all()
 
-    def _pack(self, flight: Flight) -> None:
+    def _pack(self, flight: PackJob) -> None:
         try:
             if self._cancelled or flight.saved is None:
                 raise RuntimeError("the forward pass that saved this tensor ended with an error")
@@ -237,7 +237,7 @@ class BackgroundPacker:
             flight.fail(error)
             self._error = self._error or error
 
-    def _fetch(self, link: HostLink, values: Tensor) -> Tensor:
+    def _fetch(self, link: HostBridge, values: Tensor) -> Tensor:
         """Returns a copy of values in host memory; the next one takes its place."""
         if self._staging is None:
             self._staging = link.reserve(IN_FLIGHT_BYTES)
@@ -257,7 +257,7 @@ class _Mark:
     time: int
 
 
-_Item = Flight | tuple[int, Flight] | _Mark | threading.Event
+_Item = PackJob | tuple[int, PackJob] | _Mark | threading.Event
 """The pair is what autograd has let go of, and when."""
 
 

@@ -21,7 +21,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
 
 
-class Form(enum.Enum):
+class TensorKind(enum.Enum):
     """The form a saved tensor may take."""
 
     PARAMETER = "no activation: passed through and not counted"
@@ -53,7 +53,7 @@ class Eligibility:
         self._storages = {storage_id(tensor): weakref.ref(tensor.untyped_storage()) for tensor in plain}
         self._wide_shapes = {tuple(sorted(tensor.shape)) for tensor in plain if tensor.dtype in _WIDE}
 
-    def form(self, tensor: Tensor, largest: int) -> Form:
+    def form(self, tensor: Tensor, largest: int) -> TensorKind:
         """Returns the form that a saved tensor may take.
 
         Args:
@@ -61,18 +61,18 @@ class Eligibility:
             largest: Elements of the largest activation saved so far in the same module call.
         """
         if not is_plain(tensor) or _is_parameter(tensor) or self._is_of_parameter(tensor):
-            return Form.PARAMETER
+            return TensorKind.PARAMETER
         if self._is_cast(tensor):
-            return Form.PARAMETER
+            return TensorKind.PARAMETER
         # The memory of what torch negates lazily holds the negative of its values, and zero tensors, such as tangents
         # of what has none, have no memory.
         if tensor.numel() < self._least_elements or tensor.is_neg() or tensor._is_zerotensor():
-            return Form.RAW
+            return TensorKind.RAW
         if tensor.dtype in _INTEGERS:
-            return Form.INTEGER
+            return TensorKind.INTEGER
         if tensor.dtype not in DTYPES or _is_statistic(tensor, largest):
-            return Form.RAW if tensor.is_complex() else Form.MASK
-        return Form.LOSSY
+            return TensorKind.RAW if tensor.is_complex() else TensorKind.MASK
+        return TensorKind.LOSSY
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
         found = self._storages.get(storage_id(tensor))

@@ -15,7 +15,7 @@ from daf_core.memory.pager import Pager
 Key = tuple[object, ...]
 
 
-class SharingTable:
+class StorageTable:
     """Finds the stored activation of a tensor that was saved before, in the same forward pass.
 
     A storage is known by the address of its control block, which another one may have when it is freed. So the table

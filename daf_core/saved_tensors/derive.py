@@ -16,8 +16,8 @@ from daf_core.codecs import (
     NormalizedActivation,
     ProductActivation,
     RawActivation,
-    RectifiedActivation,
-    SignsActivation,
+    ReluOutputActivation,
+    ReluSignsActivation,
     StoredActivation,
     SumActivation,
 )
@@ -26,7 +26,7 @@ from daf_core.codecs.recomputed import Normalization, Source
 from daf_core.codecs.relu_signs import RELU
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.handle import Handle
-from daf_core.saved_tensors.pending import InFlight
+from daf_core.saved_tensors.pending import PendingActivation
 from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 UnpackHook = Callable[[Any], Tensor]
@@ -100,7 +100,7 @@ class Derivation:
             logsumexp.let_go()
         return AttendedActivation()
 
-    def signs_of(self, saved: SavedTensor) -> SignsActivation | None:
+    def signs_of(self, saved: SavedTensor) -> ReluSignsActivation | None:
         """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
         if saved.node is None or saved.node.name() != RELU:
             return None
@@ -118,11 +118,11 @@ class Derivation:
             return self._residual(following, saved)
         return None
 
-    def _rectified(self, saved: SavedTensor) -> RectifiedActivation | None:
+    def _rectified(self, saved: SavedTensor) -> ReluOutputActivation | None:
         signs = self.signs_of(saved)
         if signs is None or signs.argument is None:
             return None
-        return RectifiedActivation(signs, signs.argument)
+        return ReluOutputActivation(signs, signs.argument)
 
     def _residual(self, node: Node, saved: SavedTensor) -> SumActivation | None:
         """Returns the recipe for the sum of a normalization's result and of what the block began with."""
@@ -251,7 +251,7 @@ def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
 
 def _packed(node: Node, name: str, unpack: UnpackHook) -> Handle | RawActivation | None:
     packed = packed_for(node, name, unpack)
-    if isinstance(packed, InFlight):
+    if isinstance(packed, PendingActivation):
         packed = packed.packed
     return packed if isinstance(packed, Handle | RawActivation) else None
 
@@ -264,14 +264,14 @@ def _is_exact(packed: Handle | RawActivation | None) -> bool:
     return not isinstance(packed, Handle) or not packed.stored.lossy
 
 
-def _signs(relu: Node, unpack: UnpackHook) -> SignsActivation | None:
+def _signs(relu: Node, unpack: UnpackHook) -> ReluSignsActivation | None:
     packed = _packed(relu, "result", unpack)
-    return packed.stored if isinstance(packed, Handle) and isinstance(packed.stored, SignsActivation) else None
+    return packed.stored if isinstance(packed, Handle) and isinstance(packed.stored, ReluSignsActivation) else None
 
 
 def _sums(stored: Source) -> int:
     """Returns how many sums are computed to decode an activation."""
-    values = stored.values if isinstance(stored, RectifiedActivation) else stored
+    values = stored.values if isinstance(stored, ReluOutputActivation) else stored
     return values.sums if isinstance(values, SumActivation) else 0
 
 

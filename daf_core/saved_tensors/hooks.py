@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import ModuleScopes
-from daf_core.autograd.torch_private import in_backward, run_as_written, running_node
+from daf_core.autograd.torch_private import in_backward, running_node, skip_dynamo
 from daf_core.codecs import (
     AttendedActivation,
+    GeluDerivativeActivation,
     RawActivation,
-    RectifiedActivation,
-    SignsActivation,
-    SlopesActivation,
+    ReluOutputActivation,
+    ReluSignsActivation,
     StoredActivation,
 )
 from daf_core.codecs.gelu_derivative import GELU
@@ -32,16 +32,16 @@ from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
-from daf_core.saved_tensors.classify import Eligibility, Form
+from daf_core.saved_tensors.classify import Eligibility, TensorKind
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.itemize import ItemizingStore, Items
-from daf_core.saved_tensors.pending import InFlight
-from daf_core.saved_tensors.saved_tensor import SavedTensor, note
+from daf_core.saved_tensors.pending import PendingActivation
+from daf_core.saved_tensors.saved_tensor import SavedTensor, capture
 from daf_core.saved_tensors.store import ActivationStore
 from daf_core.telemetry import StepRecorder
 
-Packed = Handle | RawActivation | InFlight
+Packed = Handle | RawActivation | PendingActivation
 
 OF_ATTENTION = (
     "something other than its own backward asks for what a fused attention has saved of its results: they are not "
@@ -151,18 +151,18 @@ class Packer:
         call = self._scopes.current
         form = self._eligibility.form(tensor, call.largest)
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
-        if form is Form.PARAMETER or in_backward():
+        if form is TensorKind.PARAMETER or in_backward():
             return RawActivation(tensor, None)
         self._readers.show(tensor.grad_fn)
         site, sighting = call.next_site(tensor), EXACT_MODE
-        if form is Form.LOSSY and not call.kept:
+        if form is TensorKind.LOSSY and not call.kept:
             sighting = self._readers.see(tensor, call, site, frame, self.unpack)
         if call.kept:
-            form = Form.RAW
+            form = TensorKind.RAW
         elif sighting.reading is not None and sighting.reading.kind is Kind.EXACT:
-            form = Form.MASK
-        saved = note(tensor, form, site, sighting, self._scopes)
-        waiting = replace(saved) if sighting.fresh and form is Form.LOSSY else None
+            form = TensorKind.MASK
+        saved = capture(tensor, form, site, sighting, self._scopes)
+        waiting = replace(saved) if sighting.fresh and form is TensorKind.LOSSY else None
         background = self._own.background
         if background is not None and background.admits(saved):
             packed = background.send(saved)
@@ -183,7 +183,7 @@ class Packer:
         as_it_is = reading is not None and reading.takes_approximations and not reading.deviation
         if not as_it_is:
             self.drain()
-        handle = packed.packed if isinstance(packed, InFlight) else packed
+        handle = packed.packed if isinstance(packed, PendingActivation) else packed
         if not isinstance(handle, Handle):
             return
         handle.reading = reading
@@ -202,7 +202,7 @@ class Packer:
         return self._attention.unpack(packed, self.unpack, partial(self._decode, packed))
 
     def _decode(self, packed: Packed) -> Tensor:
-        result = packed.result() if isinstance(packed, InFlight) else packed
+        result = packed.result() if isinstance(packed, PendingActivation) else packed
         if result.gone if isinstance(result, RawActivation) else isinstance(result.stored, AttendedActivation):
             raise ReaderError(OF_ATTENTION)
         if isinstance(result, RawActivation):
@@ -220,7 +220,7 @@ class Packer:
             ReaderError: Something else reads.
         """
         stored, reading = handle.stored, handle.reading
-        if isinstance(stored, SignsActivation) or (not stored.lossy and handle.place is None):
+        if isinstance(stored, ReluSignsActivation) or (not stored.lossy and handle.place is None):
             return
         node = running_node()
         name = None if node is None else node.name()
@@ -252,7 +252,7 @@ def _refusal(stored: StoredActivation, reading: Reading | None, name: str | None
         reader = "a gradient of the gradient (create_graph=True)"
     else:
         reader = name
-    if isinstance(stored, SlopesActivation | RectifiedActivation):
+    if isinstance(stored, GeluDerivativeActivation | ReluOutputActivation):
         return (
             f"{reader} asks for the input of a GELU, of which only the derivative was kept: at the last calibration "
             "nothing but the GELU's own backward used it. Set precision to a number of bits (8, 4, 2 or 1), which "
@@ -265,4 +265,4 @@ def _refusal(stored: StoredActivation, reading: Reading | None, name: str | None
     )
 
 
-run_as_written(Packer.pack, Packer.unpack)
+skip_dynamo(Packer.pack, Packer.unpack)

@@ -7,15 +7,21 @@ import threading
 from torch import Tensor
 
 from daf_core.autograd.sites import Site
-from daf_core.codecs import LogarithmsActivation, PlanesActivation, RawActivation, RehearsedActivation, SlopesActivation
-from daf_core.codecs.deferred_check import Doubts
+from daf_core.codecs import (
+    GeluDerivativeActivation,
+    LogarithmsActivation,
+    PlanesActivation,
+    ProbedActivation,
+    RawActivation,
+)
+from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.codecs.gelu_derivative import UNGROUPED
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.config import DAFConfig
 from daf_core.memory.pager import Pager
 from daf_core.precision.policy import PrecisionPolicy
-from daf_core.precision.site_stats import Census
+from daf_core.precision.site_stats import SiteStatistics
 from daf_kernels import Backend, Seed
 
 
@@ -49,15 +55,15 @@ class TrainingStore(threading.local):
         census: What was stored in this thread since `begin_pass`.
     """
 
-    def __init__(self, policy: PrecisionPolicy, streams: RandomStreams, doubts: Doubts) -> None:
+    def __init__(self, policy: PrecisionPolicy, streams: RandomStreams, doubts: PendingChecks) -> None:
         self._policy = policy
         self._streams = streams
         self._doubts = doubts
-        self.census = Census()
+        self.census = SiteStatistics()
 
     def begin_pass(self) -> None:
         """Starts counting anew."""
-        self.census = Census()
+        self.census = SiteStatistics()
         self._doubts.settle_known()
 
     def __call__(
@@ -107,9 +113,9 @@ class RehearsalStore:
     def __init__(self, policy: PrecisionPolicy, streams: RandomStreams) -> None:
         self._policy = policy
         self._streams = streams
-        self.activations: list[tuple[Site, RehearsedActivation]] = []
-        self.reads: list[RehearsedActivation] = []
-        self.census = Census()
+        self.activations: list[tuple[Site, ProbedActivation]] = []
+        self.reads: list[ProbedActivation] = []
+        self.census = SiteStatistics()
 
     def __call__(
         self,
@@ -120,7 +126,7 @@ class RehearsalStore:
         backend: Backend,
         finite: bool,
         deviation: float = 0.0,
-    ) -> RehearsedActivation:
+    ) -> ProbedActivation:
         """See `LossyStore`."""
         seed = self._streams.seed(site)
 
@@ -129,7 +135,7 @@ class RehearsalStore:
             return codec.encode(values, groups, precision, pager, backend, seed)
 
         kept = RawActivation(values, KeptStorage(pager, values.nbytes))
-        activation = RehearsedActivation(kept, encode, self.reads)
+        activation = ProbedActivation(kept, encode, self.reads)
         activation.slopes = self._policy.takes_slopes(site)
         self.activations.append((site, activation))
         self.census.add(site, _sizes(values, grouping, pager))
@@ -152,7 +158,7 @@ def _codec(grouping: Grouping, slopes: bool) -> tuple[type[PlanesActivation], Gr
     """Returns the codec of values, or of GELU's derivative at them, and the grouping that it takes."""
     if grouping.logarithms is not None:
         return LogarithmsActivation, grouping
-    return (SlopesActivation, UNGROUPED) if slopes else (PlanesActivation, grouping)
+    return (GeluDerivativeActivation, UNGROUPED) if slopes else (PlanesActivation, grouping)
 
 
 def _sizes(values: Tensor, grouping: Grouping, pager: Pager) -> list[int]:

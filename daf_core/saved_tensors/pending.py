@@ -14,7 +14,7 @@ from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 
-class Flight:
+class PackJob:
     """The way of a tensor from when it was saved until it has *landed*: until it is packed.
 
     Args:
@@ -59,7 +59,7 @@ class Flight:
         self.error = error
 
 
-class InFlight:
+class PendingActivation:
     """Stands for what a tensor is going to be packed as.
 
     It is read at some time after it was saved. Whether a change in place came before or after that depends on the
@@ -76,10 +76,10 @@ class InFlight:
 
     __slots__ = ("__weakref__", "_flight", "_last", "_version", "_wait", "elements", "place")
 
-    def __init__(self, flight: Flight, wait: Callable[[Flight], None]) -> None:
+    def __init__(self, flight: PackJob, wait: Callable[[PackJob], None]) -> None:
         assert flight.saved is not None
         self._flight = flight
-        self._wait: Callable[[Flight], None] | None = wait
+        self._wait: Callable[[PackJob], None] | None = wait
         self._version = self._last = flight.saved.version
         self.place = flight.saved.place
         self.elements = flight.saved.tensor.numel()

@@ -16,7 +16,7 @@ from daf_core.readers.attention import KERNELS, can_attend_again
 from daf_core.readers.places import Place
 from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import Sighting
-from daf_core.saved_tensors.classify import Form
+from daf_core.saved_tensors.classify import TensorKind
 
 
 class NormalizedResult(NamedTuple):
@@ -58,7 +58,7 @@ class SavedTensor:
     reference: weakref.ref[Tensor]
     version: int
     node: Node
-    form: Form
+    form: TensorKind
     site: Site
     place: Place | None
     reading: Reading | None
@@ -69,10 +69,10 @@ class SavedTensor:
     fetch: Callable[[Tensor], Tensor] | None = None
 
 
-def note(tensor: Tensor, form: Form, site: Site, sighting: Sighting, scopes: ModuleScopes) -> SavedTensor:
+def capture(tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, scopes: ModuleScopes) -> SavedTensor:
     """Returns what is to be known of a tensor that is being saved."""
     normalized: list[NormalizedResult] = []
-    if form is Form.LOSSY:  # nothing else is derived
+    if form is TensorKind.LOSSY:  # nothing else is derived
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
     reference = weakref.ref(tensor)
     reading = sighting.reading

@@ -14,15 +14,15 @@ from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import is_being_saved
 from daf_core.codecs import (
     BitmaskActivation,
+    ByteCopyActivation,
     KeptActivation,
     NarrowIntActivation,
     RawActivation,
-    RectifiedActivation,
+    ReluOutputActivation,
+    ReluSignsActivation,
     ShapeActivation,
     SidesActivation,
-    SignsActivation,
     StoredActivation,
-    VerbatimActivation,
 )
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.relu_signs import RELU
@@ -34,8 +34,8 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pager import Pager
 from daf_core.readers.sharpness import SHARP
 from daf_core.readers.table import Kind, Reading
-from daf_core.saved_tensors.classify import Form
-from daf_core.saved_tensors.dedup import SharingTable, sharing_key
+from daf_core.saved_tensors.classify import TensorKind
+from daf_core.saved_tensors.dedup import StorageTable, sharing_key
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.saved_tensor import SavedTensor
@@ -105,7 +105,7 @@ class ActivationStore:
         self._pagers = pagers
         self._lossy = lossy
         self._recorder = recorder
-        self._sharing = SharingTable()
+        self._sharing = StorageTable()
 
     def finish_pass(self) -> None:
         """Ends a forward pass."""
@@ -208,7 +208,7 @@ class ActivationStore:
         """Returns a recipe for a tensor that follows from what is stored."""
         if saved.attends and not self._exact:
             return derivation.attended(saved) or derivation.derive(saved, self._exact)
-        if saved.form is not Form.LOSSY or (saved.reading is not None and not saved.reading.takes_approximations):
+        if saved.form is not TensorKind.LOSSY or (saved.reading is not None and not saved.reading.takes_approximations):
             return None
         return derivation.derive(saved, self._exact)
 
@@ -217,7 +217,7 @@ class ActivationStore:
     ) -> StoredActivation | None:
         """Encodes a tensor in the form it may take; None keeps it raw."""
         backend = self._backends.get(saved.tensor.device)
-        if saved.form is Form.RAW or backend is None:
+        if saved.form is TensorKind.RAW or backend is None:
             return None
         if saved.reading is not None and saved.reading.kind is Kind.SHAPE:
             return ShapeActivation()
@@ -225,11 +225,11 @@ class ActivationStore:
         if saved.fetch is not None:
             values = saved.fetch(values)
         stored: StoredActivation | None
-        if saved.form is Form.INTEGER:
+        if saved.form is TensorKind.INTEGER:
             stored = NarrowIntActivation.encode(values, pager)
         else:
             stored = BitmaskActivation.encode(values, pager, backend)
-        if stored is None and saved.form is Form.LOSSY and not self._exact:
+        if stored is None and saved.form is TensorKind.LOSSY and not self._exact:
             grouping = _grouping(geometry, saved)
             stored = (
                 None
@@ -237,7 +237,7 @@ class ActivationStore:
                 else self._encode_lossy(saved, values, grouping, pager, backend, derivation, finite)
             )
         if stored is None and pager.spills and pager.budget is not None:
-            return VerbatimActivation.copy(values, pager)
+            return ByteCopyActivation.copy(values, pager)
         return stored
 
     def _encode_lossy(
@@ -262,14 +262,14 @@ class ActivationStore:
             return None
         signs = derivation.signs_of(saved)
         if signs is None and saved.site.op == RELU and is_being_saved(saved.node, "result"):
-            signs = SignsActivation.encode(values, pager, backend, saved.version)
+            signs = ReluSignsActivation.encode(values, pager, backend, saved.version)
             signs.argument = derivation.argument_of(saved)
             return signs
         if signs is None and saved.site.op == RELU and values.min() >= 0:  # less where it was changed since
-            signs = SignsActivation.encode(values, pager, backend, saved.version)
+            signs = ReluSignsActivation.encode(values, pager, backend, saved.version)
         deviation = 0.0 if saved.reading is None else saved.reading.deviation
         planes = self._lossy(values, grouping, saved.site, pager, backend, finite, deviation)
-        return planes if planes is None or signs is None else RectifiedActivation(signs, planes)
+        return planes if planes is None or signs is None else ReluOutputActivation(signs, planes)
 
 
 def _spreads_differ(values: Tensor, row: int) -> bool:
@@ -293,7 +293,7 @@ def _grouping(geometry: Geometry, saved: SavedTensor) -> Grouping | None:
 
 def _serves(stored: StoredActivation, saved: SavedTensor) -> bool:
     """Says whether what was stored of the same values for another reader serves a tensor's."""
-    if saved.form is Form.RAW:
+    if saved.form is TensorKind.RAW:
         return False
     if saved.reading is None:
         return stored.whole

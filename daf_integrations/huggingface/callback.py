@@ -20,7 +20,7 @@ from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceEr
 from daf_core.snapshots.attributes import Attributes, attributes_kept
 from daf_integrations.session.options import configured
 from daf_integrations.session.session import DAFSession
-from daf_integrations.session.unwrap import innermost
+from daf_integrations.session.unwrap import unwrap_model
 
 FRAMES = 8
 """How far up the trainer is looked for; in transformers 5 it is three frames up."""
@@ -189,7 +189,7 @@ class DAFCallback(TrainerCallback, ExportableState):
         def audited(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             def loss_of(rows: Any) -> Any:
                 # The audit's gradients are its own, on every rank, and so are tokens and metrics that trainers count.
-                counted = attributes_kept(trainer(), private=True, others=innermost(model))
+                counted = attributes_kept(trainer(), private=True, others=unwrap_model(model))
                 with counted, getattr(model, "no_sync", nullcontext)():
                     return compute_loss(model, rows, *args, **kwargs)
 
@@ -213,10 +213,10 @@ class DAFCallback(TrainerCallback, ExportableState):
 
             def loss_of(rows: Any) -> Any:
                 # Not through DistributedDataParallel, which would wait for other processes.
-                kept = attributes_kept(trainer, private=True, others=innermost(model))
-                with self._session.opened(), kept, trainer.compute_loss_context_manager():
+                kept = attributes_kept(trainer, private=True, others=unwrap_model(model))
+                with self._session.suppress_nested(), kept, trainer.compute_loss_context_manager():
                     prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
-                    return compute_loss(innermost(model), prepared, num_items_in_batch=num_items_in_batch)
+                    return compute_loss(unwrap_model(model), prepared, num_items_in_batch=num_items_in_batch)
 
             def step(part: Any, weight: float, _last: bool) -> Any:
                 self._weight = weight
@@ -230,10 +230,10 @@ class DAFCallback(TrainerCallback, ExportableState):
             try:
                 with self._uninstalled_on_error():
                     return runner.run(
-                        inputs, loss_of, step, Attributes(trainer, private=True, others=innermost(model)).restore
+                        inputs, loss_of, step, Attributes(trainer, private=True, others=unwrap_model(model)).restore
                     )
             finally:
-                self._session.lift()
+                self._session.unfreeze()
 
         return planned
 
@@ -246,7 +246,7 @@ class DAFCallback(TrainerCallback, ExportableState):
                 with self._uninstalled_on_error():
                     return training_step(*args, **kwargs)
             finally:
-                self._session.lift()
+                self._session.unfreeze()
 
         return guarded
 

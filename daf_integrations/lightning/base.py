@@ -70,7 +70,7 @@ class CompressingStrategy(Strategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().backward(*args, **kwargs)
         self._daf_session.finish_backward()
-        self._daf_session.lift()
+        self._daf_session.unfreeze()
         return output
 
     @override

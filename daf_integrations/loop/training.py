@@ -18,13 +18,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from daf_core import DAFConfig, ProfileError
 from daf_core.distributed import exchanging
-from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.model.forward_patch import ForwardPatch
 from daf_core.plan.run.unsupported import unplannable
 from daf_core.snapshots.attributes import referred_kept
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.own_loss import LossWatch, loss_in
 from daf_integrations.session.session import DAFSession
-from daf_integrations.session.unwrap import alone, any_backward, innermost, is_redirected
+from daf_integrations.session.unwrap import alone, any_backward, is_redirected, unwrap_model
 
 UNSEEN_STEPS = 3
 """Optimizer steps without a compressed pass before a warning: libraries take one of their own to fill their state."""
@@ -51,7 +51,7 @@ log = getLogger("daf")
 
 
 @dataclass
-class Ending:
+class ExitSummary:
     """What is said of a training when the program ends, without keeping its model alive until then.
 
     Attributes:
@@ -86,15 +86,15 @@ class Training:
     """
 
     def __init__(self, model: nn.Module, config: DAFConfig) -> None:
-        self.outer, self.model = model, innermost(model)
+        self.outer, self.model = model, unwrap_model(model)
         self.session = DAFSession(config)
         self.session.attach(self.model, model)
-        self.ending = Ending(self.session.start_line(), self.session.totals)
+        self.ending = ExitSummary(self.session.start_line(), self.session.totals)
         self._passes = self._unseen = 0
         self._loss_name: str | None = None
         self._watch: LossWatch | None = None
         self._aside = False
-        self._forward = ForwardWrapper(model, self._compressed)
+        self._forward = ForwardPatch(model, self._compressed)
         _trainings.add(self)
         _endings.append(self.ending)
         _watch_optimizers()
@@ -125,7 +125,7 @@ class Training:
             HooksActiveError: Other saved-tensor hooks are active.
             ProfileError: The budget covers steps, and the loss is not known here.
         """
-        if self._records and self.session.runner is not None and not self.session.covering:
+        if self._records and self.session.runner is not None and not self.session.enclosing_session:
             raise ProfileError(
                 "memory_budget covers the whole step, which a scope does not know; run it with "
                 'daf_integrations.step(model, batch, loss_function), or set budget_covers="activations"'
@@ -191,7 +191,7 @@ class Training:
         Raises:
             ConfigError: They are.
         """
-        if self.session.runner is not None and self.session.covering is None:
+        if self.session.runner is not None and self.session.enclosing_session is None:
             raise unplannable(reason)
 
     def _has_parameters_in(self, optimizer: Optimizer) -> bool:
@@ -209,13 +209,13 @@ class Training:
     def _compressed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._records or self._aside:
             if not self._aside:
-                self.session.lift()  # an evaluation: what it finds is what the user has chosen
+                self.session.unfreeze()  # an evaluation: what it finds is what the user has chosen
             return forward(*args, **kwargs)
         self._begin_step()
         if is_redirected(self.outer):
             self._refuse_plans(OTHER_METHOD)
             self.session.give_up_audits(OTHER_METHOD)
-        if self.session.runner is not None and self.session.covering is None:
+        if self.session.runner is not None and self.session.enclosing_session is None:
             self.session.runner.prepare((args, kwargs), self._loss, NOT_SPLIT)
         audited = self.session.audit(self.outer, (args, kwargs), self._loss)
         with self._pass():
@@ -252,10 +252,10 @@ class Training:
 
     @contextmanager
     def _pass(self) -> Generator[None]:
-        covering = self.session.covering
-        if self._records and covering is None:
+        outer = self.session.enclosing_session
+        if self._records and outer is None:
             self._passes += 1
-        elif covering is not None and covering is not self.session and not self.ending.covered:
+        elif outer is not None and outer is not self.session and not self.ending.covered:
             self.ending.covered = True
             log.warning(
                 "The activations of %s are compressed by another DAF scope, with its options: those of %r do not count",
@@ -267,7 +267,7 @@ class Training:
 
 
 _trainings: weakref.WeakSet[Training] = weakref.WeakSet()
-_endings: list[Ending] = []
+_endings: list[ExitSummary] = []
 
 
 def trainings() -> list[Training]:
@@ -277,7 +277,7 @@ def trainings() -> list[Training]:
 
 def training_of(model: nn.Module) -> Training | None:
     """Returns the training of a model, whatever it is wrapped in; None if it has none."""
-    inner = innermost(model)
+    inner = unwrap_model(model)
     return next((training for training in trainings() if training.model is inner), None)
 
 
@@ -297,7 +297,7 @@ def _watch_optimizers() -> None:
 
 
 @atexit.register
-def say_endings() -> None:
+def print_exit_summaries() -> None:
     """Prints the tables that are to be shown, and warns of trainings in which nothing was compressed."""
     for ending in _endings:
         if ending.process != os.getpid():
@@ -311,7 +311,7 @@ def say_endings() -> None:
     _endings.clear()
 
 
-def _nothing_compressed(ending: Ending, when: str) -> str:
+def _nothing_compressed(ending: ExitSummary, when: str) -> str:
     return (
         f"DAF compressed nothing in {when} ({ending.title}). It covers calls of the prepared model in training mode "
         "(model.train()) that record gradients, and steps of torch optimizers that hold its parameters. Call the model "

@@ -92,11 +92,11 @@ class RunTotals:
         figures = {name: metric.of(self) for name, metric in METRICS.items()}
         return {name: figure for name, figure in figures.items() if figure is not None}
 
-    def a_step(self, seconds: float) -> float:
+    def ms_per_step(self, seconds: float) -> float:
         """Returns a time of all steps as milliseconds a step."""
         return seconds * 1e3 / max(self.steps, 1)
 
-    def an_elastic_step(self, total: float) -> float | None:
+    def mean_per_elastic_step(self, total: float) -> float | None:
         """Returns a sum over steps of elastic training as their mean; None if there were none."""
         return total / self.elastic_steps if self.elastic_steps else None
 
@@ -132,20 +132,21 @@ METRICS = {
     ),
     "daf/pack_ms": Metric(
         "Milliseconds a step that the training's own threads spent on encoding.",
-        lambda run: run.a_step(run.pack_seconds),
+        lambda run: run.ms_per_step(run.pack_seconds),
     ),
     "daf/worker_ms": Metric(
         "Milliseconds a step that DAF's own threads spent on encoding meanwhile.",
-        lambda run: run.a_step(run.worker_seconds),
+        lambda run: run.ms_per_step(run.worker_seconds),
     ),
-    "daf/unpack_ms": Metric("Milliseconds a step spent on decoding.", lambda run: run.a_step(run.unpack_seconds)),
+    "daf/unpack_ms": Metric("Milliseconds a step spent on decoding.", lambda run: run.ms_per_step(run.unpack_seconds)),
     "daf/dropped_mb": Metric("Megabytes given up to keep the memory budget.", lambda run: run.dropped_bytes / 1e6),
     "daf/spilled_mb": Metric(
         "Megabytes moved to `spill_dir`, or from a GPU to main memory, to keep the memory budget.",
         lambda run: run.spilled_bytes / 1e6,
     ),
     "daf/audit_ms": Metric(
-        "Milliseconds a step spent on measuring the error of the gradient.", lambda run: run.a_step(run.audit_seconds)
+        "Milliseconds a step spent on measuring the error of the gradient.",
+        lambda run: run.ms_per_step(run.audit_seconds),
     ),
     "daf/gradient_error": Metric(
         "Length of the gradient's error over the length of the exact gradient, at the last audit; after the first one.",
@@ -156,11 +157,11 @@ METRICS = {
     ),
     "daf/elastic_depth": Metric(
         "Blocks that built a graph, the mean of the steps; with `elastic`.",
-        lambda run: run.an_elastic_step(run.elastic_depth),
+        lambda run: run.mean_per_elastic_step(run.elastic_depth),
     ),
     "daf/elastic_share": Metric(
         "Time that steps take, relative to steps that train everything, as predicted; with `elastic`.",
-        lambda run: run.an_elastic_step(run.elastic_share),
+        lambda run: run.mean_per_elastic_step(run.elastic_share),
     ),
 }
 """The figures, in the order in which they are logged."""

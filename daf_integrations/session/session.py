@@ -145,14 +145,14 @@ class DAFSession:
 
     def begin_step(self) -> None:
         """Begins an optimizer step, unless one has begun already; to be called while no graph of the model is alive."""
-        if self._elastic is not None and self.covering is None:
+        if self._elastic is not None and self.enclosing_session is None:
             self._add_elastic(self._elastic.finish_stepped())
             self._elastic.begin_step()
 
-    def lift(self) -> None:
-        """See `ElasticTraining.lift`."""
+    def unfreeze(self) -> None:
+        """See `ElasticTraining.unfreeze`."""
         if self._elastic is not None:
-            self._elastic.lift()
+            self._elastic.unfreeze()
 
     def before_update(self, optimizers: Iterable[Any]) -> None:
         """Is to be called between backward and the step of these optimizers."""
@@ -178,7 +178,7 @@ class DAFSession:
         return self._undo_loss is not None
 
     @property
-    def covering(self) -> DAFSession | None:
+    def enclosing_session(self) -> DAFSession | None:
         """The session whose scope or audit is open in this thread, if it knows all parameters of this model."""
         outer = _thread.session
         return outer if outer is not None and self._parameters <= outer._parameters else None
@@ -192,15 +192,15 @@ class DAFSession:
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, among them the scope of another model.
         """
-        if self._engine is None or not torch.is_grad_enabled() or self.covering:
+        if self._engine is None or not torch.is_grad_enabled() or self.enclosing_session:
             yield
             return
         held = nullcontext() if self._elastic is None else self._elastic.holding()
-        with held, self.opened(), self._engine.compress():
+        with held, self.suppress_nested(), self._engine.compress():
             yield
 
     @contextmanager
-    def opened(self) -> Generator[None]:
+    def suppress_nested(self) -> Generator[None]:
         """Has scopes of others that this session covers do nothing inside."""
         outer, _thread.session = _thread.session, self
         try:
@@ -224,7 +224,7 @@ class DAFSession:
         Raises:
             AuditError: It cannot be measured, and `max_gradient_error` is set.
         """
-        if self._engine is None or self.covering:
+        if self._engine is None or self.enclosing_session:
             return False
         if not self._called:
             if missing_values(model) is not None:
@@ -299,7 +299,7 @@ class DAFSession:
         self, engine: ActivationEngine, batch: Any, loss_function: Callable[[Any], Tensor]
     ) -> GradientError | None:
         """Audits as many rows as fit in the memory budget."""
-        with self.opened(), nullcontext() if self._elastic is None else self._elastic.everything():
+        with self.suppress_nested(), nullcontext() if self._elastic is None else self._elastic.everything():
             while True:
                 assert self._share is not None
                 try:

@@ -31,7 +31,7 @@ _ASKS_FOR_BACKWARD = "_register_backward_hook"
 _REDIRECTION = f"{_FABRIC}._redirection_through_forward"
 
 
-def innermost(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Returns the model inside of torch.compile, DistributedDataParallel and Lightning Fabric.
 
     Raises:
@@ -51,7 +51,7 @@ def alone(model: nn.Module) -> Callable[..., Any]:
     Args:
         model: The model as it is called.
     """
-    inner: Any = innermost(model)
+    inner: Any = unwrap_model(model)
     for wrapper in _fabric_layers(model):
         inner = _in_precision(wrapper, inner)
     return inner

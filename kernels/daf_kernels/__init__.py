@@ -1,18 +1,18 @@
 """Kernels that pack activations into a few bits: plain functions of tensors and bytes."""
 
-from daf_kernels.backend import Answer, Backend, FixedPages, PageMemory, Pages, Seed, TwoValues, bits_of_number
+from daf_kernels.backend import Backend, DeviceFlag, FixedPages, PageMemory, Pages, Seed, TwoValues, bits_of_number
 from daf_kernels.dispatch import NoKernelError, load_backend
-from daf_kernels.host.backend import LinkedBackend
-from daf_kernels.host.link import HostLink, host_link, pinned_memory
+from daf_kernels.host.backend import HostPackedBackend
+from daf_kernels.host.link import HostBridge, host_bridge, pinned_memory
 from daf_kernels.layout import PRECISIONS, PlaneLayout, mask_pages, plane_layout, planes_for
 
 __all__ = [
     "PRECISIONS",
-    "Answer",
     "Backend",
+    "DeviceFlag",
     "FixedPages",
-    "HostLink",
-    "LinkedBackend",
+    "HostBridge",
+    "HostPackedBackend",
     "NoKernelError",
     "PageMemory",
     "Pages",
@@ -20,7 +20,7 @@ __all__ = [
     "Seed",
     "TwoValues",
     "bits_of_number",
-    "host_link",
+    "host_bridge",
     "load_backend",
     "mask_pages",
     "pinned_memory",

@@ -134,7 +134,7 @@ def _reserve(size: int, device: torch.device) -> Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-class Answer(Protocol):
+class DeviceFlag(Protocol):
     """A yes or no that a device is working out."""
 
     @property
@@ -164,7 +164,7 @@ class Backend(Protocol):
 
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
-    ) -> bool | Answer:
+    ) -> bool | DeviceFlag:
         """Encodes `values` into the header and the first `planes` planes in `pages`; `planes` may be 0.
 
         Answers False where a scaling group is not finite and will decode to NaN.
@@ -177,7 +177,7 @@ class Backend(Protocol):
 
     def encode_slopes(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages
-    ) -> bool | Answer:
+    ) -> bool | DeviceFlag:
         """Encodes GELU's derivative at `values` into the first `planes` planes in `pages`; the layout has no groups.
 
         Answers False where a value is not finite.

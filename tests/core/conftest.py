@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from daf_core.saved_tensors.pending import Flight
+from daf_core.saved_tensors.pending import PackJob
 from tests.core.paces import PACES
 
 
@@ -28,14 +28,14 @@ def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Flight]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[PackJob]:
     """What is packed in the background from now on."""
-    flights: list[Flight] = []
-    create = Flight.__init__
+    flights: list[PackJob] = []
+    create = PackJob.__init__
 
-    def record(flight: Flight, *arguments: Any) -> None:
+    def record(flight: PackJob, *arguments: Any) -> None:
         create(flight, *arguments)
         flights.append(flight)
 
-    monkeypatch.setattr(Flight, "__init__", record)
+    monkeypatch.setattr(PackJob, "__init__", record)
     return flights

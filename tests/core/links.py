@@ -22,7 +22,7 @@ LATE = 0.003
 
 
 class LateLink:
-    """See `daf_kernels.HostLink`.
+    """See `daf_kernels.HostBridge`.
 
     Attributes:
         reserved: Memory that the device can read.
@@ -132,6 +132,6 @@ def connect(monkeypatch: pytest.MonkeyPatch, device: Backend | None = None) -> L
     """
     link = LateLink()
     kernels = itertools.cycle([reading(device or CpuBackend(), link), CheckedHost(link)])
-    monkeypatch.setattr(backends, "host_link", lambda device: link)
+    monkeypatch.setattr(backends, "host_bridge", lambda device: link)
     monkeypatch.setattr(backends, "load_backend", lambda *_: next(kernels))
     return link

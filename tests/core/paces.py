@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from daf_core.saved_tensors.background import BackgroundPacker
-from daf_core.saved_tensors.pending import Flight, InFlight
+from daf_core.saved_tensors.pending import PackJob, PendingActivation
 from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 Pace = Callable[[pytest.MonkeyPatch], None]
@@ -23,7 +23,7 @@ def late(patch: pytest.MonkeyPatch) -> None:
     """The thread that saves is always ahead, as far as it may."""
     pack = BackgroundPacker._pack
 
-    def pack_late(self: BackgroundPacker, flight: Flight) -> None:
+    def pack_late(self: BackgroundPacker, flight: PackJob) -> None:
         time.sleep(0.003)
         pack(self, flight)
 
@@ -34,7 +34,7 @@ def _at_once(patch: pytest.MonkeyPatch) -> None:
     """Everything has landed before the thread that saves goes on."""
     send = BackgroundPacker.send
 
-    def send_and_wait(self: BackgroundPacker, saved: SavedTensor) -> InFlight:
+    def send_and_wait(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
         sent = send(self, saved)
         self._wait(sent._flight.time)
         return sent
@@ -56,7 +56,7 @@ class Gate:
     def __enter__(self) -> threading.Event:
         pack = BackgroundPacker._pack
 
-        def gated(background: BackgroundPacker, flight: Flight) -> None:
+        def gated(background: BackgroundPacker, flight: PackJob) -> None:
             self.reached.set()
             assert self._event.wait(30)
             pack(background, flight)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine
-from daf_core.codecs import RectifiedActivation
+from daf_core.codecs import ReluOutputActivation
 from tests.core.harness import assert_empty, engine_for, error, normal, trainable, watch
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -106,7 +106,7 @@ def forward(net: Net, function: Function, x: Tensor, engine: ActivationEngine | 
 
 def _note(stored: Any, seen: set[int], found: list[str]) -> None:
     """Counts what is shared once."""
-    if isinstance(stored, RectifiedActivation) and id(stored) not in seen:
+    if isinstance(stored, ReluOutputActivation) and id(stored) not in seen:
         seen.add(id(stored))
         found.append(stored.values.codec)
 

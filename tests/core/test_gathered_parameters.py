@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.saved_tensors.classify import Eligibility, Form
+from daf_core.saved_tensors.classify import Eligibility, TensorKind
 
 WIDTH = 256
 
@@ -49,4 +49,4 @@ def test_freed_storage_of_a_parameter_makes_no_activation_one() -> None:
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
     activations = [torch.randn(WIDTH, WIDTH) for _ in range(200)]
-    assert {eligibility.form(tensor, 0) for tensor in activations} == {Form.LOSSY}
+    assert {eligibility.form(tensor, 0) for tensor in activations} == {TensorKind.LOSSY}

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from daf_core.batch.infer_reduction import Weighting
+from daf_core.batch.infer_reduction import MicroBatchWeights
 from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
 from tests.integrations.hf_runs import QUICK, VOCABULARY, gpt2
@@ -123,10 +123,10 @@ def padded_trainer(folder: Path, model: nn.Module, **options: Any) -> Trainer:
     return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8], compute_loss_func=function)
 
 
-def run_in_parts(trainer: Trainer, parts: int) -> Weighting:
+def run_in_parts(trainer: Trainer, parts: int) -> MicroBatchWeights:
     """Has each training step of a Trainer run in parts."""
     whole_step, whole_loss = trainer.training_step, trainer.compute_loss
-    weighting = Weighting(trainer.model)
+    weighting = MicroBatchWeights(trainer.model)
     weight = 1.0
 
     def compute_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from daf_core.distributed import agree, obstacle, reduce_gradients, unsynchronized
+from daf_core.distributed import any_rank_failed, obstacle, reduce_gradients, unsynchronized
 from daf_core.plan.run.retry import with_retries
 from daf_core.snapshots.step import Snapshot
 
@@ -112,7 +112,7 @@ def main(folder: Path) -> None:
     found = train(model, retried({0: 1, 2: 0}, attempts))
     result: dict[str, Any] = {
         "processes": dist.get_world_size(),
-        "agreed": [agree(False), agree(rank == 0), agree(True)],
+        "agreed": [any_rank_failed(False), any_rank_failed(rank == 0), any_rank_failed(True)],
         "differing": [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)],
         "attempts": attempts,
         "error": hopeless(model),

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from transformers import BatchEncoding, MixtralConfig, MixtralForCausalLM, default_data_collator
 
 from daf_core import MicroBatchError
-from daf_core.batch.infer_reduction import find_law, matching_laws
-from daf_core.batch.loss_reduction import Law, weights
+from daf_core.batch.infer_reduction import infer_reduction, matching_laws
+from daf_core.batch.loss_reduction import LossReduction, weights
 from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
 from daf_core.batch.unsupported import obstacle
@@ -25,13 +25,13 @@ from tests.integrations.hf_runs import weights as weights_of
 PARTS = 3
 
 LAWS = {
-    "causal": {Law.SHIFTED_LABELS},
-    "causal without num_items_in_batch": {Law.SHIFTED_LABELS},
-    "masked": {Law.LABELS},
-    "tagger": {Law.LABELS},
-    "classifier": {Law.ROWS, Law.LABELS, Law.SHIFTED_LABELS},
-    "regressor": {Law.ROWS, Law.LABELS, Law.SHIFTED_LABELS},
-    "translator": {Law.LABELS},
+    "causal": {LossReduction.SHIFTED_LABELS},
+    "causal without num_items_in_batch": {LossReduction.SHIFTED_LABELS},
+    "masked": {LossReduction.LABELS},
+    "tagger": {LossReduction.LABELS},
+    "classifier": {LossReduction.ROWS, LossReduction.LABELS, LossReduction.SHIFTED_LABELS},
+    "regressor": {LossReduction.ROWS, LossReduction.LABELS, LossReduction.SHIFTED_LABELS},
+    "translator": {LossReduction.LABELS},
 }
 
 
@@ -48,7 +48,9 @@ def test_losses_of_models(name: str) -> None:
     assert found == LAWS[name]
     expected = whole(**batch).loss
     expected.backward()
-    loss = _step(cut, batch, weights(min(found, key=list(Law).index), batch, PARTS), lambda part: cut(**part).loss)
+    loss = _step(
+        cut, batch, weights(min(found, key=list(LossReduction).index), batch, PARTS), lambda part: cut(**part).loss
+    )
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert _distance(_gradients(cut), _gradients(whole)) < 1e-6
 
@@ -58,16 +60,16 @@ def test_causal_loss_by_number_of_items() -> None:
     whole, cut = made(causal).train(), made(causal).train()
     batch = _batch(whole)
     items = (batch["labels"][:, 1:] != IGNORED).sum()
-    assert find_law(cut, batch, lambda part: cut(**part, num_items_in_batch=items).loss) is Law.SUM
+    assert infer_reduction(cut, batch, lambda part: cut(**part, num_items_in_batch=items).loss) is LossReduction.SUM
     whole(**batch).loss.backward()
-    _step(cut, batch, weights(Law.SUM, batch, PARTS), lambda part: cut(**part, num_items_in_batch=items).loss)
+    _step(cut, batch, weights(LossReduction.SUM, batch, PARTS), lambda part: cut(**part, num_items_in_batch=items).loss)
     assert _distance(_gradients(cut), _gradients(whole)) < 1e-6
 
 
 def test_naive_mean_of_padded_texts_has_another_gradient() -> None:
     """Even the right count of the wrong labels makes it another one."""
     distances = []
-    for law in (Law.ROWS, Law.LABELS, Law.SHIFTED_LABELS):
+    for law in (LossReduction.ROWS, LossReduction.LABELS, LossReduction.SHIFTED_LABELS):
         whole, cut = made(causal).train(), made(causal).train()
         batch = _batch(whole)
         whole(**batch).loss.backward()
@@ -97,7 +99,7 @@ def test_half_precision() -> None:
             return forward(*args, **kwargs)
 
     model.forward = cast
-    assert find_law(model, _batch(model), lambda part: model(**part).loss.float()) is Law.LABELS
+    assert infer_reduction(model, _batch(model), lambda part: model(**part).loss.float()) is LossReduction.LABELS
 
 
 def test_models_with_obstacles() -> None:

@@ -18,7 +18,7 @@ from tests.kernels.triton_device import DEVICE, PAGE_BYTES, TRITON
 
 # What is stored, how it is rounded, and what is left of it when read: the interpreter is too slow for all of them.
 EIGHT, FOUR, TWO, ONE = (4, None, (4, 0)), (3, SEED, (2,)), (2, None, (2,)), (1, SEED, (1,))
-Form = tuple[int, "Seed | None", "tuple[int, ...]"]
+TensorKind = tuple[int, "Seed | None", "tuple[int, ...]"]
 
 
 class InTwo(Selector):
@@ -28,7 +28,7 @@ class InTwo(Selector):
         return list(ways)[-1]
 
 
-def check(values: Tensor, form: Form, page_bytes: int = PAGE_BYTES, backend: TritonBackend = TRITON) -> None:
+def check(values: Tensor, form: TensorKind, page_bytes: int = PAGE_BYTES, backend: TritonBackend = TRITON) -> None:
     """Compares what is stored of a tensor, what is answered, and what is read back, bit for bit."""
     planes, seed, left = form
     expected, reference_answer = encode(REFERENCE, values, planes, seed, page_bytes)
@@ -58,7 +58,7 @@ def test_every_precision_in_every_kind_of_group(row: int, planes: int, seed: See
 
 @pytest.mark.parametrize("form", [EIGHT, FOUR, TWO, ONE], ids=str)
 @pytest.mark.parametrize("row", [256, 128])
-def test_two_kernels_give_the_bytes_of_one(row: int, form: Form) -> None:
+def test_two_kernels_give_the_bytes_of_one(row: int, form: TensorKind) -> None:
     check(normal(2100 // row, row), form, backend=TritonBackend(InTwo(torch.device("cpu"))))
 
 

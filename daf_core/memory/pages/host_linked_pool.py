@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from daf_core.memory.pages.growth import FixedGrowth, Growth
 from daf_core.memory.pages.pool import PagePool
-from daf_kernels import HostLink, Pages
+from daf_kernels import HostBridge, Pages
 
 HOST_REGION = FixedGrowth(32 << 20)
 """Torch pins memory in powers of two, so a region of another size would waste the rest."""
@@ -43,7 +43,7 @@ class LinkedPool(PagePool):
         place: Says which pages a thread takes.
     """
 
-    def __init__(self, device: torch.device, growth: Growth, page_bytes: int, link: HostLink, place: Place) -> None:
+    def __init__(self, device: torch.device, growth: Growth, page_bytes: int, link: HostBridge, place: Place) -> None:
         super().__init__(device, growth, page_bytes)
         # A device may be behind with reading what its host has given up, and torch knows of no kernel that reads there.
         self._host = PagePool(torch.device("cpu"), HOST_REGION, page_bytes, link.reserve, link.await_reads)

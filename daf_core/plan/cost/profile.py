@@ -11,7 +11,7 @@ import numpy as np
 from daf_core.config import DAFConfig
 from daf_core.model.blocks import Block
 from daf_core.plan.cost.costs import Costs, Treatment, between, costs_of
-from daf_core.plan.cost.simulate import play
+from daf_core.plan.cost.simulate import simulate
 from daf_core.plan.observe.trace import Observation
 from daf_kernels import PRECISIONS
 
@@ -80,7 +80,7 @@ class Profile:
         costs = self.at(rows, self._few.bits)
         everything = [[treatment] * (1 + len(self.calls)) for treatment in (Treatment.COMPRESS, Treatment.RECOMPUTE)]
         everything[1][0] = Treatment.COMPRESS
-        return max(play(costs, treatments).peak_bytes for treatments in everything)
+        return max(simulate(costs, treatments).peak_bytes for treatments in everything)
 
     def _costs(self, observed: Observed, bits: int | None) -> Costs:
         """Returns what the passes took, at a precision; computed once, as a search asks for it a hundred times."""

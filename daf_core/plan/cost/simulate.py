@@ -25,7 +25,7 @@ class Forecast:
     kept_bytes: int
 
 
-def play(costs: Costs, treatments: Sequence[Treatment]) -> Forecast:
+def simulate(costs: Costs, treatments: Sequence[Treatment]) -> Forecast:
     """Returns what is expected of a forward and backward pass.
 
     What is packed counts from beginning to end: the pool keeps its pages from step to step. What is kept as it is grows

@@ -30,7 +30,7 @@ class Point(NamedTuple):
     size: int
 
 
-class Curve(NamedTuple):
+class MemoryCurve(NamedTuple):
     """A step.
 
     Attributes:
@@ -76,7 +76,7 @@ class RecordingMeter(TensorMeter):
         return result
 
 
-def record_step(model: nn.Module, loss_function: Callable[[], Tensor], engine: ActivationEngine | None) -> Curve:
+def record_step(model: nn.Module, loss_function: Callable[[], Tensor], engine: ActivationEngine | None) -> MemoryCurve:
     """Runs a forward and a backward pass, which disturb no training, and follows the memory of tensors.
 
     Parameters, their gradients and the batch, which were there before, are not counted.
@@ -94,7 +94,7 @@ def record_step(model: nn.Module, loss_function: Callable[[], Tensor], engine: A
             forward_seconds = meter.seconds
             loss.backward()
             del loss
-        return Curve(meter.points, forward_seconds)
+        return MemoryCurve(meter.points, forward_seconds)
 
 
 def _pages_of(model: nn.Module, engine: ActivationEngine) -> Callable[[], int]:

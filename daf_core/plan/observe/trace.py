@@ -128,7 +128,7 @@ class Observer:
             stack.callback(recomputation.select, ())
             stack.enter_context(self._engine.measurement.running(timed))
             stack.enter_context(gradients_aside(self._model))
-            stack.enter_context(self._engine.prompt())  # as in the steps that are planned, which keep a budget
+            stack.enter_context(self._engine.synchronous_packing())  # as in planned steps
             for number, block in enumerate(self._blocks):
                 stack.callback(block.module.register_forward_pre_hook(partial(trace.enter, number)).remove)
                 stack.callback(block.module.register_forward_hook(trace.leave, always_call=True).remove)

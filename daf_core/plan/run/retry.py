@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from daf_core.distributed import agree
+from daf_core.distributed import any_rank_failed
 from daf_core.errors import PeerMemoryError
 from daf_core.memory.system.release import release_caches
 from daf_core.snapshots.step import Snapshot
@@ -107,7 +107,7 @@ def with_retries(
     while True:
         outcome = _run(attempt, outer)
         failed = isinstance(outcome, Failure)
-        if not (agree(failed, group) if together else failed):
+        if not (any_rank_failed(failed, group) if together else failed):
             assert not isinstance(outcome, Failure)
             return outcome[0]
         messages.append(str(outcome.error) if isinstance(outcome, Failure) else "another process ran out of memory")
@@ -117,7 +117,7 @@ def with_retries(
         snapshot.restore()
         release_caches(snapshot.devices)
         stuck = failed and not tighten(messages[-1])
-        if agree(stuck, group) if together else stuck:
+        if any_rank_failed(stuck, group) if together else stuck:
             raise _final_error(first, messages)
 
 

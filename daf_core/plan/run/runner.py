@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from daf_core import distributed
 from daf_core.batch import unsupported
-from daf_core.batch.infer_reduction import Weighting
+from daf_core.batch.infer_reduction import MicroBatchWeights
 from daf_core.batch.micro_batches import Step, run_parts
 from daf_core.batch.rows import rows_of, split, take, tensors_in
 from daf_core.batch.samples import copied
@@ -61,7 +61,7 @@ class StepRunner:
         self._inner = inner
         self._engine = engine
         self._unsplittable: str | None = None
-        self._weighting = Weighting(model)
+        self._weighting = MicroBatchWeights(model)
         self._rewrites = OperatorRewrites(inner, KINDS - {LOSS} if config.chunked_loss is False else KINDS)
         if config.precision != "exact":
             self._rewrites.apply()
@@ -150,7 +150,7 @@ class StepRunner:
         except MicroBatchError as error:
             self._unsplittable = str(error)
             parts, weights = self.planner.prepare(described, self._unsplittable).parts, [1.0]
-        with self._engine.one_batch():
+        with self._engine.accumulating():
             return run_parts(self._model, split(batch, parts), weights, step)
 
     def _described(self, batch: Any, loss_function: LossFunction) -> Batch:

@@ -12,7 +12,7 @@ from daf_core.config import DAFConfig
 from daf_core.model.treatments import Treatments
 from daf_core.plan.cost.costs import Costs, Treatment
 from daf_core.plan.cost.profile import Profile, most_bits, planned_bits
-from daf_core.plan.cost.simulate import Forecast, play
+from daf_core.plan.cost.simulate import Forecast, simulate
 from daf_core.plan.search.solver import Choice, choose, least
 
 MARGIN = 0.08
@@ -170,7 +170,7 @@ def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
 def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
     """Returns the plan that keeps everything, if there is room: it changes no number, whatever clocks say of others."""
     keep, blocks = Treatment.KEEP, _alike(profile, Treatment.KEEP)
-    forecast = play(profile.at(batch.of_part(1), None), [keep, *(blocks[block] for block in profile.calls)])
+    forecast = simulate(profile.at(batch.of_part(1), None), [keep, *(blocks[block] for block in profile.calls)])
     room = forecast.held_bytes + budget - forecast.peak_bytes
     if forecast.peak_bytes > int(budget * (1 - MARGIN)):
         return None
@@ -182,7 +182,7 @@ def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int,
     bits, compress, blocks = planned_bits(config)[0], Treatment.COMPRESS, _alike(profile, Treatment.COMPRESS)
     for parts in _parts(batch.rows, splits):
         costs = profile.at(batch.of_part(parts), bits)
-        forecast = play(costs, [compress, *(blocks[block] for block in profile.calls)])
+        forecast = simulate(costs, [compress, *(blocks[block] for block in profile.calls)])
         room = limit - (forecast.peak_bytes - forecast.held_bytes)
         if room >= SPILLING * costs.held[:, compress].max():
             spilled = replace(forecast, seconds=forecast.seconds * parts, peak_bytes=limit, held_bytes=room)
@@ -205,7 +205,7 @@ def _filled(profile: Profile, batch: BatchSize, plan: Plan, config: DAFConfig, l
 def _forecast(profile: Profile, batch: BatchSize, plan: Plan, bits: int | None) -> Forecast:
     """Returns what is expected of one micro-batch of a plan at a precision."""
     costs = profile.at(batch.of_part(plan.parts), bits)
-    return play(costs, [plan.outside, *(plan.blocks[block] for block in profile.calls)])
+    return simulate(costs, [plan.outside, *(plan.blocks[block] for block in profile.calls)])
 
 
 def _parts(rows: int, splits: bool) -> list[int]:
@@ -227,7 +227,7 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
             continue
         tried.add(key)
         outside, *blocks = [block[index][1] for block, index in zip(choices, picked, strict=True)]
-        forecast = play(costs, [outside, *(blocks[block] for block in profile.calls)])
+        forecast = simulate(costs, [outside, *(blocks[block] for block in profile.calls)])
         if forecast.peak_bytes <= limit:
             whole = replace(forecast, seconds=forecast.seconds * parts)
             # Where nothing is packed nothing can be given up, and the margin has to make up for errors of the forecast.

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf_core.errors import ConfigError
-from daf_core.saved_tensors.classify import Eligibility, Form
+from daf_core.saved_tensors.classify import Eligibility, TensorKind
 
 GROUP = 256
 """Elements that share a minimum and a maximum, as in GACT (ICML 2022)."""
@@ -75,8 +75,8 @@ class Stores:
         form = self._eligibility.form(tensor, self._largest)
         # A storage that is weakly referred to gives its address to no other, even if it is gone.
         storage = StorageWeakRef(tensor.untyped_storage())
-        if form is not Form.LOSSY:
-            if form is not Form.PARAMETER:
+        if form is not TensorKind.LOSSY:
+            if form is not TensorKind.PARAMETER:
                 self._untouched[storage] = tensor.untyped_storage().nbytes()
             return tensor.detach()
         self._largest = max(self._largest, tensor.numel())

@@ -25,7 +25,7 @@ from daf_core.plan.run.retry import is_out_of_memory
 from daf_integrations.cli.bench.methods import Method, Traits, open_method, traits
 from daf_integrations.cli.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
 from daf_integrations.cli.doctor import loaded_allocator
-from daf_integrations.cli.workload.build import SEED, Sized, Workload, build
+from daf_integrations.cli.workload.build import SEED, BuiltWorkload, Workload, build
 
 ERROR = "error"
 """Key of the message in the file of a process that could not measure."""
@@ -120,7 +120,7 @@ class TrainingStep:
         dtype: See `Task`.
     """
 
-    def __init__(self, sized: Sized, optimizer: Optimizer, method: Method, dtype: str) -> None:
+    def __init__(self, sized: BuiltWorkload, optimizer: Optimizer, method: Method, dtype: str) -> None:
         self._sized = sized
         self._optimizer = optimizer
         self._method = method
@@ -247,7 +247,7 @@ def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
     return optimizer
 
 
-def _save_gradients(sized: Sized, step: TrainingStep, task: Task, how: Traits) -> None:
+def _save_gradients(sized: BuiltWorkload, step: TrainingStep, task: Task, how: Traits) -> None:
     """Saves what a step computes with dropout, or without it where a batch is split, or both."""
     found: dict[str, Any] = {}
     if not how.splits:

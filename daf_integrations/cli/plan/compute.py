@@ -20,7 +20,7 @@ from daf_core.plan.plan_file import NamedPlan, PlanFile
 from daf_core.plan.run.runner import described
 from daf_core.plan.search.planner import Plan, find_plan, held_by_part, least_budget, tried
 from daf_core.rewrites.registry import OperatorRewrites
-from daf_integrations.cli.workload.build import Sized
+from daf_integrations.cli.workload.build import BuiltWorkload
 
 LADDER = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.06, 0.04)
 """Budgets that are planned for if none is given, in parts of what plain training takes."""
@@ -72,7 +72,7 @@ class Planning:
         plain: What a step takes without DAF.
     """
 
-    def __init__(self, sized: Sized, precision: Precision) -> None:
+    def __init__(self, sized: BuiltWorkload, precision: Precision) -> None:
         self._config, self._model = DAFConfig(precision=precision), sized.model
         self._batch = described(sized.batch, sized.loss)
         self._size = self._batch.size(self._batch.length)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from daf_core.plan.cost.costs import Treatment
 from daf_integrations.cli.plan.compute import PlannedStep, Planning, joined
-from daf_integrations.cli.workload.build import Sized
+from daf_integrations.cli.workload.build import BuiltWorkload
 
 NOTE = (
     "Weights are random: neither time nor memory depends on their values. Memory is that of a step beside the model, "
@@ -24,7 +24,7 @@ def words(treatment: Treatment) -> str:
     return treatment.name.lower().replace("_", " ")
 
 
-def as_dict(sized: Sized, planning: Planning, planned: Sequence[PlannedStep]) -> dict[str, Any]:
+def as_dict(sized: BuiltWorkload, planning: Planning, planned: Sequence[PlannedStep]) -> dict[str, Any]:
     """Returns plans, and what plain training takes, as JSON-able values."""
     return {
         "task": sized.task,
@@ -36,7 +36,7 @@ def as_dict(sized: Sized, planning: Planning, planned: Sequence[PlannedStep]) ->
     }
 
 
-def print_plans(sized: Sized, planning: Planning, planned: Sequence[PlannedStep], console: Console) -> None:
+def print_plans(sized: BuiltWorkload, planning: Planning, planned: Sequence[PlannedStep], console: Console) -> None:
     """Prints one plan with its blocks, or several with a row for each."""
     if len(planned) == 1:
         console.print(_block_table(planned[0]))
@@ -49,7 +49,7 @@ def print_plans(sized: Sized, planning: Planning, planned: Sequence[PlannedStep]
     console.print(f"{where}. {NOTE}", markup=False, highlight=False, style="dim")
 
 
-def _parameter(sized: Sized) -> Any:
+def _parameter(sized: BuiltWorkload) -> Any:
     return next(sized.model.parameters())
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from daf_core.config import DAFConfig, Precision
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ModelError, ProfileError
-from daf_core.plan.observe.memory_curve import Curve, record_step
+from daf_core.plan.observe.memory_curve import MemoryCurve, record_step
 from daf_core.saved_tensors.itemize import PACKING, SavedItem
 from daf_core.snapshots.measurement import measuring
 from daf_core.telemetry import StepStatistics
-from daf_integrations.cli.workload.build import Sized
+from daf_integrations.cli.workload.build import BuiltWorkload
 
 MODEL = "(the model itself)"
 """Stands for what is saved outside of the modules inside of the model, such as by its loss."""
@@ -81,11 +81,11 @@ class Profile:
     operators: list[Row]
     exact: Pass
     held: Pass
-    plain_curve: Curve
-    curve: Curve
+    plain_curve: MemoryCurve
+    curve: MemoryCurve
 
 
-def profile_step(sized: Sized, precision: Precision, begin: Begin) -> Profile:
+def profile_step(sized: BuiltWorkload, precision: Precision, begin: Begin) -> Profile:
     """Runs forward passes of a batch, exact and with a precision, and steps whose memory is followed.
 
     Args:
@@ -133,11 +133,11 @@ def pattern(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def _engine(sized: Sized, precision: Precision) -> ActivationEngine:
+def _engine(sized: BuiltWorkload, precision: Precision) -> ActivationEngine:
     return ActivationEngine(sized.model, DAFConfig(precision=precision, packing="device"))
 
 
-def _pass(sized: Sized, precision: Precision) -> Pass:
+def _pass(sized: BuiltWorkload, precision: Precision) -> Pass:
     engine = _engine(sized, precision)
     try:
         with measuring(sized.model), engine.itemized() as items, engine.compress():

@@ -10,7 +10,7 @@ from io import BytesIO
 from typing import Any
 
 from daf_core.errors import ProfileError
-from daf_core.plan.observe.memory_curve import Curve
+from daf_core.plan.observe.memory_curve import MemoryCurve
 from daf_integrations.cli.profile.compute import Profile
 from daf_integrations.cli.profile.tables import NOTE, Grid
 
@@ -74,7 +74,7 @@ def page(title: str, tables: Sequence[Grid], lines: Sequence[str], drawn: bytes)
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def _draw(axes: Any, curve: Curve, label: str, color: str) -> None:
+def _draw(axes: Any, curve: MemoryCurve, label: str, color: str) -> None:
     seconds, sizes = [point.seconds for point in curve.points], [point.size / MEGABYTE for point in curve.points]
     axes.step(seconds, sizes, where="post", label=f"{label}: {curve.peak / MEGABYTE:.0f} MB", color=color)
     axes.axvline(curve.forward_seconds, linestyle=":", color=color)

@@ -14,7 +14,7 @@ from daf_core.config import Precision
 from daf_core.precision.policy import UNIFORM
 from daf_integrations.cli.plan.compute import shared_prefix
 from daf_integrations.cli.profile.compute import Pass, Profile, Row, fold, total
-from daf_integrations.cli.workload.build import Sized, Workload
+from daf_integrations.cli.workload.build import BuiltWorkload, Workload
 
 NOTE = (
     "Autograd keeps a storage once, and it counts for who saves it first: others that save it show 0. What follows "
@@ -55,7 +55,7 @@ def figures(profile: Profile) -> list[str]:
     ]
 
 
-def title(workload: Workload, sized: Sized, precision: Precision) -> str:
+def title(workload: Workload, sized: BuiltWorkload, precision: Precision) -> str:
     """Returns what was run."""
     parameter = next(sized.model.parameters())
     dtype = str(parameter.dtype).removeprefix("torch.")
@@ -73,7 +73,7 @@ def bits(precision: Precision) -> str:
     return f"{number} bit{'s' * (number > 1)}"
 
 
-def as_dict(workload: Workload, sized: Sized, profile: Profile, precision: Precision) -> dict[str, Any]:
+def as_dict(workload: Workload, sized: BuiltWorkload, profile: Profile, precision: Precision) -> dict[str, Any]:
     """Returns all rows and both curves, as JSON-able values."""
     parameter = next(sized.model.parameters())
     return {

@@ -60,7 +60,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Sized:
+class BuiltWorkload:
     """A workload that can be run.
 
     Attributes:
@@ -85,7 +85,7 @@ class Sized:
         return output if isinstance(output, Tensor) else output.loss
 
 
-def build(workload: Workload) -> Sized:
+def build(workload: Workload) -> BuiltWorkload:
     """Makes a model with random weights on the GPU, or on the CPU where there is none, and a batch for it.
 
     Raises:
@@ -102,7 +102,7 @@ def build(workload: Workload) -> Sized:
         if workload.lora_rank is not None:
             model = _with_lora(model, task, workload.lora_rank, config)
     model = model.to(_device()).train()
-    sized = Sized(model, _batch(config, task, workload, model.device), task)
+    sized = BuiltWorkload(model, _batch(config, task, workload, model.device), task)
     _try(sized, workload)
     return sized
 
@@ -111,11 +111,11 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _made(workload: Workload) -> Sized:
+def _made(workload: Workload) -> BuiltWorkload:
     torch.manual_seed(SEED)
     model, batch = make(workload.model, workload.batch, workload.length)
     device = _device()
-    sized = Sized(model.to(device).train(), {name: tensor.to(device) for name, tensor in batch.items()}, None)
+    sized = BuiltWorkload(model.to(device).train(), {name: tensor.to(device) for name, tensor in batch.items()}, None)
     try:
         with torch.no_grad():
             shape = tuple(sized.loss(sized.batch).shape)
@@ -199,7 +199,7 @@ def _batch(config: Any, task: Task, workload: Workload, device: torch.device) ->
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def _try(sized: Sized, workload: Workload) -> None:
+def _try(sized: BuiltWorkload, workload: Workload) -> None:
     """Has one row run through the model.
 
     Raises:

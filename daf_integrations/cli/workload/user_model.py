@@ -20,7 +20,7 @@ CONTRACT = (
 MODULE = "__daf_model__"
 """Name of a file as a module; that of the file may be one of another module."""
 
-Made = tuple[nn.Module, dict[str, Tensor]]
+UserModel = tuple[nn.Module, dict[str, Tensor]]
 
 
 def names_function(model: str) -> bool:
@@ -28,7 +28,7 @@ def names_function(model: str) -> bool:
     return model.rpartition(":")[0].endswith(".py")
 
 
-def make(name: str, rows: int, length: int) -> Made:
+def make(name: str, rows: int, length: int) -> UserModel:
     """Calls a function that is named as FILE.py:FUNCTION.
 
     Raises:
@@ -65,7 +65,7 @@ def _function(file: Path, name: str) -> Callable[[int, int], object]:
     return found
 
 
-def _checked(name: str, made: object, rows: int) -> Made:
+def _checked(name: str, made: object, rows: int) -> UserModel:
     parts = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
     if len(parts) != 2 or not isinstance(parts[0], nn.Module) or not isinstance(parts[1], Mapping):
         raise ModelError(f"{name} returned {_kind(made)}; {CONTRACT}")

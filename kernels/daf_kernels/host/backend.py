@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from daf_kernels.backend import Answer, Backend, PageMemory, Pages, Seed, TwoValues
-from daf_kernels.host.link import HostLink
+from daf_kernels.backend import Backend, DeviceFlag, PageMemory, Pages, Seed, TwoValues
+from daf_kernels.host.link import HostBridge
 from daf_kernels.layout import PlaneLayout
 
 
-class LinkedBackend:
+class HostPackedBackend:
     """Kernels of two devices that give the same bytes; see `daf_kernels.backend.Backend` for the contract.
 
     What the host encodes must lie on pages that the device can read.
@@ -20,7 +20,7 @@ class LinkedBackend:
         link: What connects them.
     """
 
-    def __init__(self, device: Backend, host: Backend, link: HostLink) -> None:
+    def __init__(self, device: Backend, host: Backend, link: HostBridge) -> None:
         self._device = device
         self._host = host
         self._link = link
@@ -35,7 +35,7 @@ class LinkedBackend:
 
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
-    ) -> bool | Answer:
+    ) -> bool | DeviceFlag:
         """See `Backend.encode`."""
         return self._of(values).encode(values, layout, planes, memory, pages, seed)
 
@@ -46,7 +46,7 @@ class LinkedBackend:
 
     def encode_slopes(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages
-    ) -> bool | Answer:
+    ) -> bool | DeviceFlag:
         """See `Backend.encode_slopes`."""
         return self._of(values).encode_slopes(values, layout, planes, memory, pages)
 

@@ -18,7 +18,7 @@ class Moment(Protocol):
         ...
 
 
-class HostLink(Protocol):
+class HostBridge(Protocol):
     """A device that works on its own while its host goes on, and that reads host memory at the host's addresses."""
 
     def reserve(self, size: int) -> Tensor:
@@ -50,9 +50,9 @@ class HostLink(Protocol):
         ...
 
 
-def host_link(device: torch.device) -> HostLink | None:
+def host_bridge(device: torch.device) -> HostBridge | None:
     """Returns the link of a device to its host; None for one that needs none, or that DAF knows none for."""
-    return CudaLink(device) if device.type == "cuda" else None
+    return CudaBridge(device) if device.type == "cuda" else None
 
 
 def pinned_memory(size: int) -> Tensor:
@@ -69,7 +69,7 @@ def pinned_memory(size: int) -> Tensor:
         raise MemoryError(f"the system gives no {size / 1e6:.0f} MB of pinned memory: {error}") from error
 
 
-class CudaLink:
+class CudaBridge:
     """The link of a GPU that torch calls "cuda". Pinned memory has one address for the host and for all GPUs."""
 
     def __init__(self, device: torch.device) -> None:
@@ -78,32 +78,32 @@ class CudaLink:
         self._reads: dict[int, torch.cuda.Event] = {}
 
     def reserve(self, size: int) -> Tensor:
-        """See `HostLink.reserve`."""
+        """See `HostBridge.reserve`."""
         return pinned_memory(size)
 
     def mark(self) -> Moment:
-        """See `HostLink.mark`."""
+        """See `HostBridge.mark`."""
         return self._event()
 
     @contextmanager
     def after(self, moment: Moment) -> Generator[None]:
-        """See `HostLink.after`."""
+        """See `HostBridge.after`."""
         assert isinstance(moment, torch.cuda.Event)
         self._stream.wait_event(moment)
         with torch.cuda.stream(self._stream):
             yield
 
     def copy(self, values: Tensor, into: Tensor) -> Moment:
-        """See `HostLink.copy`."""
+        """See `HostBridge.copy`."""
         into.copy_(values, non_blocking=True)
         return self.mark()
 
     def note_reads(self) -> None:
-        """See `HostLink.note_reads`: the last read of a stream stands for those before it."""
+        """See `HostBridge.note_reads`: the last read of a stream stands for those before it."""
         self._reads[torch.cuda.current_stream(self._device).cuda_stream] = self._event()
 
     def await_reads(self) -> None:
-        """See `HostLink.await_reads`."""
+        """See `HostBridge.await_reads`."""
         for read in list(self._reads.values()):
             read.synchronize()
 

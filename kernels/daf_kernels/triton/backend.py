@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from daf_kernels.backend import (
-    Answer,
+    DeviceFlag,
     FixedPages,
     PageMemory,
     Pages,
@@ -46,7 +46,7 @@ program costs 40 ms whatever its size."""
 _NO_SEED: Seed = (0, 0, 0, 0)
 
 
-class FlagAnswer:
+class AsyncFlag:
     """Yes, unless kernels that were started before now set a flag of a GPU.
 
     Args:
@@ -61,11 +61,11 @@ class FlagAnswer:
 
     @property
     def is_known(self) -> bool:
-        """See `Answer.is_known`."""
+        """See `DeviceFlag.is_known`."""
         return self._copied.query()
 
     def __bool__(self) -> bool:
-        """See `Answer.__bool__`."""
+        """See `DeviceFlag.__bool__`."""
         self._copied.synchronize()
         return not self._flag.item()
 
@@ -100,7 +100,7 @@ class TritonBackend:
 
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
-    ) -> bool | Answer:
+    ) -> bool | DeviceFlag:
         """See `Backend.encode`."""
         values = _flat(values)
         flag = _new_flag(values.device)
@@ -135,7 +135,7 @@ class TritonBackend:
 
     def encode_slopes(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages
-    ) -> bool | Answer:
+    ) -> bool | DeviceFlag:
         """See `Backend.encode_slopes`."""
         values = _flat(values)
         table, flag = _table(memory, pages, values.device), _new_flag(values.device)
@@ -277,9 +277,9 @@ def _new_flag(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def _unless(flag: Tensor) -> bool | Answer:
+def _unless(flag: Tensor) -> bool | DeviceFlag:
     """Returns whether kernels have not set a flag, or will not."""
-    return FlagAnswer(flag) if flag.is_cuda else not flag.item()
+    return AsyncFlag(flag) if flag.is_cuda else not flag.item()
 
 
 def _starts(layout: PlaneLayout) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from daf_core import MicroBatchError
-from daf_core.batch.infer_reduction import Weighting, find_law, matching_laws
-from daf_core.batch.loss_reduction import Law, weights
+from daf_core.batch.infer_reduction import MicroBatchWeights, infer_reduction, matching_laws
+from daf_core.batch.loss_reduction import LossReduction, weights
 from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
 from daf_core.batch.unsupported import obstacle
@@ -75,12 +75,12 @@ def _squares(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch["input_ids"]).float() ** 2).mean()
 
 
-LOSSES: dict[str, tuple[Callable[[nn.Module, Any], Tensor], Law]] = {
-    "causal": (_shifted, Law.SHIFTED_LABELS),
-    "token mean": (_token_mean, Law.LABELS),
-    "sum": (_token_sum, Law.SUM),
-    "mean of rows": (_row_mean, Law.ROWS),
-    "no labels": (_squares, Law.ROWS),
+LOSSES: dict[str, tuple[Callable[[nn.Module, Any], Tensor], LossReduction]] = {
+    "causal": (_shifted, LossReduction.SHIFTED_LABELS),
+    "token mean": (_token_mean, LossReduction.LABELS),
+    "sum": (_token_sum, LossReduction.SUM),
+    "mean of rows": (_row_mean, LossReduction.ROWS),
+    "no labels": (_squares, LossReduction.ROWS),
 }
 
 PADDED = [8, 3, 5, 2, 1, 7]
@@ -89,7 +89,7 @@ EVEN = [6] * ROWS
 
 @pytest.mark.parametrize("lengths", [PADDED, EVEN], ids=["padded", "equal lengths"])
 @pytest.mark.parametrize(("loss", "law"), LOSSES.values(), ids=LOSSES)
-def test_the_law_is_found(loss: Callable[[nn.Module, Any], Tensor], law: Law, lengths: list[int]) -> None:
+def test_the_law_is_found(loss: Callable[[nn.Module, Any], Tensor], law: LossReduction, lengths: list[int]) -> None:
     """Also where all rows of the batch have equally many labels: in the sample they have not."""
     model, batch = Tagger(), _tokens(lengths)
     assert matching_laws(model, batch, lambda part: loss(model, part)) == {law}
@@ -98,11 +98,11 @@ def test_the_law_is_found(loss: Callable[[nn.Module, Any], Tensor], law: Law, le
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("loss", "law"), LOSSES.values(), ids=LOSSES)
 def test_the_law_is_found_in_half_precision(
-    loss: Callable[[nn.Module, Any], Tensor], law: Law, dtype: torch.dtype
+    loss: Callable[[nn.Module, Any], Tensor], law: LossReduction, dtype: torch.dtype
 ) -> None:
     """Rounding makes losses differ by more than in float32."""
     model, batch = Tagger(dtype=dtype), _tokens(PADDED)
-    assert find_law(model, batch, lambda part: loss(model, part)) is law
+    assert infer_reduction(model, batch, lambda part: loss(model, part)) is law
 
 
 def test_autocast_is_seen_inside_of_the_loss() -> None:
@@ -113,7 +113,7 @@ def test_autocast_is_seen_inside_of_the_loss() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return _token_mean(model, part) * (1 + 1e-4 * (len(part["labels"]) == 1))
 
-    assert find_law(model, batch, loss) is Law.LABELS
+    assert infer_reduction(model, batch, loss) is LossReduction.LABELS
 
 
 @settings(max_examples=40)
@@ -140,7 +140,7 @@ def test_naive_mean_of_padded_parts_is_another_loss() -> None:
         whole = float(_token_mean(model, batch))
         losses = [float(_token_mean(model, part)) for part in split(batch, 2)]
     assert abs(sum(losses) / 2 - whole) > 1
-    weighted = sum(w * x for w, x in zip(weights(Law.LABELS, batch, 2), losses, strict=True))
+    weighted = sum(w * x for w, x in zip(weights(LossReduction.LABELS, batch, 2), losses, strict=True))
     assert weighted == pytest.approx(whole, rel=1e-6)
 
 
@@ -148,14 +148,14 @@ def test_a_part_without_labels_is_not_run() -> None:
     """Its mean is not a number, and so is nothing times it."""
     model, batch = Tagger(), _tokens([0, 0, 5, 3])
     expected = float(_token_mean(model, batch).detach())
-    found = _step(model, batch, 2, weights(Law.LABELS, batch, 2), _token_mean)
-    assert weights(Law.LABELS, batch, 2) == [0.0, 1.0]
+    found = _step(model, batch, 2, weights(LossReduction.LABELS, batch, 2), _token_mean)
+    assert weights(LossReduction.LABELS, batch, 2) == [0.0, 1.0]
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
 def test_without_any_label_the_loss_is_what_it_is_without_parts() -> None:
     model, batch = Tagger(), _tokens([0, 0, 0, 0])
-    assert weights(Law.SHIFTED_LABELS, batch, 2) == [0.5, 0.5]
+    assert weights(LossReduction.SHIFTED_LABELS, batch, 2) == [0.5, 0.5]
     assert math.isnan(_step(model, batch, 2, [0.5, 0.5], _shifted))
 
 
@@ -163,8 +163,8 @@ def test_labels_of_rows_may_be_ignored() -> None:
     """As those of a classifier without a class."""
     model = nn.Sequential(nn.Linear(4, 3))
     batch = {"x": torch.randn(6, 4), "labels": torch.tensor([0, IGNORED, 2, 1, IGNORED, IGNORED])}
-    law = find_law(model, batch, lambda part: F.cross_entropy(model(part["x"]), part["labels"]))
-    assert law is Law.LABELS
+    law = infer_reduction(model, batch, lambda part: F.cross_entropy(model(part["x"]), part["labels"]))
+    assert law is LossReduction.LABELS
     assert weights(law, batch, 3) == [1 / 3, 2 / 3, 0.0]
 
 
@@ -176,7 +176,7 @@ def test_the_law_is_looked_for_again_where_it_matters() -> None:
         calls.append(len(part["labels"]))
         return _token_mean(model, part)
 
-    weighting = Weighting(model)
+    weighting = MicroBatchWeights(model)
     assert weighting.of(_tokens([LENGTH] * 4), 1, loss) == [1.0]
     assert calls == []
     assert weighting.of(_tokens([LENGTH] * 4), 4, loss) == [0.25] * 4
@@ -200,13 +200,13 @@ def test_a_loss_that_weighs_classes_is_no_mean_over_rows() -> None:
 
     generator = torch.Generator().manual_seed(0)
     one = {"x": torch.randn(8, 4, generator=generator), "labels": torch.zeros(8, dtype=torch.int64)}
-    weighting = Weighting(model)
+    weighting = MicroBatchWeights(model)
     assert weighting.of(one, 2, loss) == [0.5, 0.5]
     both = {**one, "labels": torch.tensor([0, 0, 0, 0, 0, 0, 0, 1])}
     with pytest.raises(MicroBatchError):
         weighting.of(both, 2, loss)
     with pytest.raises(MicroBatchError):
-        Weighting(model).of(both, 2, loss)
+        MicroBatchWeights(model).of(both, 2, loss)
 
 
 def test_nothing_is_left_of_the_search() -> None:
@@ -215,7 +215,7 @@ def test_nothing_is_left_of_the_search() -> None:
     model[1].eval()
     batch = (torch.randn(6, 4), torch.tensor([0, IGNORED, 2, 1, 1, 2]))
     before = torch.get_rng_state(), [tensor.clone() for tensor in (*batch, *model.buffers())]
-    find_law(model, batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+    infer_reduction(model, batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
     assert [module.training for module in model.modules()] == [True, True, False, True, True]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert all(map(torch.equal, before[1], (*batch, *model.buffers())))
@@ -236,7 +236,10 @@ def test_distributed_wrappers_exchange_nothing_meanwhile(
         wrapped = nn.parallel.DistributedDataParallel(model)
         exchanged: list[str] = []
         wrapped._sync_buffers = lambda: exchanged.append("buffers")
-        assert find_law(around(wrapped), _tokens(PADDED), lambda part: _token_mean(wrapped, part)) is Law.LABELS
+        assert (
+            infer_reduction(around(wrapped), _tokens(PADDED), lambda part: _token_mean(wrapped, part))
+            is LossReduction.LABELS
+        )
         assert exchanged == []
         _token_mean(wrapped, _tokens(PADDED))
         assert exchanged == ["buffers"]
@@ -247,7 +250,7 @@ def test_distributed_wrappers_exchange_nothing_meanwhile(
 def test_modes_come_back_after_an_error() -> None:
     model = Tagger()
     with pytest.raises(MicroBatchError, match="KeyError"):
-        find_law(model, _tokens(PADDED), lambda part: part["nothing"])
+        infer_reduction(model, _tokens(PADDED), lambda part: part["nothing"])
     assert all(module.training for module in model.modules())
 
 
@@ -276,20 +279,20 @@ def test_losses_that_parts_do_not_have_are_refused(loss: Callable[[nn.Module, An
     model = nn.Linear(4, 5)
     batch = {"images": torch.randn(8, 4), "texts": torch.randn(8, 4)}
     with pytest.raises(MicroBatchError, match=r"loss of 4 rows is .* by the law of sum, .* by the law of rows"):
-        find_law(model, batch, lambda part: loss(model, part))
+        infer_reduction(model, batch, lambda part: loss(model, part))
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_a_loss_that_says_nothing_is_refused(value: float) -> None:
     """All laws agree on zero."""
     with pytest.raises(MicroBatchError, match="not zero"):
-        find_law(Tagger(), _tokens(PADDED), lambda _: torch.tensor(value))
+        infer_reduction(Tagger(), _tokens(PADDED), lambda _: torch.tensor(value))
 
 
 def test_a_loss_for_each_row_is_refused() -> None:
     model = Tagger()
     with pytest.raises(MicroBatchError, match="must be one number"):
-        find_law(model, _tokens(PADDED), lambda part: model(part["input_ids"]).mean((1, 2)))
+        infer_reduction(model, _tokens(PADDED), lambda part: model(part["input_ids"]).mean((1, 2)))
 
 
 def test_memory_that_runs_out_is_not_the_losses_fault() -> None:
@@ -297,7 +300,7 @@ def test_memory_that_runs_out_is_not_the_losses_fault() -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        find_law(Tagger(), _tokens(PADDED), fail)
+        infer_reduction(Tagger(), _tokens(PADDED), fail)
 
 
 def test_only_the_last_part_that_runs_is_exchanged_with_other_processes() -> None:
@@ -338,7 +341,7 @@ def test_gradients_add_up_on_what_is_there() -> None:
             loss = _token_mean(whole, batch)
         scaler.scale(loss).backward()
         with torch.autocast("cpu", torch.bfloat16):
-            _step(cut, batch, 3, weights(Law.LABELS, batch, 3), _token_mean, scaler.scale)
+            _step(cut, batch, 3, weights(LossReduction.LABELS, batch, 3), _token_mean, scaler.scale)
     for one, other in zip(cut.parameters(), whole.parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from daf_core.codecs import (
     BitmaskActivation,
+    ByteCopyActivation,
     NarrowIntActivation,
     PlanesActivation,
-    RectifiedActivation,
-    SignsActivation,
+    ReluOutputActivation,
+    ReluSignsActivation,
     StoredActivation,
-    VerbatimActivation,
 )
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.pager import Pager
@@ -39,14 +39,14 @@ def _planes(values: Tensor, precision: int, pager: Pager, finite: bool = True) -
     return PlanesActivation.encode(values, ROWS, precision, pager, load_backend(CPU), None, finite)
 
 
-def _signs(values: Tensor, pager: Pager) -> SignsActivation:
-    return SignsActivation.encode(values, pager, load_backend(CPU), values._version)
+def _signs(values: Tensor, pager: Pager) -> ReluSignsActivation:
+    return ReluSignsActivation.encode(values, pager, load_backend(CPU), values._version)
 
 
-def _rectified(values: Tensor, precision: int, pager: Pager, finite: bool = True) -> RectifiedActivation | None:
+def _rectified(values: Tensor, precision: int, pager: Pager, finite: bool = True) -> ReluOutputActivation | None:
     """Returns planes together with signs; None where there are no planes."""
     planes = _planes(values, precision, pager, finite)
-    return None if planes is None else RectifiedActivation(_signs(values, pager), planes)
+    return None if planes is None else ReluOutputActivation(_signs(values, pager), planes)
 
 
 def _decoded(stored: StoredActivation | None, like: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_verbatim_gives_every_byte_back(layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     """Whatever lies between or beside the elements."""
     values, pager = layout(normal(*LARGE).to(dtype)), Pager(PagePool(CPU))
-    stored = VerbatimActivation.copy(values, pager)
+    stored = ByteCopyActivation.copy(values, pager)
     assert pager.settle() == -(-values.numel() * values.element_size() // PAGE_BYTES) * PAGE_BYTES
     decoded = torch.full_like(values, 77)
     stored.decode_into(decoded)

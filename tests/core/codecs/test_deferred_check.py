@@ -21,7 +21,7 @@ from daf_core.saved_tensors import backends
 from daf_kernels import PlaneLayout, Seed
 from daf_kernels.backend import PageMemory, Pages
 from daf_kernels.reference.backend import ReferenceBackend
-from daf_kernels.triton.backend import FlagAnswer
+from daf_kernels.triton.backend import AsyncFlag
 from tests.core.harness import LARGE, MODELS, Scale, assert_empty, assert_same, make_model, normal, train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -265,7 +265,7 @@ def test_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for step, batch in enumerate(batches):
         torch.cuda.synchronize()
         if step == len(batches) - 1:  # torch sees no wait for an event
-            monkeypatch.setattr(FlagAnswer, "__bool__", lambda answer: answer.is_known or pytest.fail("waited"))
+            monkeypatch.setattr(AsyncFlag, "__bool__", lambda answer: answer.is_known or pytest.fail("waited"))
             torch.cuda.set_sync_debug_mode("error")
         try:
             with engine.compress():
@@ -281,9 +281,9 @@ def test_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_of_a_gpu() -> None:
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
     torch.cuda._sleep(100_000_000)
-    late = FlagAnswer(flag)
+    late = AsyncFlag(flag)
     assert not late.is_known
     flag.fill_(1)  # after it was asked
     assert late
     assert late.is_known
-    assert not FlagAnswer(flag)
+    assert not AsyncFlag(flag)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine, ReaderError
-from daf_core.codecs import SlopesActivation
+from daf_core.codecs import GeluDerivativeActivation
 from daf_core.codecs.plane_importance import LEVELS
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.precision import calibration
@@ -507,14 +507,14 @@ def test_rehearsal_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes that are tried out are gone with it."""
     model = _Between(F.gelu)
     engine = _engine(model)
-    made: list[weakref.ref[SlopesActivation]] = []
-    create = SlopesActivation.__init__
+    made: list[weakref.ref[GeluDerivativeActivation]] = []
+    create = GeluDerivativeActivation.__init__
 
-    def note(self: SlopesActivation, *args: Any) -> None:
+    def note(self: GeluDerivativeActivation, *args: Any) -> None:
         made.append(weakref.ref(self))
         create(self, *args)
 
-    monkeypatch.setattr(SlopesActivation, "__init__", note)
+    monkeypatch.setattr(GeluDerivativeActivation, "__init__", note)
     _stored(engine, model)
     engine.audit(lambda: _loss(model, 3))
     assert len(made) > 1

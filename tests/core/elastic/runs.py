@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.config import ElasticConfig
-from daf_core.elastic.call_order import CallWatch
+from daf_core.elastic.call_order import ForwardTracer
 from daf_core.elastic.schedule import ElasticStep
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units, registered_calls, units_of
@@ -68,9 +68,9 @@ def assumed_units(model: nn.Module) -> Units:
     return units_of(model, layers_of(model), trained(model), registered_calls(model))
 
 
-def watched(model: nn.Module, forward: Callable[[], object]) -> CallWatch:
+def watched(model: nn.Module, forward: Callable[[], object]) -> ForwardTracer:
     """Runs a forward pass and returns what was seen of it."""
-    watch = CallWatch(model)
+    watch = ForwardTracer(model)
     try:
         forward()
     finally:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.elastic.block_timer import BlockClock, StepTimes
+from daf_core.elastic.block_timer import BlockTimer, StepTimes
 from daf_core.elastic.cost_model import MEMORY, StepCosts
-from daf_core.elastic.freeze import Mask
+from daf_core.elastic.freeze import FrozenUnits
 from daf_core.elastic.units import Units
 from tests.core.elastic.runs import assumed_units, checkpoint, deep_gpt2, make, units_in_order
 from tests.core.elastic.world import World
@@ -156,19 +156,19 @@ class Watched:
             self.model.disable_input_require_grads()
         self.units = assumed_units(self.model)
         self.engine = ActivationEngine(self.model, DAFConfig(precision=precision, audit_every=None))
-        self.mask = Mask(self.units)
+        self.mask = FrozenUnits(self.units)
 
     def step(self, depth: int, passes: int = 1) -> tuple[StepTimes, set[int], int]:
         """Trains from a block on; returns times, units and bytes held before backward."""
         on = {number for number, unit in enumerate(self.units.units) if unit.stage >= depth}
         self.mask.apply(on)
-        clock, held = BlockClock(self.model, self.units.blocks, lambda: self.engine.held_bytes), 0
+        clock, held = BlockTimer(self.model, self.units.blocks, lambda: self.engine.held_bytes), 0
         for _ in range(passes):
             with self.engine.compress():
                 loss = nets._tokens(self.model, nets.tokens(4))
             held = self.engine.held_bytes
             loss.backward()
-        self.mask.lift()
+        self.mask.unfreeze()
         self.engine.finish_step()
         return clock.stop(), on, held
 

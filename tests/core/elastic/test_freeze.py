@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daf_core.elastic.freeze import STALE, Mask, forget_momentum
+from daf_core.elastic.freeze import STALE, FrozenUnits, forget_momentum
 from tests.core.elastic.runs import Run, assumed_units, deep_gpt2, depth_of, trained
 from tests.core.plan import nets
 
@@ -36,7 +36,7 @@ def copies(parameters: list[nn.Parameter]) -> list[Tensor]:
 def test_what_is_off_does_not_move(kind: str, to_none: bool) -> None:
     model = deep_gpt2(4)
     units = assumed_units(model)
-    optimizer, mask = OPTIMIZERS[kind](trained(model)), Mask(units)
+    optimizer, mask = OPTIMIZERS[kind](trained(model)), FrozenUnits(units)
     backward(model)
     optimizer.step()  # momenta
     optimizer.zero_grad(set_to_none=to_none)
@@ -49,7 +49,7 @@ def test_what_is_off_does_not_move(kind: str, to_none: bool) -> None:
         optimizer.zero_grad(set_to_none=to_none)
     assert all(map(torch.equal, before, off))
     assert not any(map(torch.equal, on, units.units[0].parameters))
-    mask.lift()
+    mask.unfreeze()
     backward(model)
     optimizer.step()
     assert not any(map(torch.equal, before, off))
@@ -76,13 +76,13 @@ def test_what_steps_do_not_train_does_not_move(to_none: bool) -> None:
 def test_apply_takes_the_place_of_what_was_before() -> None:
     model = deep_gpt2(3)
     units = assumed_units(model)
-    mask = Mask(units)
+    mask = FrozenUnits(units)
     for on in ({0}, {2}, {0, 1, 2}, set[int](), {1}):
         mask.apply(on)
         for number, unit in enumerate(units.units):
             assert all(parameter.requires_grad == (number in on) for parameter in unit.parameters)
     frozen = [each for name, each in model.named_parameters() if "lora" not in name]
-    mask.lift()
+    mask.unfreeze()
     assert all(parameter.requires_grad for unit in units.units for parameter in unit.parameters)
     assert not any(parameter.requires_grad for parameter in frozen)
 

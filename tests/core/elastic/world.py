@@ -9,7 +9,7 @@ import numpy as np
 from daf_core.config import ElasticConfig
 from daf_core.elastic.block_timer import StepTimes
 from daf_core.elastic.cost_model import StepCosts
-from daf_core.elastic.schedule import Choice, Course
+from daf_core.elastic.schedule import Choice, StepSchedule
 from daf_core.elastic.units import Units
 
 
@@ -76,7 +76,7 @@ class Simulation:
         self.world, self.config = world, ElasticConfig(**config)
         self.gains = [1.0] * len(world.units.units) if gains is None else gains
         self.costs = StepCosts(world.units, [1] * len(world.units.blocks))
-        self.course = Course(world.units, self.costs, self.config)
+        self.course = StepSchedule(world.units, self.costs, self.config)
         self.done: list[Choice] = []
         self.plans = 0
 

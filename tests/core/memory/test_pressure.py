@@ -11,7 +11,7 @@ from torch import Tensor
 
 from daf_core import ActivationBudgetError
 from daf_core.codecs.planes import PlanesActivation
-from daf_core.codecs.relu_output import RectifiedActivation
+from daf_core.codecs.relu_output import ReluOutputActivation
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_kernels import planes_for
 from tests.core.harness import (
@@ -99,7 +99,7 @@ def test_min_precision_is_respected(name: str, least: Any) -> None:
 
 def _collect_planes(stored: Any, into: list[PlanesActivation]) -> None:
     """Keeps the planes inside a stored activation, once: what is shared comes again."""
-    planes = stored.values if isinstance(stored, RectifiedActivation) else stored
+    planes = stored.values if isinstance(stored, ReluOutputActivation) else stored
     if isinstance(planes, PlanesActivation) and not any(planes is other for other in into):
         into.append(planes)
 

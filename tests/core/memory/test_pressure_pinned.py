@@ -154,7 +154,7 @@ def test_rehearsal_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model, 4, memory_budget="1MB")
     page_bytes: list[int] = []
     monkeypatch.setattr(devices, "host_memory_of", lambda device, size: page_bytes.append(size))
-    with engine.rehearse(lambda: loss_of(model, 0)):
+    with engine.probe_pass(lambda: loss_of(model, 0)):
         assert page_bytes == []
     forward(engine, model, loss_of)
     assert page_bytes == [PAGE_BYTES]

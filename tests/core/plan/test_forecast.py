@@ -12,7 +12,7 @@ from daf_core.model.treatments import Treatments
 from daf_core.plan.cost.costs import Treatment
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile
-from daf_core.plan.cost.simulate import play
+from daf_core.plan.cost.simulate import simulate
 from daf_core.plan.observe.meter import TensorMeter
 from tests.core.plan import nets
 
@@ -38,7 +38,7 @@ def profiled() -> tuple[torch.nn.Module, Profile]:
 def test_memory_of_mixed_treatments(profiled: tuple[torch.nn.Module, Profile], letters: str, rows: int) -> None:
     model, profile = profiled
     treatments = [LETTERS[letter] for letter in letters]
-    forecast = play(profile.at(rows, 4), treatments)
+    forecast = simulate(profile.at(rows, 4), treatments)
     outside, *inside = treatments
     engine = ActivationEngine(model, DAFConfig(precision=4, packing="device"))
     kept = {name: not treatment.packs for name, treatment in zip(profile.names, inside, strict=True)}

@@ -11,7 +11,7 @@ import pytest
 from daf_core import DAFConfig
 from daf_core.plan.cost.costs import Costs, Treatment
 from daf_core.plan.cost.profile import planned_bits
-from daf_core.plan.cost.simulate import play
+from daf_core.plan.cost.simulate import simulate
 from daf_core.plan.search.planner import MARGIN, SEARCHED, SPLITTING, BatchSize, Plan, find_plan, least_budget
 
 MB = 1 << 20
@@ -84,7 +84,7 @@ def test_plans_keep_budgets_and_smaller_ones_take_longer(options: dict[str, Any]
         assert weighted >= seconds.get(plan.bits, 0) * (1 - 1e-9)
         seconds[plan.bits] = weighted
         costs = profile.at(BatchSize(rows).of_part(plan.parts), plan.bits)
-        again = play(costs, [plan.outside, *(plan.blocks[block] for block in profile.calls)])
+        again = simulate(costs, [plan.outside, *(plan.blocks[block] for block in profile.calls)])
         assert again.peak_bytes <= plan.forecast.peak_bytes, "what is left goes to more bits"
         assert plan.activation_budget >= plan.forecast.held_bytes
         left = int(least * share) - plan.forecast.peak_bytes

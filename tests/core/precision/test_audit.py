@@ -119,7 +119,7 @@ class TestMeasuredError:
         for step in range(4):
             stored = engine._passes.last.precisions
             torch.manual_seed(step)
-            with engine.rehearse(lambda step=step: loss_of(model, step)) as rehearsal:
+            with engine.probe_pass(lambda step=step: loss_of(model, step)) as rehearsal:
                 expected = rehearsal.compare(stored) if stored else None
             torch.manual_seed(step)
             assert _audited_step(engine, lambda step=step: loss_of(model, step)) == expected

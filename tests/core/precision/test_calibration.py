@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
 from daf_core.precision import calibration
 from daf_core.precision.calibration import calibrate
-from daf_core.precision.probe import Rehearsal
+from daf_core.precision.probe import ProbePass
 from tests.core.harness import LARGE, Loss, assert_same, engine_for, make_model, normal, trainable
 
 MEASURED = ["transformer", "convnet", "mlp"]
@@ -35,8 +35,8 @@ def _trained(name: str, steps: int) -> tuple[nn.Module, Loss]:
 
 
 @contextmanager
-def _rehearsal(model: nn.Module, loss: Callable[[], Tensor]) -> Generator[Rehearsal]:
-    with engine_for(model, "auto", audit_every=None).rehearse(loss) as rehearsal:
+def _rehearsal(model: nn.Module, loss: Callable[[], Tensor]) -> Generator[ProbePass]:
+    with engine_for(model, "auto", audit_every=None).probe_pass(loss) as rehearsal:
         yield rehearsal
 
 
@@ -48,7 +48,7 @@ def _total(errors: SiteErrors, bits: int) -> float:
     return sum(error**2 for error in _at(errors, bits)) ** 0.5
 
 
-def _truth(rehearsal: Rehearsal, errors: SiteErrors, bits: int) -> list[float]:
+def _truth(rehearsal: ProbePass, errors: SiteErrors, bits: int) -> list[float]:
     return [rehearsal.compare({site: bits}).error for site in errors]
 
 
@@ -57,13 +57,13 @@ def _rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     return float(np.corrcoef(np.stack(ranks))[0, 1])
 
 
-def _calibrated(rehearsal: Rehearsal) -> SiteErrors:
+def _calibrated(rehearsal: ProbePass) -> SiteErrors:
     found = calibrate(rehearsal)
     assert found is not None
     return found.errors
 
 
-def _assert_close_to_the_truth(rehearsal: Rehearsal, factor: float = 2.0) -> None:
+def _assert_close_to_the_truth(rehearsal: ProbePass, factor: float = 2.0) -> None:
     """Fails unless the sites' predicted errors together are within a factor of what is measured with all of them.
 
     Errors nearly as long as the gradient are beyond what adds up in squares.

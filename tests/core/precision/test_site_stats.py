@@ -14,7 +14,7 @@ from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.growth import AdaptiveGrowth
 from daf_core.memory.pages.pool import PagePool
-from daf_core.precision.site_stats import Census
+from daf_core.precision.site_stats import SiteStatistics
 from daf_kernels import load_backend
 from tests.core.harness import LARGE, normal
 from tests.core.leases import PAGE
@@ -39,18 +39,18 @@ def _stored(pager: Pager, precision: int) -> PlanesActivation:
     return stored
 
 
-def _precisions(census: Census) -> dict[Site, int | None]:
+def _precisions(census: SiteStatistics) -> dict[Site, int | None]:
     return dict(census.precisions())
 
 
 def test_nothing_was_stored() -> None:
     """An empty pass has no sites and holds nothing."""
-    assert (Census().sizes, Census().precisions(), Census().held_bytes) == ({}, {}, 0)
+    assert (SiteStatistics().sizes, SiteStatistics().precisions(), SiteStatistics().held_bytes) == ({}, {}, 0)
 
 
 def test_sizes_add_up_by_site() -> None:
     """A module that is called twice takes the bytes of both calls; other sites count for themselves."""
-    census = Census()
+    census = SiteStatistics()
     for site, sizes in ((HERE, SIZES), (THERE, (10,) * 6), (HERE, (100,) * 6)):
         census.add(site, sizes)
     assert census.sizes == {HERE: [101, 102, 103, 104, 105, 106], THERE: [10] * 6}
@@ -58,7 +58,7 @@ def test_sizes_add_up_by_site() -> None:
 
 def test_sizes_that_were_given_stay_as_they_are() -> None:
     """Codecs hand out the same list every time."""
-    sizes, census = list(SIZES), Census()
+    sizes, census = list(SIZES), SiteStatistics()
     for _ in range(3):
         census.add(HERE, sizes)
     assert sizes == list(SIZES)
@@ -69,7 +69,7 @@ def test_sizes_that_were_given_stay_as_they_are() -> None:
 @pytest.mark.parametrize("places", [*itertools.permutations(range(3))], ids=str)
 def test_fewest_bits_of_a_site_count(places: tuple[int, ...], fewest: int) -> None:
     """In whatever order they were stored; other sites do not matter."""
-    pager, census = _pager(), Census()
+    pager, census = _pager(), SiteStatistics()
     kept = [_stored(pager, precision) for precision in (*((8, fewest, 4)[place] for place in places), 1)]
     for site, stored in zip((HERE, HERE, HERE, THERE), kept, strict=True):
         census.add(site, SIZES, stored)
@@ -79,7 +79,7 @@ def test_fewest_bits_of_a_site_count(places: tuple[int, ...], fewest: int) -> No
 @pytest.mark.parametrize("precision", LEVELS)
 def test_bits_of_a_single_activation(precision: int) -> None:
     """0 bits, of which the means of scaling groups are left, are fewer than 1, not exact."""
-    census = Census()
+    census = SiteStatistics()
     stored = _stored(_pager(), precision)
     census.add(HERE, SIZES, stored)
     assert _precisions(census) == {HERE: precision}
@@ -87,7 +87,7 @@ def test_bits_of_a_single_activation(precision: int) -> None:
 
 def test_activation_that_stays_as_it_is_is_exact() -> None:
     """None is more than 8 bits."""
-    census = Census()
+    census = SiteStatistics()
     census.add(HERE, SIZES)
     census.add(HERE, SIZES, None)
     assert _precisions(census) == {HERE: None}
@@ -98,7 +98,7 @@ def test_activation_that_stays_as_it_is_is_exact() -> None:
 @pytest.mark.parametrize("precision", [0, 4])
 def test_exact_beside_coded(exact_first: bool, precision: int) -> None:
     """The coded one has fewer bits."""
-    census, stored = Census(), _stored(_pager(), precision)
+    census, stored = SiteStatistics(), _stored(_pager(), precision)
     for occurrence in (None, stored) if exact_first else (stored, None):
         census.add(HERE, SIZES, occurrence)
     assert _precisions(census) == {HERE: precision}
@@ -106,7 +106,7 @@ def test_exact_beside_coded(exact_first: bool, precision: int) -> None:
 
 def test_planes_that_were_dropped_since_do_not_count() -> None:
     """What is left now is asked for, not what was stored: the budget takes planes when later activations come."""
-    pager, census = _pager(), Census()
+    pager, census = _pager(), SiteStatistics()
     stored = _stored(pager, 8)
     census.add(HERE, SIZES, stored)
     before = census.held_bytes
@@ -118,7 +118,7 @@ def test_planes_that_were_dropped_since_do_not_count() -> None:
 
 def test_activations_are_not_kept_alive() -> None:
     """A graph that goes gives its pages back, and its bytes count no more; what is left counts on."""
-    pager, census = _pager(), Census()
+    pager, census = _pager(), SiteStatistics()
     kept = [_stored(pager, 4), _stored(pager, 8)]
     for stored in kept:
         census.add(HERE, SIZES, stored)

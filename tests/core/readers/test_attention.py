@@ -307,7 +307,7 @@ def test_a_rehearsal_measures_the_error_that_training_has() -> None:
         query, key, value = (part.unflatten(-1, (4, 64)).transpose(1, 2) for part in model(x).chunk(3, -1))
         return (F.scaled_dot_product_attention(query * 2, key * 2, value) * normal(2, 4, 128, 64)).sum()
 
-    with engine.rehearse(loss) as rehearsal:
+    with engine.probe_pass(loss) as rehearsal:
         assert engine.config.precision == "auto"
         errors = [rehearsal.compare({site: bits for site, _ in rehearsal.activations}).error for bits in (8, 2)]
     assert errors[0] < 0.2

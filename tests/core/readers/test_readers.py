@@ -94,7 +94,7 @@ def test_what_leads_to_a_pole_stays_exact_from_the_beginning(head: Head, precisi
 def test_a_rehearsal_knows_it_before_the_first_pass(head: Head) -> None:
     net, x = Net(head), normal(ROWS, TOKENS, WIDTH)
     engine = ActivationEngine(net, DAFConfig(precision=4))
-    with engine.rehearse(lambda: net(x[:2])) as rehearsal:
+    with engine.probe_pass(lambda: net(x[:2])) as rehearsal:
         del rehearsal
     net(x).backward()
     exact = gradient(net)

@@ -153,7 +153,7 @@ def test_divisors_of_rows_are_statistics_in_batches_of_any_size(audited: bool) -
         return (y / y.norm(dim=-1, keepdim=True))[:, :8].sin().mean()
 
     if audited:
-        with engine.rehearse(lambda: loss(600)) as rehearsal:
+        with engine.probe_pass(lambda: loss(600)) as rehearsal:
             del rehearsal
     for rows in (64, 5000, 100, 6000):
         net.zero_grad()

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from daf_core import ConfigError, DAFConfig, ModifiedInPlaceError, ReaderError
-from daf_core.model.forward_patch import ForwardWrapper
+from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites import chunked_loss
 from daf_core.rewrites.base import Undo
 from daf_core.rewrites.lazy_logits import LazyLogits
@@ -77,7 +77,7 @@ def with_hook() -> nn.Module:
 
 def with_own_forward() -> nn.Module:
     model = gpt2()
-    ForwardWrapper(model.lm_head, lambda forward, args, kwargs: forward(*args, **kwargs))
+    ForwardPatch(model.lm_head, lambda forward, args, kwargs: forward(*args, **kwargs))
     return model
 
 

@@ -19,7 +19,7 @@ from tests.core.links import LateLink
 CPU, META, GPU = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("use", [ActivationEngine.compress, lambda engine: engine.rehearse(pytest.fail)])
+@pytest.mark.parametrize("use", [ActivationEngine.compress, lambda engine: engine.probe_pass(pytest.fail)])
 def test_a_model_that_loses_its_values_later(use: Any) -> None:
     """Said when it is used next, before anything runs."""
     model, loss_of = make_model("mlp")
@@ -54,7 +54,7 @@ def test_each_device_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_host_packs_for_itself_and_for_what_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for a GPU unless that is asked for, nor for a device that the model has left."""
     monkeypatch.setattr(backends, "load_backend", lambda *_: ReferenceBackend())
-    monkeypatch.setattr(backends, "host_link", lambda device: LateLink() if device == META else None)
+    monkeypatch.setattr(backends, "host_bridge", lambda device: LateLink() if device == META else None)
     model = nn.Linear(4, 4)
     alone, linked = Backends(model, DAFConfig()), Backends(model, DAFConfig(packing="workers"))
     assert (alone.packs_on_host, linked.packs_on_host) == (True, True)
@@ -67,7 +67,7 @@ def test_host_packs_for_itself_and_for_what_is_linked(monkeypatch: pytest.Monkey
 
 def test_pagers_know_links_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "load_backend", lambda *_: ReferenceBackend())
-    monkeypatch.setattr(backends, "host_link", lambda device: LateLink() if device == META else None)
+    monkeypatch.setattr(backends, "host_bridge", lambda device: LateLink() if device == META else None)
     model = nn.Linear(4, 4)
     engine = ActivationEngine(model, DAFConfig(packing="workers"))
     model.to(META)

@@ -13,7 +13,7 @@ from daf_core import ActivationBudgetError, DAFConfig, ModifiedInPlaceError
 from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.precision.policy import PrecisionPolicy
-from daf_core.saved_tensors.pending import Flight
+from daf_core.saved_tensors.pending import PackJob
 from tests.core import pressure
 from tests.core.harness import (
     LARGE,
@@ -32,7 +32,7 @@ from tests.core.paces import PACES
 
 @pytest.mark.parametrize("precision", [8, 4, 2, 1, "auto"])
 @pytest.mark.parametrize("name", ["transformer", "convnet", "rnn"])
-def test_same_training(name: str, precision: Any, sent: list[Flight]) -> None:
+def test_same_training(name: str, precision: Any, sent: list[PackJob]) -> None:
     """Losses, gradients, weights and torch's random numbers of three steps, bit by bit."""
     model, loss = make_model(name)
     expected = train(model, loss, DAFConfig(precision=precision, packing="device"))
@@ -121,7 +121,7 @@ def _with(value: float) -> Tensor:
 @pytest.mark.usefixtures("pace")
 @pytest.mark.parametrize("budget", [None, 64 << 10, "1GB"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_not_finite_is_kept_as_it_is(value: float, budget: Any, sent: list[Flight]) -> None:
+def test_not_finite_is_kept_as_it_is(value: float, budget: Any, sent: list[PackJob]) -> None:
     """It is known late, and then the same is held and given back as if it had been known at once."""
     results, held, stored = [], [], []
     for packing in ("device", "workers"):
@@ -175,7 +175,7 @@ def test_storage_that_is_kept_already_counts_once() -> None:
     assert_empty(engine)
 
 
-def test_slopes_are_sent_off(monkeypatch: pytest.MonkeyPatch, sent: list[Flight]) -> None:
+def test_slopes_are_sent_off(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """Codes for a GELU too; not finite inputs of one stay as they are."""
     monkeypatch.setattr(PrecisionPolicy, "takes_slopes", lambda policy, site: site.op == "leaf")
     for value in (0.0, float("inf")):
@@ -197,7 +197,7 @@ def test_slopes_are_sent_off(monkeypatch: pytest.MonkeyPatch, sent: list[Flight]
     assert len(sent) == 4  # what replaces the infinity saves its input too
 
 
-def test_result_of_a_relu_is_sent_off(sent: list[Flight]) -> None:
+def test_result_of_a_relu_is_sent_off(sent: list[PackJob]) -> None:
     """Its signs are taken at once; if its values are not finite, those are kept and the signs are not."""
     for value in (1.0, float("inf")):
         held, stored, results = [], [], []

@@ -13,7 +13,7 @@ from daf_core import ActivationEngine, ConfigError, DAFConfig
 from daf_core.saved_tensors import background_choice
 from daf_core.saved_tensors.backends import Backends
 from daf_core.saved_tensors.background_choice import MOST_THREADS, TRIALS, WARM_UP, PackingChoice
-from daf_core.saved_tensors.pending import Flight
+from daf_core.saved_tensors.pending import PackJob
 from tests.core.harness import LARGE, Scale, assert_same, engine_for, make_model, normal, train
 
 
@@ -78,7 +78,7 @@ def test_models_elsewhere_have_no_background(packing: str, monkeypatch: pytest.M
 
 
 def test_reference_kernels_run_in_the_background_where_it_is_asked_for(
-    sent: list[Flight], monkeypatch: pytest.MonkeyPatch
+    sent: list[PackJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And give the same. They are torch's operations, and would bring a second team of its threads along."""
     monkeypatch.setattr(background_choice, "idle_cores", lambda: 1)
@@ -90,7 +90,7 @@ def test_reference_kernels_run_in_the_background_where_it_is_asked_for(
     assert sent
 
 
-def test_auto_tries_both(sent: list[Flight], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_tries_both(sent: list[PackJob], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine, pass by pass, with the same result."""
     monkeypatch.setattr(background_choice, "idle_cores", lambda: 1)
     engine, values = engine_for(model := Scale(), 4), []

@@ -17,7 +17,7 @@ from daf_core.codecs import PlanesActivation
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
-from daf_core.saved_tensors.pending import Flight, InFlight
+from daf_core.saved_tensors.pending import PackJob, PendingActivation
 from daf_core.saved_tensors.saved_tensor import SavedTensor
 from tests.core import pressure
 from tests.core.harness import (
@@ -47,7 +47,7 @@ def flying_bytes(engine: ActivationEngine) -> int:
     return background_of(engine)._window_bytes
 
 
-def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, sent: list[Flight]) -> None:
+def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """Tensors that are kept for packing alone are held too: with the pages they never exceed the budget."""
     late(monkeypatch)
     model, loss_of = pressure.make_model("encoder")
@@ -56,7 +56,7 @@ def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, sent: 
     seen: list[int] = []
     send = BackgroundPacker.send
 
-    def watch(self: BackgroundPacker, saved: SavedTensor) -> InFlight:
+    def watch(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
         found = send(self, saved)
         seen.append(self._window_bytes + pager_of(engine).held_bytes)
         return found
@@ -67,7 +67,7 @@ def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, sent: 
     assert len(sent) > 1
 
 
-def test_few_bytes_are_in_flight(monkeypatch: pytest.MonkeyPatch, sent: list[Flight]) -> None:
+def test_few_bytes_are_in_flight(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """Without a budget too; what is too large by itself is packed where it is saved."""
     monkeypatch.setattr(background, "IN_FLIGHT_BYTES", 100_000)
     late(monkeypatch)
@@ -81,7 +81,7 @@ def test_few_bytes_are_in_flight(monkeypatch: pytest.MonkeyPatch, sent: list[Fli
     assert [flight.size for flight in sent] == [32_768, 32_768, 32_768, 76_800, 32_768]
 
 
-def test_tensor_is_kept_alive_until_it_is_packed_and_no_longer(sent: list[Flight]) -> None:
+def test_tensor_is_kept_alive_until_it_is_packed_and_no_longer(sent: list[PackJob]) -> None:
     """The memory is free for others before the forward pass ends."""
     model = Scale()
     engine = engine_for(model, 4, packing="workers")
@@ -163,7 +163,7 @@ def test_graph_that_dies_in_the_pass(made: str) -> None:
     assert made != "leaf" or found[0] == found[1]
 
 
-def test_graph_in_flight_is_let_go_with_the_pass(sent: list[Flight]) -> None:
+def test_graph_in_flight_is_let_go_with_the_pass(sent: list[PackJob]) -> None:
     """The tensor itself is never kept, and the graph behind it not beyond the pass."""
     engine = engine_for(model := nn.Linear(64, 64), 4, packing="workers")
     with Gate() as gate, engine.compress():
@@ -180,7 +180,7 @@ class _Broken(RuntimeError):
     pass
 
 
-def test_exception_in_the_forward_pass_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sent: list[Flight]) -> None:
+def test_exception_in_the_forward_pass_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """No thread runs, no page is leased and no tensor kept when it reaches the caller."""
     late(monkeypatch)
     model = Scale()
@@ -268,7 +268,7 @@ def packing_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "daf-pack"]
 
 
-def test_many_small_steps(sent: list[Flight]) -> None:
+def test_many_small_steps(sent: list[PackJob]) -> None:
     """No page, byte or thread is lost over 300 steps."""
     model = Scale()
     engine = engine_for(model, 4, packing="workers", memory_budget="400KB")
@@ -314,7 +314,7 @@ def test_many_threads_save_at_once() -> None:
     pager_of(engine).check()
 
 
-def test_a_pass_that_saves_nothing_starts_no_thread(sent: list[Flight]) -> None:
+def test_a_pass_that_saves_nothing_starts_no_thread(sent: list[PackJob]) -> None:
     """Nor does evaluation, or a rehearsal."""
     engine = engine_for(model := Scale(), 4, packing="workers")
     with engine.compress(), torch.no_grad():

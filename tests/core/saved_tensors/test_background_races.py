@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from daf_core.codecs.relu_signs import RELU
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.derive import Derivation
-from daf_core.saved_tensors.pending import Flight
+from daf_core.saved_tensors.pending import PackJob
 from daf_core.saved_tensors.saved_tensor import SavedTensor
 from daf_core.saved_tensors.store import ActivationStore
 from tests.core.harness import LARGE, Scale, assert_empty, engine_for, normal
@@ -158,7 +158,7 @@ def test_backward_inside_the_scope_frees_what_packing_looks_at(threads: str) -> 
     assert stored[0]["normalized"] == 1
 
 
-def test_interrupt_while_waiting_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sent: list[Flight]) -> None:
+def test_interrupt_while_waiting_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """Not even the graph behind the tensor that was waited for."""
     engine = engine_for(model := Scale(), 8, packing="workers")
     wait = BackgroundPacker._wait

@@ -12,7 +12,7 @@ from torch import Tensor
 from daf_core.codecs import ProductActivation, RawActivation
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.readers import table
-from daf_core.saved_tensors.dedup import SharingTable, sharing_key
+from daf_core.saved_tensors.dedup import StorageTable, sharing_key
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -258,7 +258,7 @@ def test_sharing_lowers_what_a_transformer_holds() -> None:
 def test_table_that_another_thread_clears_gives_no_address_to_two_storages() -> None:
     """The pass of another thread may end while a tensor is being encoded."""
     factor = RawActivation(normal(*LARGE), None)
-    table, stored = SharingTable(), ProductActivation(factor, factor)
+    table, stored = StorageTable(), ProductActivation(factor, factor)
     for _ in range(50):  # one of the next storages takes the place of the first
         tensor = normal(*LARGE)
         key = sharing_key(tensor, geometry_of(tuple(tensor.shape), tuple(tensor.stride())))

@@ -21,8 +21,8 @@ from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.readers.waiting import EXACT_MODE
 from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
-from daf_core.saved_tensors.classify import Form
-from daf_core.saved_tensors.pending import Flight, InFlight
+from daf_core.saved_tensors.classify import TensorKind
+from daf_core.saved_tensors.pending import PackJob, PendingActivation
 from daf_core.saved_tensors.saved_tensor import SavedTensor, note
 from daf_kernels.reference.backend import ReferenceBackend
 from tests.core import pressure
@@ -160,7 +160,7 @@ def test_result_of_a_relu_stays_on_the_device(link: LateLink) -> None:
     assert_empty(engine)
 
 
-def test_tensor_is_kept_until_it_is_packed_and_no_longer(link: LateLink, sent: list[Flight]) -> None:
+def test_tensor_is_kept_until_it_is_packed_and_no_longer(link: LateLink, sent: list[PackJob]) -> None:
     engine = engine_for(model := Scale(), 4, packing="workers")
     backward(model, lambda model, _: model(normal(*LARGE)).sum(), engine)  # values wait until their reader is known
     sent.clear()
@@ -213,7 +213,7 @@ def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> Non
     seen: list[int] = []
     send = BackgroundPacker.send
 
-    def watch(self: BackgroundPacker, saved: SavedTensor) -> InFlight:
+    def watch(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
         found = send(self, saved)
         seen.append(self._window_bytes + pager_of(engine).held_bytes)
         return found
@@ -250,7 +250,9 @@ def test_all_that_flies_is_of_one_device() -> None:
     packer = BackgroundPacker(lambda saved: RawActivation(saved.tensor, None), lambda: None, pagers)
     flying = []
     for device in ("cpu", "cpu", "meta", "meta", "cpu"):
-        saved = note(torch.empty(*LARGE, device=device), Form.RAW, Site("", "leaf", 0), EXACT_MODE, ModuleScopes())
+        saved = note(
+            torch.empty(*LARGE, device=device), TensorKind.RAW, Site("", "leaf", 0), EXACT_MODE, ModuleScopes()
+        )
         assert packer.admits(saved)
         packer.send(saved)
         flying.append(len(packer._window))
@@ -270,7 +272,7 @@ def test_change_in_place_is_an_error(link: LateLink) -> None:
     assert link.copied
 
 
-def test_packing_on_the_device_needs_no_link(link: LateLink, sent: list[Flight]) -> None:
+def test_packing_on_the_device_needs_no_link(link: LateLink, sent: list[PackJob]) -> None:
     engine = engine_for(model := Scale(), 4, packing="device")
     with engine.compress():
         model(normal(*LARGE))
@@ -279,7 +281,7 @@ def test_packing_on_the_device_needs_no_link(link: LateLink, sent: list[Flight])
     assert not link.reserved
 
 
-def test_auto_is_packing_on_the_device(link: LateLink, monkeypatch: pytest.MonkeyPatch, sent: list[Flight]) -> None:
+def test_auto_is_packing_on_the_device(link: LateLink, monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """Whether the host is faster is seen in backward too, which reads its memory, and was never measured."""
     monkeypatch.setattr("daf_core.saved_tensors.background_choice.idle_cores", lambda: 1)
     engine = engine_for(model := Scale(), 4)

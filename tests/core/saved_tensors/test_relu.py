@@ -339,7 +339,7 @@ def test_rehearsal(name: str) -> None:
     model.eval()
     engine = engine_for(model, 8)
     plain = backward(model, _loss_of(shape))
-    with engine.rehearse(lambda: _loss_of(shape)(model, 0)) as rehearsal:
+    with engine.probe_pass(lambda: _loss_of(shape)(model, 0)) as rehearsal:
         assert_same([gradient for gradient in rehearsal.gradients({}) if gradient is not None], plain)
         assert rehearsal.compare({site: 8 for site, _ in rehearsal.activations}).error < 0.02
     model.train()

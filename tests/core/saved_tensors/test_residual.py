@@ -164,7 +164,7 @@ def test_rehearsal(layout: torch.memory_format, short: bool) -> None:
 
     plain = torch.autograd.grad(loss_of(), trainable(net), allow_unused=True)
     engine = engine_for(net, 8)
-    with engine.rehearse(loss_of) as rehearsal:
+    with engine.probe_pass(loss_of) as rehearsal:
         exact = rehearsal.gradients({})
         eight = rehearsal.compare({site: 8 for site, _ in rehearsal.activations})
         reads = rehearsal.take_reads()

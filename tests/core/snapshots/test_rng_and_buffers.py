@@ -191,7 +191,7 @@ def _train(
 
 
 def _rehearse(engine: ActivationEngine, loss: Callable[[], Tensor]) -> None:
-    with engine.rehearse(loss) as rehearsal:
+    with engine.probe_pass(loss) as rehearsal:
         assert rehearsal.compare({site: 2 for site, _ in rehearsal.activations}).error > 0
 
 
@@ -200,13 +200,13 @@ def _fail(engine: ActivationEngine, loss: Callable[[], Tensor]) -> None:
         loss()
         raise Failure
 
-    with pytest.raises(Failure), engine.rehearse(run):
+    with pytest.raises(Failure), engine.probe_pass(run):
         pytest.fail("there is no loss")
 
 
 def _audit(engine: ActivationEngine, loss: Callable[[], Tensor]) -> None:
     engine.audit(loss)
-    with engine.rehearse(loss) as rehearsal:
+    with engine.probe_pass(loss) as rehearsal:
         assert calibrate(rehearsal)
 
 

@@ -167,8 +167,8 @@ class TestOutput:
         loop.accelerator.prepare(loop.model)
         loop.train(2)
         assert capsys.readouterr().out == ""
-        training.say_endings()
-        training.say_endings()
+        training.print_exit_summaries()
+        training.print_exit_summaries()
         assert capsys.readouterr().out.count("saved activations    ") == 1
 
     def test_a_run_without_compression_ends_with_a_warning(
@@ -180,7 +180,7 @@ class TestOutput:
             loop.model.base_model(**batch).loss.backward()
             loop.optimizer.step()
         capsys.readouterr()
-        training.say_endings()
+        training.print_exit_summaries()
         assert "the whole run" in daf_records(caplog)[-1].message
         assert capsys.readouterr().out == ""
 
@@ -277,7 +277,7 @@ class TestTrainer:
         [record] = daf_records(caplog)
         assert "compressed by another DAF scope" in record.message
         capsys.readouterr()
-        training.say_endings()
+        training.print_exit_summaries()
         assert capsys.readouterr().out == ""
         assert len(daf_records(caplog)) == 1
 

@@ -370,7 +370,7 @@ class TestEnding:
         optimizer = adam(model)
         for _ in range(4):
             optimizer.step()
-        training.say_endings()
+        training.print_exit_summaries()
         early, late = daf_records(caplog)
         assert early.levelno == late.levelno == logging.WARNING
         assert "compressed nothing in 3 optimizer steps" in early.message
@@ -382,13 +382,13 @@ class TestEnding:
         daf.prepare(roberta(), precision=4)
         with monkeypatch.context() as child:
             child.setattr(training.os, "getpid", lambda: -1)
-            training.say_endings()
+            training.print_exit_summaries()
         assert daf_records(caplog) == []
 
     def test_says_nothing_of_a_run_that_went_well(
         self, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
     ) -> None:
         train(daf.prepare(roberta(), precision=4), 1)
-        training.say_endings()
+        training.print_exit_summaries()
         assert daf_records(caplog) == []
         assert capsys.readouterr().out == ""
