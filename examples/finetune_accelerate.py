@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from classifier_options import load_tokenizer, packaged_encoder
-from command_line import positive
 from peft import LoraConfig, TaskType, get_peft_model
-from stdlib_text import stdlib_task
-from text_task import LabelledTexts
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, get_linear_schedule_with_warmup
+
+from support.classifier_options import load_tokenizer, packaged_encoder
+from support.command_line import positive
+from support.stdlib_text import stdlib_task
+from support.text_task import LabelledTexts
 
 
 def loader(rows: LabelledTexts, tokenizer: Any, options: argparse.Namespace, shuffle: bool) -> DataLoader[Any]:

@@ -12,14 +12,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from classifier_data import load_task
-from classifier_options import load_tokenizer, packaged_encoder
-from command_line import InputError, positive
-from finetune_text_classifier import TokenizedTexts, accuracy, training_arguments
 from peft import LoraConfig, TaskType, get_peft_model
 from rich.console import Console
 from rich.table import Table
-from text_task import TextTask
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerBase,
@@ -29,6 +24,11 @@ from transformers import (
 )
 
 from daf_integrations import DAFCallback
+from finetune_text_classifier import TokenizedTexts, accuracy, training_arguments
+from support.classifier_data import load_task
+from support.classifier_options import load_tokenizer, packaged_encoder
+from support.command_line import InputError, positive
+from support.text_task import TextTask
 
 BATCH, SEQ = 32, 64
 

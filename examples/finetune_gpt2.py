@@ -13,9 +13,7 @@ import tempfile
 from collections.abc import Sequence
 
 import torch
-from command_line import PRECISIONS, InputError, loading, positive, precision
 from peft import LoraConfig, TaskType, get_peft_model
-from stdlib_text import stdlib_corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -30,6 +28,8 @@ from transformers import (
 )
 
 from daf_integrations import DAFCallback
+from support.command_line import PRECISIONS, InputError, loading, positive, precision
+from support.stdlib_text import stdlib_corpus
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's own
 LEARNT_TOKENS = 8000

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from classifier_data import load_task
-from classifier_options import load_tokenizer, packaged_encoder
-from command_line import PRECISIONS, InputError, positive, precision
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from peft import LoraConfig, TaskType, get_peft_model
-from text_task import LabelledTexts
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification
 
 from daf_integrations import DAFStrategy
+from support.classifier_data import load_task
+from support.classifier_options import load_tokenizer, packaged_encoder
+from support.command_line import PRECISIONS, InputError, positive, precision
+from support.text_task import LabelledTexts
 
 
 class Classifier(LightningModule):

@@ -15,15 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from child_runs import find_tcmalloc, run_in_child
-from classifier_data import load_task
-from classifier_options import build_parser, check_options, load_tokenizer
-from command_line import InputError
-from comparison import RunResult, comparison_table, draw_curves
 from peft import LoraConfig, TaskType, get_peft_model
 from rich.console import Console
-from step_probe import StepProbe
-from text_task import LabelledTexts, TextTask
 from transformers import (
     AutoModelForSequenceClassification,
     EvalPrediction,
@@ -36,6 +29,13 @@ from transformers import (
 
 from daf_integrations import DAFCallback
 from daf_integrations.cli.doctor import allocator_advice, loaded_allocator
+from support.child_runs import find_tcmalloc, run_in_child
+from support.classifier_data import load_task
+from support.classifier_options import build_parser, check_options, load_tokenizer
+from support.command_line import InputError
+from support.comparison import RunResult, comparison_table, draw_curves
+from support.step_probe import StepProbe
+from support.text_task import LabelledTexts, TextTask
 
 
 class TokenizedTexts(torch.utils.data.Dataset[dict[str, Any]]):

@@ -46,16 +46,16 @@ def written(path: Path, *lines: str) -> Path:
 def stdlib_task() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
-        return importlib.import_module("stdlib_text").stdlib_task(families=8, seed=3)
+        return importlib.import_module("support.stdlib_text").stdlib_task(families=8, seed=3)
 
 
 class TestStdlibText:
     def test_the_same_seed_builds_the_same_task(self, load: Load, stdlib_task: Any) -> None:
-        assert load("stdlib_text").stdlib_task(families=8, seed=3) == stdlib_task
+        assert load("support.stdlib_text").stdlib_task(families=8, seed=3) == stdlib_task
 
     def test_another_seed_holds_other_texts_out(self, load: Load) -> None:
         texts = {"a": list("abcdefgh"), "b": list("ijklmnop")}
-        one, other = (load("text_task").hold_out(texts, test_share=0.5, seed=seed) for seed in (0, 1))
+        one, other = (load("support.text_task").hold_out(texts, test_share=0.5, seed=seed) for seed in (0, 1))
         assert set(one.test.texts) != set(other.test.texts)
         assert one.train.texts != sorted(one.train.texts)
 
@@ -76,19 +76,19 @@ class TestStdlibText:
             written(tmp_path / f"{family}.py", f'"""This one text is only in {family}."""', "def f():")
             with (tmp_path / f"{family}.py").open("a") as source:
                 source.write('    """This text is in both of the families."""\n')
-        assert load("stdlib_text").docstrings_by_family(stdlib=tmp_path) == {
+        assert load("support.stdlib_text").docstrings_by_family(stdlib=tmp_path) == {
             "alpha": ["This one text is only in alpha."],
             "beta": ["This one text is only in beta."],
         }
 
     def test_a_python_without_sources_is_refused(self, load: Load, tmp_path: Path) -> None:
-        with pytest.raises(load("command_line").InputError, match="no docstrings found"):
-            load("stdlib_text").docstrings_by_family(stdlib=tmp_path)
+        with pytest.raises(load("support.command_line").InputError, match="no docstrings found"):
+            load("support.stdlib_text").docstrings_by_family(stdlib=tmp_path)
 
 
 class TestOwnFile:
     def test_every_label_is_in_both_sets_and_no_text_is(self, load: Load, data: Path) -> None:
-        task = load("classifier_data").load_task(None, data, seed=0)
+        task = load("support.classifier_data").load_task(None, data, seed=0)
         assert task.label_names == ["bad", "good"]
         assert set(task.train.labels) == set(task.test.labels) == {0, 1}
         assert not set(task.train.texts) & set(task.test.texts)
@@ -108,8 +108,8 @@ class TestOwnFile:
     )
     def test_a_malformed_file_is_refused(self, load: Load, tmp_path: Path, lines: list[str], message: str) -> None:
         file = written(tmp_path / "data.jsonl", *lines)
-        with pytest.raises(load("command_line").InputError, match=message):
-            load("classifier_data").load_task(None, file, seed=0)
+        with pytest.raises(load("support.command_line").InputError, match=message):
+            load("support.classifier_data").load_task(None, file, seed=0)
 
 
 COMMON_ERRORS = [
@@ -149,22 +149,22 @@ class TestCommandLine:
 
     def test_a_missing_datasets_package_is_named(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(load("command_line").InputError, match="pip install datasets"):
-            load("classifier_data").load_task("glue/sst2", None, seed=0)
+        with pytest.raises(load("support.command_line").InputError, match="pip install datasets"):
+            load("support.classifier_data").load_task("glue/sst2", None, seed=0)
 
 
 class TestRuns:
     def test_a_failing_child_ends_the_demo_with_its_own_status(self, load: Load, tmp_path: Path) -> None:
         script = written(tmp_path / "child.py", "import sys", "sys.exit(len(sys.argv))")
         with pytest.raises(SystemExit) as stopped:
-            load("child_runs").run_in_child(script, ["--role", "daf"], tcmalloc=None)
+            load("support.child_runs").run_in_child(script, ["--role", "daf"], tcmalloc=None)
         assert stopped.value.code == 3
 
     def test_one_role_measures_what_daf_holds(self, load: Load, data: Path, tmp_path: Path) -> None:
         result = tmp_path / "daf.json"
         small = ["--data", str(data), "--steps", "3", "--batch", "4", "--seq", "16"]
         load("finetune_text_classifier").main([*small, "--role", "daf", "--result", str(result)])
-        measured = load("comparison").RunResult.load(result)
+        measured = load("support.comparison").RunResult.load(result)
         assert 0 < measured.held_mb < 0.4 * measured.raw_mb
         assert 0 <= measured.accuracy <= 1
         assert measured.step_seconds > 0

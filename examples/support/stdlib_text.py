@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from command_line import InputError
-from text_task import TextTask, hold_out
+from support.command_line import InputError
+from support.text_task import TextTask, hold_out
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from command_line import InputError
-from stdlib_text import stdlib_task
-from text_task import LabelledTexts, TextTask, hold_out
+from support.command_line import InputError
+from support.stdlib_text import stdlib_task
+from support.text_task import LabelledTexts, TextTask, hold_out
 
 GLUE_TASKS = ("glue/sst2", "glue/cola")  # the tasks of GLUE with one sentence a row
 _TEST_SHARE = 0.25

@@ -1,14 +1,61 @@
 """A Trainer callback that measures training from outside: step times, peak memory, one step's memory curve."""
 
 import statistics
+import threading
 import time
 from typing import Any
 
 import torch
-from process_memory import MemorySampler, live_bytes, peak_bytes, reset_peak
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from daf_core.memory.system.release import release_free_memory
+from daf_integrations.cli.bench import process_memory
+
+_SAMPLING_SECONDS = 0.002
+
+
+def live_bytes() -> int:
+    """Returns the bytes in use: allocated on the GPU if there is one, else resident in main memory."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else process_memory.resident_bytes()
+
+
+def reset_peak() -> None:
+    """Starts a new peak, on a GPU and on Linux; elsewhere the peak stays that of the whole process."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        process_memory.reset_peak()
+
+
+def peak_bytes() -> int:
+    """Returns the most bytes that were in use since `reset_peak`."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else process_memory.peak_bytes()
+
+
+class MemorySampler(threading.Thread):
+    """Records live bytes every two milliseconds from `start` to `stop`.
+
+    The sampler releases freed memory before each sample, which slows the training down: time other steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[tuple[float, int]] = []
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Samples (seconds since the start, live bytes) until stopped."""
+        begin = time.perf_counter()
+        while True:
+            release_free_memory()
+            self.samples.append((time.perf_counter() - begin, live_bytes()))
+            if self._stopped.wait(_SAMPLING_SECONDS):
+                return
+
+    def stop(self) -> None:
+        """Ends the recording and waits until the last sample is in."""
+        self._stopped.set()
+        self.join()
 
 
 class StepProbe(TrainerCallback):

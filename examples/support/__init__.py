@@ -1,0 +1,1 @@
+"""Data, options and measurements that the examples share."""
