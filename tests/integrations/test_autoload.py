@@ -70,7 +70,7 @@ class TestImportOfTorch:
         """Then the first Accelerator fails, and says why: training without DAF is not what was asked for."""
         broken = tmp_path / "daf_integrations"
         broken.mkdir()
-        for name in ("__init__.py", "_autoload.py"):
+        for name in ("__init__.py", "_autoload.py", "environment.py"):
             shutil.copy(ROOT / "daf_integrations" / name, broken)
         (broken / "accelerate.py").write_text("raise RuntimeError('daf is broken')")
         said = in_fresh_python(

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
 
+from daf_integrations.cli import doctor
 from daf_integrations.cli.doctor import PACKAGES, Diagnosis, KernelState, PackageState, TorchState
-from daf_integrations.cli.main import doctor, main
+from daf_integrations.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 GPU = TorchState(devices=("cpu: x86_64", "cuda:0: H200"), threads=2)
