@@ -1,9 +1,8 @@
-"""Blocks that keep only their input for backward, and are computed once more there."""
+"""Blocks that save only their input for backward and run once more there."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,52 +16,31 @@ from daf_core.model.blocks import Block
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers
 
-Watch = Callable[[int, bool], None]
-"""Is told of a recomputation: the block's number, and whether it begins or ends."""
 
+class RecomputedBlock:
+    """A block that saves the tensors among its positional arguments and runs once more in backward, until `remove`.
 
-class Recomputation:
-    """Switches, from one forward pass to the next, which blocks of a model are recomputed.
-
-    A block that is recomputed saves the tensors among its positional arguments, and nothing else; hooks for saved
-    tensors see these, but nothing of what is inside. Random numbers are those of the first time, and buffers, such as
-    running statistics, change once.
+    Hooks for saved tensors see these arguments and nothing of what is inside. The second run repeats the random numbers
+    of the first, and changes no buffers, such as running statistics.
 
     Args:
-        blocks: The blocks.
-        watch: Is told when one is being recomputed.
+        block: The block.
+        watch: Is told when a recomputation begins (True) and when it ends (False).
     """
 
-    def __init__(self, blocks: Sequence[Block], watch: Watch | None = None) -> None:
-        self._blocks = blocks
-        self._watch = watch
-        self._switches: dict[int, _Switch] = {}
-
-    def select(self, numbers: Collection[int]) -> None:
-        """Has these blocks recomputed, and no others; not to be called between a forward pass and its backward."""
-        for number in [number for number in self._switches if number not in numbers]:
-            self._switches.pop(number).remove()
-        for number in numbers:
-            if number not in self._switches:
-                watch = None if self._watch is None else functools.partial(self._watch, number)
-                self._switches[number] = _Switch(self._blocks[number], watch)
-
-
-class _Switch:
-    """Has one block recomputed until `remove`."""
-
-    def __init__(self, block: Block, watch: Callable[[bool], None] | None) -> None:
+    def __init__(self, block: Block, watch: Callable[[bool], None] | None = None) -> None:
         self._module = block.module
         self._watch = watch
-        self._wrapper = ForwardPatch(block.module, self._around)
+        self._patch = ForwardPatch(block.module, self._around)
 
     def remove(self) -> None:
-        self._wrapper.remove()
+        """Lets the block save its activations again; not between a forward pass and its backward pass."""
+        self._patch.remove()
 
     def _around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Passes tensors on as positional arguments, wherever they are: only those are saved, others stay alive.
+        """Passes tensors as positional arguments, wherever they are: the checkpoint saves only those.
 
-        Keywords that need no gradient stay: blocks share them, as they do masks and the angles of rotary embeddings.
+        Keywords that need no gradient stay where they are: blocks share masks and the angles of rotary embeddings.
         """
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -85,10 +63,7 @@ class _Switch:
         tensors = [leaves[place] for place in places]
         for place in places:
             leaves[place] = None
-        return self._run(with_tensors, *tensors)
-
-    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(self._watched(function), *args, use_reentrant=False, context_fn=self._contexts)
+        return checkpoint(self._watched(with_tensors), *tensors, use_reentrant=False, context_fn=self._contexts)
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         watch = self._watch
@@ -107,14 +82,14 @@ class _Switch:
         return watched
 
     def _contexts(self) -> tuple[AbstractContextManager[None, None], AbstractContextManager[None, None]]:
-        recorded = _Recorded()
-        return recorded, _Replayed(recorded, self._module)
+        first = _FirstRun()
+        return first, _SecondRun(first, self._module)
 
 
 def _without_caches(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leaves out the caches of keys and values that layers of transformers fill: they would be filled twice."""
+    """Leaves out the caches of keys and values of transformers: a layer would fill them twice."""
     if getattr(module, "_can_checkpoint_with_cache", False):  # it only reads them
         return args, kwargs
     kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
@@ -127,8 +102,8 @@ def _is_cache(value: object) -> bool:
     return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
 
 
-class _Recorded:
-    """Notes the random numbers of Python and numpy; those of torch are replayed by the checkpoint itself."""
+class _FirstRun:
+    """Records the random numbers of Python and numpy; the checkpoint itself replays those of torch."""
 
     def __enter__(self) -> None:
         self.numbers = RandomNumbers()
@@ -137,15 +112,10 @@ class _Recorded:
         pass
 
 
-class _Replayed:
-    """Replays them, as often as backward runs, and has buffers change only the first time.
+class _SecondRun:
+    """Repeats the random numbers of the first run, as often as backward runs, and restores buffers afterwards."""
 
-    Args:
-        first: The first time.
-        module: The module that is recomputed.
-    """
-
-    def __init__(self, first: _Recorded, module: nn.Module) -> None:
+    def __init__(self, first: _FirstRun, module: nn.Module) -> None:
         self._first = first
         self._module = module
 

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from daf_core import distributed
 from daf_core.config import DAFConfig
 from daf_core.errors import ConfigError
-from daf_core.plan.cost.costs import Treatment
 from daf_core.plan.cost.simulate import Forecast
+from daf_core.plan.policies import policy_named
 from daf_core.plan.search.planner import Plan
 
 FORMAT = 1
@@ -229,7 +229,7 @@ def _purpose(config: DAFConfig, model: nn.Module) -> dict[str, Any]:
 
 
 def _plan_as_dict(named: NamedPlan) -> dict[str, Any]:
-    plan = asdict(named.plan)
+    plan = {**vars(named.plan), "forecast": asdict(named.plan.forecast)}
     blocks = dict(zip(named.names, (each.name for each in named.plan.blocks), strict=True))
     return {**plan, "outside": named.plan.outside.name, "blocks": blocks}
 
@@ -247,8 +247,8 @@ def _plan_from_dict(plan: Mapping[str, Any]) -> NamedPlan:
         Plan(
             parts=int(plan["parts"]),
             bits=None if plan["bits"] is None else int(plan["bits"]),
-            outside=Treatment[plan["outside"]],
-            blocks=tuple(Treatment[name] for name in blocks.values()),
+            outside=policy_named(plan["outside"]),
+            blocks=tuple(map(policy_named, blocks.values())),
             forecast=Forecast(float(forecast["seconds"]), *sizes),
             activation_budget=int(plan["activation_budget"]),
         ),

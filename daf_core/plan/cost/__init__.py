@@ -1,1 +1,1 @@
-"""What each treatment of a block would take."""
+"""What each policy would cost for each block."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from daf_core.config import DAFConfig
 from daf_core.model.blocks import Block
-from daf_core.plan.cost.costs import Costs, Treatment, between, costs_of
+from daf_core.plan.cost.costs import Costs, Numbers, PolicyCosts, costs_of, interpolate
 from daf_core.plan.cost.simulate import simulate
 from daf_core.plan.observe.trace import Observation
+from daf_core.plan.policies import COMPRESS, KEEP, RECOMPUTE
 from daf_kernels import PRECISIONS
 
 PLANNED_BITS = 4
@@ -64,10 +65,13 @@ class Profile:
         """Returns what a pass of so many rows, as long as those that were observed, costs at a precision."""
         few = self._costs(self._few, bits)
         if self._many is None:
-            none = Costs(*(np.where(np.isinf(values), values, 0.0) for values in _arrays(few)))
-            return between(none, few, rows / self._few.rows)
+            none = {
+                policy: PolicyCosts(*(np.where(np.isinf(each), each, 0.0) for each in costs))
+                for policy, costs in few.by_policy.items()
+            }
+            return interpolate(Costs(none, 0 * few.between), few, rows / self._few.rows)
         share = (rows - self._few.rows) / (self._many.rows - self._few.rows)
-        return between(few, self._costs(self._many, bits), share)
+        return interpolate(few, self._costs(self._many, bits), share)
 
     def with_off(self, names: Collection[str]) -> Profile:
         """Returns the profile of steps in which the blocks of these names build no graph."""
@@ -78,9 +82,8 @@ class Profile:
     def observed_peak(self, rows: int) -> int:
         """Returns the memory that observing a pass of so many rows takes."""
         costs = self.at(rows, self._few.bits)
-        everything = [[treatment] * (1 + len(self.calls)) for treatment in (Treatment.COMPRESS, Treatment.RECOMPUTE)]
-        everything[1][0] = Treatment.COMPRESS
-        return max(simulate(costs, treatments).peak_bytes for treatments in everything)
+        passes = [[COMPRESS, *(policy for _ in self.calls)] for policy in (COMPRESS, RECOMPUTE)]
+        return max(simulate(costs, policies).peak_bytes for policies in passes)
 
     def _costs(self, observed: Observed, bits: int | None) -> Costs:
         """Returns what the passes took, at a precision; computed once, as a search asks for it a hundred times."""
@@ -91,16 +94,21 @@ class Profile:
 
     def _costs_of(self, observed: Observed, bits: int | None) -> Costs:
         costs = costs_of(self.names, *observed.metered, bits)
-        timed = [costs_of(self.names, *pair, bits).seconds for pair in observed.timed]
-        costs = self._evened(replace(costs, seconds=np.minimum.reduce(timed)))
-        exact = [1 + call for call, block in enumerate(self.calls) if self.blocks[block].needs_exact_input]
-        for values in (costs.seconds, costs.held, costs.forward_peak, costs.backward_peak):
-            values[exact, Treatment.RECOMPUTE_COMPRESSED] = np.inf
+        timed = [costs_of(self.names, *pair, bits) for pair in observed.timed]
+        alike = self._alike(costs[KEEP].held[1:])
+        for policy, each in costs.by_policy.items():
+            seconds = np.minimum.reduce([other[policy].seconds for other in timed])
+            unsuitable = [1 + call for call, block in enumerate(self.calls) if not policy.suits(self.blocks[block])]
+            for values, measured in zip(each, each._replace(seconds=seconds), strict=True):
+                values[:] = measured
+                for group in alike:
+                    values[group] = np.median(measured[group])
+                values[unsuitable] = np.inf
         return costs
 
-    def _evened(self, costs: Costs) -> Costs:
-        """Gives calls of blocks that are alike the median of what they cost."""
-        raw, kinds = costs.held[1:, Treatment.KEEP], [type(block.module) for block in self.blocks]
+    def _alike(self, raw: Numbers) -> list[list[int]]:
+        """Returns rows of calls of blocks of one class that hold as many bytes."""
+        kinds = [type(block.module) for block in self.blocks]
         alike: list[list[int]] = []
         for call, block in enumerate(self.calls):
             for group in alike:
@@ -110,12 +118,7 @@ class Profile:
                     break
             else:
                 alike.append([call])
-        arrays = {field.name: np.array(getattr(costs, field.name)) for field in fields(Costs)}
-        for name in ("seconds", "held", "forward_peak", "backward_peak"):
-            for group in alike:
-                rows = [1 + call for call in group]
-                arrays[name][rows] = np.median(arrays[name][rows], axis=0)
-        return Costs(**arrays)
+        return [[1 + call for call in group] for group in alike]
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,3 @@ def most_bits(config: DAFConfig) -> int | None:
     if config.precision == "exact":
         return None
     return PRECISIONS[-1] if config.precision == "auto" else config.precision
-
-
-def _arrays(costs: Costs) -> list[np.ndarray]:
-    return [getattr(costs, field.name) for field in fields(Costs)]

@@ -1,11 +1,12 @@
-"""Plays a training pass through on paper: how much memory it will take at most, and how long it will run."""
+"""Simulates a training pass: the memory that it takes at most, and its time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daf_core.plan.cost.costs import Costs, Treatment
+from daf_core.plan.block_policy import BlockPolicy
+from daf_core.plan.cost.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -14,9 +15,9 @@ class Forecast:
 
     Attributes:
         seconds: Its time.
-        peak_bytes: The most memory at once, beside parameters, their gradients and the optimizer.
-        held_bytes: What saved activations hold of it at the end of forward.
-        kept_bytes: The part of that which stays as it is.
+        peak_bytes: The most memory at once, in addition to parameters, their gradients and the optimizer.
+        held_bytes: Bytes of saved activations at the end of forward.
+        kept_bytes: Bytes of them that stay as they are.
     """
 
     seconds: float
@@ -25,28 +26,27 @@ class Forecast:
     kept_bytes: int
 
 
-def simulate(costs: Costs, treatments: Sequence[Treatment]) -> Forecast:
+def simulate(costs: Costs, policies: Sequence[BlockPolicy]) -> Forecast:
     """Returns what is expected of a forward and backward pass.
 
-    What is packed counts from beginning to end: the pool keeps its pages from step to step. What is kept as it is grows
-    in forward and goes in backward, so that blocks near the input have the most room when they are recomputed.
+    Packed bytes count from beginning to end: the pool keeps its pages from step to step. Bytes that stay as they are
+    grow in forward and go in backward, so that blocks near the input have the most room when they are recomputed.
 
     Args:
-        costs: What treatments cost at the pass's rows.
-        treatments: That of what is outside of blocks, then of each call of a block.
+        costs: What policies cost at the pass's rows.
+        policies: The policy outside of blocks, then that of each call of a block.
     """
-    held = [float(costs.held[number, treatment]) for number, treatment in enumerate(treatments)]
-    packed = sum(size for size, treatment in zip(held, treatments, strict=True) if treatment.packs)
-    raw = [0.0 if treatment.packs else size for size, treatment in zip(held, treatments, strict=True)]
-    live = raw[0]
-    peak = live
-    calls = range(1, len(treatments))
-    for number in calls:
-        peak = max(peak, live + costs.between[number - 1], live + costs.forward_peak[number, treatments[number]])
+    held = [float(costs[policy].held[number]) for number, policy in enumerate(policies)]
+    packed = sum(size for size, policy in zip(held, policies, strict=True) if policy.packs)
+    raw = [0.0 if policy.packs else size for size, policy in zip(held, policies, strict=True)]
+    live = peak = raw[0]
+    calls = list(enumerate(policies))[1:]
+    for number, policy in calls:
+        peak = max(peak, live + costs.between[number - 1], live + costs[policy].forward_peak[number])
         live += raw[number]
-    peak = max(peak, live + costs.between[-1], live + costs.backward_peak[0, treatments[0]])
-    for number in reversed(calls):
-        peak = max(peak, live + costs.backward_peak[number, treatments[number]])
+    peak = max(peak, live + costs.between[-1], live + costs[policies[0]].backward_peak[0])
+    for number, policy in reversed(calls):
+        peak = max(peak, live + costs[policy].backward_peak[number])
         live -= raw[number]
-    seconds = sum(float(costs.seconds[number, treatment]) for number, treatment in enumerate(treatments))
+    seconds = sum(float(costs[policy].seconds[number]) for number, policy in enumerate(policies))
     return Forecast(seconds, int(packed + peak), int(sum(held)), int(sum(raw)))

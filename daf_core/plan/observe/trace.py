@@ -15,7 +15,7 @@ from daf_core.autograd.torch_private import in_backward
 from daf_core.engine import ActivationEngine
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.model.blocks import Block
-from daf_core.model.recompute import Recomputation
+from daf_core.model.recompute import RecomputedBlock
 from daf_core.plan.observe.meter import MemoryMeter
 from daf_core.snapshots.gradients import gradients_aside
 
@@ -67,9 +67,9 @@ class Phase:
     peak: int
 
     @property
-    def kept(self) -> int:
-        """Bytes of activations that were kept as they are at the beginning."""
-        return self.start.held - self.start.packed
+    def transient(self) -> int:
+        """The most bytes of tensors meanwhile, without activations that autograd held at its beginning."""
+        return self.peak - (self.start.held - self.start.packed)
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,9 @@ class Observer:
             TraceError: See `Measurement.running`.
         """
         trace = _Trace(self._engine, meter)
-        recomputation = Recomputation(self._blocks, trace.recompute)
-        recomputation.select(range(len(self._blocks)) if recompute else ())
         with ExitStack() as stack:
-            stack.callback(recomputation.select, ())
+            for block in self._blocks if recompute else ():
+                stack.callback(RecomputedBlock(block, trace.recompute).remove)
             stack.enter_context(self._engine.measurement.running(timed))
             stack.enter_context(gradients_aside(self._model))
             stack.enter_context(self._engine.synchronous_packing())  # as in planned steps
@@ -183,7 +182,7 @@ class _Trace:
             tensor.register_hook(partial(self._reached, call))
         self.begin("before")
 
-    def recompute(self, _block: int, begins: bool) -> None:
+    def recompute(self, begins: bool) -> None:
         self.begin("recompute" if begins else "backward", self._call)
 
     def _reached(self, call: int, _gradient: Tensor) -> None:

@@ -17,9 +17,8 @@ from daf_core.engine import ActivationEngine
 from daf_core.errors import PlanError
 from daf_core.memory.system.available import HEAD_ROOM, AutoBudget
 from daf_core.model.blocks import Block
-from daf_core.model.recompute import Recomputation
 from daf_core.model.treatments import Treatments
-from daf_core.plan.cost.costs import Treatment
+from daf_core.plan.block_policy import AppliedPolicies
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile
 from daf_core.plan.plan_file import NamedPlan, PlanFile, StepKind
@@ -91,7 +90,7 @@ class StepPlanner:
 
     Attributes:
         plan: That of the last step.
-        recomputation: Switches what is recomputed.
+        applied: The policies that blocks follow.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class StepPlanner:
         self._model = model
         self._engine = engine
         self._config = config
-        self.recomputation = Recomputation(())
-        self._names: tuple[str, ...] = ()
+        self.applied = AppliedPolicies()
         self.plan: Plan | None = None
         self._wanted = config.memory_budget if isinstance(config.memory_budget, int) else None
         self._ceiling = self._wanted
@@ -240,7 +238,7 @@ class StepPlanner:
         return self._plans[key]
 
     def _stop_treating(self) -> None:
-        self.recomputation.select(())
+        self.applied.follow({})
         self._engine.treat(Treatments())
         self.plan = None
 
@@ -278,18 +276,13 @@ class StepPlanner:
         if plan is self.plan:
             return
         self.plan = None  # in case that what follows fails
-        if names != self._names:
-            self.recomputation.select(())
-            self.recomputation = Recomputation([Block(name, self._model.get_submodule(name)) for name in names])
-            self._names = names
-        self.recomputation.select(plan.recomputed)
+        blocks = [Block(name, self._model.get_submodule(name)) for name in names]
+        self.applied.follow(dict(zip(blocks, plan.blocks, strict=True)))
         self._engine.set_memory_budget(plan.activation_budget, plan.kept_bytes)
         self.plan = plan
 
 
 def _in_words(plan: Plan) -> str:
-    names = {treatment: treatment.name.lower().replace("_", " ") for treatment in Treatment}
-    counts = ", ".join(f"{plan.blocks.count(each)} {names[each]}" for each in Treatment if each in plan.blocks)
     parts = f"{plan.parts} micro-batches" if plan.parts > 1 else "the whole batch"
     seconds, peak = plan.forecast.seconds, format_size(plan.forecast.peak_bytes)
-    return f"{parts}; blocks: {counts or 'none'}; {peak} at most, {seconds:.3g} s"
+    return f"{parts}; blocks: {plan.counts}; {peak} at most, {seconds:.3g} s"

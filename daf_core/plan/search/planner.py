@@ -1,4 +1,4 @@
-"""Finds the fastest way to train within a memory budget: treatments of blocks, and the number of micro-batches."""
+"""Finds the fastest way to train within a memory budget: policies of blocks, and the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import numpy as np
 
 from daf_core.config import DAFConfig
 from daf_core.model.treatments import Treatments
-from daf_core.plan.cost.costs import Costs, Treatment
+from daf_core.plan import policies
+from daf_core.plan.block_policy import BlockPolicy
+from daf_core.plan.cost.costs import Costs
 from daf_core.plan.cost.profile import Profile, most_bits, planned_bits
 from daf_core.plan.cost.simulate import Forecast, simulate
+from daf_core.plan.policies import COMPRESS, KEEP, OFF
 from daf_core.plan.search.solver import Choice, choose, least
 
 MARGIN = 0.08
@@ -59,23 +62,29 @@ class Plan:
     Attributes:
         parts: Micro-batches that the batch is split into.
         bits: Precision that has room; None where nothing loses precision.
-        outside: Treatment of what is outside of blocks.
-        blocks: Treatment of each block.
+        outside: Policy outside of blocks.
+        blocks: Policy of each block.
         forecast: Of the whole step. What room is left in the budget is filled with more bits, as far as that goes.
         activation_budget: Bytes that saved activations may hold.
     """
 
     parts: int
     bits: int | None
-    outside: Treatment
-    blocks: tuple[Treatment, ...]
+    outside: BlockPolicy
+    blocks: tuple[BlockPolicy, ...]
     forecast: Forecast
     activation_budget: int
 
     @property
     def recomputed(self) -> list[int]:
         """Numbers of the blocks that are recomputed."""
-        return [number for number, treatment in enumerate(self.blocks) if treatment.recomputes]
+        return [number for number, policy in enumerate(self.blocks) if policy.recomputes]
+
+    @property
+    def counts(self) -> str:
+        """How many blocks follow each policy, in words."""
+        chosen = [policy for policy in policies.POLICIES if policy in self.blocks]
+        return ", ".join(f"{self.blocks.count(each)} {each.words}" for each in chosen) or "none"
 
     @property
     def kept_bytes(self) -> int:
@@ -85,11 +94,11 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether nothing is compressed."""
-        return not any(treatment.packs for treatment in (self.outside, *self.blocks))
+        return not any(policy.packs for policy in (self.outside, *self.blocks))
 
     def treatments(self, names: Sequence[str]) -> Treatments:
         """Returns what the engine is told, for blocks of these names."""
-        kept = {name: not treatment.packs for name, treatment in zip(names, self.blocks, strict=True)}
+        kept = {name: not policy.packs for name, policy in zip(names, self.blocks, strict=True)}
         return Treatments({"": not self.outside.packs, **kept}, frozenset(names[number] for number in self.recomputed))
 
 
@@ -99,7 +108,7 @@ def find_plan(profile: Profile, batch: BatchSize, budget: int, config: DAFConfig
     With a `spill_dir`, what has no room may move there, if nothing else is left: it takes time that is not forecast.
 
     Args:
-        profile: What treatments cost.
+        profile: What policies cost.
         batch: The batch.
         budget: Bytes that the step may take at once, beside parameters, their gradients and the optimizer.
         config: How activations are stored.
@@ -140,17 +149,17 @@ def held_by_part(profile: Profile, batch: BatchSize, plan: Plan) -> list[int]:
     """Returns the bytes that activations of a micro-batch hold in a plan, at the precision that has room.
 
     Args:
-        profile: What treatments cost.
+        profile: What policies cost.
         batch: The batch.
         plan: Found for both.
 
     Returns:
         Bytes of what is outside of blocks, then of each block.
     """
-    held = profile.at(batch.of_part(plan.parts), plan.bits).held
-    taken = [held[0, plan.outside], *(0.0 for _ in plan.blocks)]
+    costs = profile.at(batch.of_part(plan.parts), plan.bits)
+    taken = [costs[plan.outside].held[0], *(0.0 for _ in plan.blocks)]
     for call, block in enumerate(profile.calls):
-        taken[1 + block] += held[1 + call, plan.blocks[block]]
+        taken[1 + block] += costs[plan.blocks[block]].held[1 + call]
     return [int(size) for size in taken]
 
 
@@ -169,30 +178,30 @@ def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
 
 def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
     """Returns the plan that keeps everything, if there is room: it changes no number, whatever clocks say of others."""
-    keep, blocks = Treatment.KEEP, _alike(profile, Treatment.KEEP)
-    forecast = simulate(profile.at(batch.of_part(1), None), [keep, *(blocks[block] for block in profile.calls)])
+    blocks = _alike(profile, KEEP)
+    forecast = simulate(profile.at(batch.of_part(1), None), [KEEP, *(blocks[block] for block in profile.calls)])
     room = forecast.held_bytes + budget - forecast.peak_bytes
     if forecast.peak_bytes > int(budget * (1 - MARGIN)):
         return None
-    return Plan(1, None, keep, blocks, forecast, room)
+    return Plan(1, None, KEEP, blocks, forecast, room)
 
 
 def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int, splits: bool) -> Plan | None:
     """Returns the plan with the fewest micro-batches that leaves activations enough room to come and go."""
-    bits, compress, blocks = planned_bits(config)[0], Treatment.COMPRESS, _alike(profile, Treatment.COMPRESS)
+    bits, blocks = planned_bits(config)[0], _alike(profile, COMPRESS)
     for parts in _parts(batch.rows, splits):
         costs = profile.at(batch.of_part(parts), bits)
-        forecast = simulate(costs, [compress, *(blocks[block] for block in profile.calls)])
+        forecast = simulate(costs, [COMPRESS, *(blocks[block] for block in profile.calls)])
         room = limit - (forecast.peak_bytes - forecast.held_bytes)
-        if room >= SPILLING * costs.held[:, compress].max():
+        if room >= SPILLING * costs[COMPRESS].held.max():
             spilled = replace(forecast, seconds=forecast.seconds * parts, peak_bytes=limit, held_bytes=room)
-            return Plan(parts, bits, compress, blocks, spilled, room)
+            return Plan(parts, bits, COMPRESS, blocks, spilled, room)
     return None
 
 
-def _alike(profile: Profile, treatment: Treatment) -> tuple[Treatment, ...]:
-    """Returns the same treatment for all blocks, but for those that build no graph."""
-    return tuple(Treatment.OFF if block in profile.off else treatment for block in range(len(profile.names)))
+def _alike(profile: Profile, policy: BlockPolicy) -> tuple[BlockPolicy, ...]:
+    """Returns the same policy for all blocks, but for those that build no graph."""
+    return tuple(OFF if block in profile.off else policy for block in range(len(profile.names)))
 
 
 def _filled(profile: Profile, batch: BatchSize, plan: Plan, config: DAFConfig, limit: int) -> Plan:
@@ -231,7 +240,7 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
         if forecast.peak_bytes <= limit:
             whole = replace(forecast, seconds=forecast.seconds * parts)
             # Where nothing is packed nothing can be given up, and the margin has to make up for errors of the forecast.
-            packs = outside.packs or any(treatment.packs for treatment in blocks)
+            packs = outside.packs or any(policy.packs for policy in blocks)
             room = forecast.held_bytes + (limit if packs else budget) - forecast.peak_bytes
             yield Plan(parts, bits, outside, tuple(blocks), whole, room)
 
@@ -243,24 +252,25 @@ def _lax(limit: int) -> Iterator[int]:
     yield from (int(LAX**power) for power in range(first, first + LAX_STEPS))
 
 
-def _choices(profile: Profile, costs: Costs) -> list[list[tuple[Choice, Treatment]]]:
-    """Returns the treatments of what is outside, and of each block, with what they cost in all calls of the block."""
-    on = [treatment for treatment in Treatment if treatment is not Treatment.OFF]
-    choices = [_costs_of_calls(costs, [0], [treatment for treatment in on if not treatment.recomputes])]
+def _choices(profile: Profile, costs: Costs) -> list[list[tuple[Choice, BlockPolicy]]]:
+    """Returns the policies outside of blocks, and of each block, with what they cost in all calls of the block."""
+    on = [policy for policy in policies.POLICIES if policy.selectable]
+    choices = [_costs_of_calls(costs, [0], on)]
     for block in range(len(profile.names)):
         calls = [1 + call for call, owner in enumerate(profile.calls) if owner == block]
-        choices.append(_costs_of_calls(costs, calls, [Treatment.OFF] if block in profile.off else on))
+        choices.append(_costs_of_calls(costs, calls, [OFF] if block in profile.off else on))
     return choices
 
 
-def _costs_of_calls(costs: Costs, rows: list[int], allowed: Sequence[Treatment]) -> list[tuple[Choice, Treatment]]:
+def _costs_of_calls(costs: Costs, rows: list[int], allowed: Sequence[BlockPolicy]) -> list[tuple[Choice, BlockPolicy]]:
     found = []
-    for treatment in allowed:
-        if not np.all(np.isfinite(costs.held[rows, treatment])):
+    for policy in allowed:
+        cost = costs[policy]
+        if not np.all(np.isfinite(cost.held[rows])):
             continue
-        peaks = np.maximum(costs.forward_peak, costs.backward_peak)[rows, treatment]
+        peaks = np.maximum(cost.forward_peak, cost.backward_peak)[rows]
         outside = costs.between.max() if rows == [0] else 0.0
         transient = max(float(peaks.max(initial=0.0)), float(outside))
-        seconds, held = float(costs.seconds[rows, treatment].sum()), float(costs.held[rows, treatment].sum())
-        found.append((Choice(seconds, math.ceil(held), math.ceil(transient)), treatment))
+        seconds, held = float(cost.seconds[rows].sum()), float(cost.held[rows].sum())
+        found.append((Choice(seconds, math.ceil(held), math.ceil(transient)), policy))
     return found

@@ -12,8 +12,8 @@ from daf_core.batch.unsupported import obstacle
 from daf_core.config import DAFConfig, Precision
 from daf_core.errors import ConfigError, PlanError
 from daf_core.memory.system.available import beside_reserve, device_memory
+from daf_core.plan.block_policy import BlockPolicy
 from daf_core.plan.cost.baseline import forecast_plain
-from daf_core.plan.cost.costs import Treatment
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.simulate import Forecast
 from daf_core.plan.plan_file import NamedPlan, PlanFile
@@ -37,12 +37,12 @@ class PlannedBlock:
 
     Attributes:
         name: Its qualified name in the model.
-        treatment: What happens to its activations.
+        policy: What happens to its activations.
         held_bytes: What they hold of a micro-batch, at the precision that has room.
     """
 
     name: str
-    treatment: Treatment
+    policy: BlockPolicy
     held_bytes: int
 
 
@@ -53,7 +53,7 @@ class PlannedStep:
     Attributes:
         budget: Bytes that a step may take beside the model, its gradients and the optimizer.
         plan: The fastest that keeps it.
-        blocks: Treatments, what is outside of blocks first.
+        blocks: Policies, that outside of blocks first.
     """
 
     budget: int
@@ -154,5 +154,5 @@ def shared_prefix(names: Sequence[str]) -> str:
 
 
 def _alike(one: PlannedBlock, other: PlannedBlock) -> bool:
-    same = one.treatment is other.treatment and OUTSIDE not in (one.name, other.name)
+    same = one.policy is other.policy and OUTSIDE not in (one.name, other.name)
     return same and abs(one.held_bytes - other.held_bytes) <= ALIKE * one.held_bytes

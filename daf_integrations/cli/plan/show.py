@@ -9,7 +9,6 @@ from humanfriendly import format_size
 from rich.console import Console
 from rich.table import Table
 
-from daf_core.plan.cost.costs import Treatment
 from daf_integrations.cli.plan.compute import PlannedStep, Planning, joined
 from daf_integrations.cli.workload.build import BuiltWorkload
 
@@ -17,11 +16,6 @@ NOTE = (
     "Weights are random: neither time nor memory depends on their values. Memory is that of a step beside the model, "
     "its gradients and the optimizer."
 )
-
-
-def words(treatment: Treatment) -> str:
-    """Returns the name of a treatment in words."""
-    return treatment.name.lower().replace("_", " ")
 
 
 def as_dict(sized: BuiltWorkload, planning: Planning, planned: Sequence[PlannedStep]) -> dict[str, Any]:
@@ -56,8 +50,7 @@ def _parameter(sized: BuiltWorkload) -> Any:
 def _step_as_dict(step: PlannedStep) -> dict[str, Any]:
     plan = step.plan
     outside, *blocks = [
-        {"name": block.name, "treatment": words(block.treatment), "held_bytes": block.held_bytes}
-        for block in step.blocks
+        {"name": block.name, "treatment": block.policy.words, "held_bytes": block.held_bytes} for block in step.blocks
     ]
     return {
         "budget_bytes": step.budget,
@@ -74,7 +67,7 @@ def _step_as_dict(step: PlannedStep) -> dict[str, Any]:
 def _block_table(step: PlannedStep) -> Table:
     table = Table("blocks", "number", "treatment", "held by each")
     for name, count, block in joined(step.blocks):
-        table.add_row(name, str(count), words(block.treatment), _size(block.held_bytes))
+        table.add_row(name, str(count), block.policy.words, _size(block.held_bytes))
     return table
 
 
@@ -97,17 +90,16 @@ def _plan_table(planned: Sequence[PlannedStep], planning: Planning) -> Table:
     table.add_row("plain", "1", "-", "-", _size(plain.peak_bytes), f"{plain.seconds:.3g} s", "1.00")
     for step in planned:
         plan = step.plan
-        counts = [f"{plan.blocks.count(each)} {words(each)}" for each in Treatment if each in plan.blocks]
         peak, seconds = plan.forecast.peak_bytes, plan.forecast.seconds
         table.add_row(
-            *(_size(step.budget), str(plan.parts), ", ".join(counts) or "none", _bits(step)),
+            *(_size(step.budget), str(plan.parts), plan.counts, _bits(step)),
             *(_size(peak), f"{seconds:.3g} s", f"{seconds / plain.seconds:.2f}"),
         )
     return table
 
 
 def _bits(step: PlannedStep) -> str:
-    packs = any(block.treatment.packs for block in step.blocks)
+    packs = any(block.policy.packs for block in step.blocks)
     return str(step.plan.bits) if packs and step.plan.bits is not None else "-"
 
 

@@ -1,4 +1,4 @@
-"""The timeline expects of mixed treatments what they take, also with rows that were not measured."""
+"""The timeline expects of mixed policies what they take, also with rows that were not measured."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.model.blocks import blocks_of
-from daf_core.model.recompute import Recomputation
 from daf_core.model.treatments import Treatments
-from daf_core.plan.cost.costs import Treatment
+from daf_core.plan.block_policy import AppliedPolicies
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile
 from daf_core.plan.cost.simulate import simulate
 from daf_core.plan.observe.meter import TensorMeter
+from daf_core.plan.policies import POLICIES
 from tests.core.plan import nets
 
-LETTERS = dict(zip("KCRrO", Treatment, strict=True))
-"""Of treatments; the first letter is of what is outside of blocks."""
+LETTERS = dict(zip("KCRrO", POLICIES, strict=True))
+"""Of policies; the first letter is of what is outside of blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +35,16 @@ def profiled() -> tuple[torch.nn.Module, Profile]:
 
 @pytest.mark.parametrize("rows", [2, 6])
 @pytest.mark.parametrize("letters", ["KKKKK", "CCCCC", "Crrrr", "CRRKK", "KKKCC", "CrCKR"])
-def test_memory_of_mixed_treatments(profiled: tuple[torch.nn.Module, Profile], letters: str, rows: int) -> None:
+def test_memory_of_mixed_policies(profiled: tuple[torch.nn.Module, Profile], letters: str, rows: int) -> None:
     model, profile = profiled
-    treatments = [LETTERS[letter] for letter in letters]
-    forecast = simulate(profile.at(rows, 4), treatments)
-    outside, *inside = treatments
+    outside, *inside = policies = [LETTERS[letter] for letter in letters]
+    forecast = simulate(profile.at(rows, 4), policies)
     engine = ActivationEngine(model, DAFConfig(precision=4, packing="device"))
-    kept = {name: not treatment.packs for name, treatment in zip(profile.names, inside, strict=True)}
-    again = frozenset(name for name, treatment in zip(profile.names, inside, strict=True) if treatment.recomputes)
+    kept = {name: not policy.packs for name, policy in zip(profile.names, inside, strict=True)}
+    again = frozenset(name for name, policy in zip(profile.names, inside, strict=True) if policy.recomputes)
     engine.treat(Treatments({"": not outside.packs, **kept}, again))
-    recomputation = Recomputation(blocks_of(model))
-    recomputation.select([number for number, treatment in enumerate(inside) if treatment.recomputes])
+    applied = AppliedPolicies()
+    applied.follow(dict(zip(blocks_of(model), inside, strict=True)))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with TensorMeter(lambda: engine.resident_bytes) as meter:
@@ -54,7 +53,7 @@ def test_memory_of_mixed_treatments(profiled: tuple[torch.nn.Module, Profile], l
         held = engine.held_bytes
         loss.backward()
         peak = meter.take_peak()
-    recomputation.select(())
+    applied.follow({})
     engine.close()
     # One row's tensors are partly too small to be packed, which the line through the measured rows does not know.
     assert forecast.held_bytes == pytest.approx(held, rel=0.15, abs=64 << 10)

@@ -33,7 +33,7 @@ def measured(most: int, error: Exception) -> tuple[Profile, list[int]]:
 def test_fewer_rows_are_measured_where_many_have_no_room(error: Exception, most: int, rows: list[int]) -> None:
     profile, tried = measured(most, error)
     assert tried == rows
-    assert profile.at(4, 4).seconds.shape[0] > 0
+    assert profile.at(4, 4).between.size > 0
 
 
 def test_an_error_names_the_budget_where_one_row_has_no_room() -> None:

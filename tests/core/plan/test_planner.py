@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from daf_core import DAFConfig
-from daf_core.plan.cost.costs import Costs, Treatment
+from daf_core.plan.cost.costs import Costs, PolicyCosts
 from daf_core.plan.cost.profile import planned_bits
 from daf_core.plan.cost.simulate import simulate
+from daf_core.plan.policies import KEEP, OFF, POLICIES
 from daf_core.plan.search.planner import MARGIN, SEARCHED, SPLITTING, BatchSize, Plan, find_plan, least_budget
 
 MB = 1 << 20
@@ -44,14 +45,16 @@ class MadeUp:
     def at(self, rows: float, bits: int | None) -> Costs:
         packed = self.raw * (0.8 if bits is None else bits / 24)
         forward, nothing = self.forward, np.zeros(len(self.raw))
-        seconds = np.stack([3 * forward, 3 * forward + self.packing, 4 * forward, 4.004 * forward, forward], 1)
-        held = np.stack([self.raw, packed, self.input, self.input * 0.3, nothing], 1)
-        inside = np.stack([self.raw * 0.2] * 2 + [self.raw * 1.2] * 2 + [nothing], 1)
-        for array in (seconds, held, inside):
-            array[0, 2:] = np.inf
+        seconds = [3 * forward, 3 * forward + self.packing, 4 * forward, 4.004 * forward, forward.copy()]
+        held = [self.raw.copy(), packed, self.input.copy(), self.input * 0.3, nothing]
+        inside = [self.raw * 0.2] * 2 + [self.raw * 1.2] * 2 + [nothing.copy()]
+        for array in (*seconds[2:], *held[2:], *inside[2:]):
+            array[0] = np.inf
         between = np.full(1 + len(self.calls), MB / 4)
         between[-1] = self.head
-        return Costs(*(rows * array for array in (seconds + 0.1 / rows, held, inside, inside, between)))
+        columns = zip(POLICIES, seconds, held, inside, strict=True)
+        costs = {name: PolicyCosts(rows * s + 0.1, rows * h, rows * i, rows * i) for name, s, h, i in columns}
+        return Costs(costs, rows * between)
 
 
 def plan_for(profile: MadeUp, budget: int, config: DAFConfig, rows: int = 8, splits: bool = True) -> Plan | None:
@@ -96,7 +99,7 @@ def test_plans_keep_budgets_and_smaller_ones_take_longer(options: dict[str, Any]
 def test_everything_is_kept_where_there_is_room_and_nothing_is_split() -> None:
     plan = plan_for(MadeUp(0), 10_000 * MB, DAFConfig())
     assert plan is not None
-    assert (plan.parts, set(plan.blocks), plan.outside) == (1, {Treatment.KEEP}, Treatment.KEEP)
+    assert (plan.parts, set(plan.blocks), plan.outside) == (1, {KEEP}, KEEP)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
@@ -136,10 +139,10 @@ def test_blocks_without_a_graph_hold_nothing_and_take_their_forward_pass() -> No
     part = find_plan(less, batch, 3 * budget, DAFConfig(precision=4), splits=False)
     assert whole is not None
     assert part is not None
-    assert [treatment is Treatment.OFF for treatment in part.blocks] == [True] * 3 + [False] * 3
-    assert Treatment.OFF not in whole.blocks
+    assert [policy is OFF for policy in part.blocks] == [True] * 3 + [False] * 3
+    assert OFF not in whole.blocks
     assert part.forecast.seconds < whole.forecast.seconds
     assert not part.recomputed
     everything = find_plan(less, batch, 10**12, DAFConfig(precision=4), splits=False)
     assert everything is not None
-    assert everything.blocks == (Treatment.OFF,) * 3 + (Treatment.KEEP,) * 3
+    assert everything.blocks == (OFF,) * 3 + (KEEP,) * 3

@@ -19,18 +19,18 @@ from transformers.modeling_outputs import ModelOutput
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.model.blocks import Block, blocks_of
-from daf_core.model.recompute import Recomputation
 from daf_core.model.treatments import Treatments
+from daf_core.plan.block_policy import AppliedPolicies
+from daf_core.plan.policies import RECOMPUTE
 from tests.core.harness import assert_same, error, normal
 from tests.core.plan import nets
 from tests.core.plan.nets import FeedForward, gradients_of
 
 
-def recomputing(model: nn.Module, numbers: Any = None) -> Recomputation:
-    blocks = blocks_of(model)
-    recomputation = Recomputation(blocks)
-    recomputation.select(range(len(blocks)) if numbers is None else numbers)
-    return recomputation
+def recomputing(model: nn.Module) -> AppliedPolicies:
+    applied = AppliedPolicies()
+    applied.follow(dict.fromkeys(blocks_of(model), RECOMPUTE))
+    return applied
 
 
 def recomputed_times(model: nn.Module) -> list[int]:
@@ -71,8 +71,8 @@ def test_only_the_selected_blocks_are_recomputed(name: str, numbers: list[int]) 
     model, batch, loss = nets.make(name)
     expected = gradients_of(model, lambda: loss(model, batch), nullcontext)
     counts = recomputed_times(model)
-    recomputation = recomputing(model)
-    recomputation.select(numbers)
+    applied, blocks = recomputing(model), blocks_of(model)
+    applied.follow({blocks[number]: RECOMPUTE for number in numbers})
     assert_same(gradients_of(model, lambda: loss(model, batch), nullcontext), expected)
     assert counts == [2 if number in numbers else 1 for number in range(len(counts))]
 
@@ -206,13 +206,13 @@ def test_model_is_the_one_it_was(name: str) -> None:
     blocks = blocks_of(model)
     before = [set(vars(block.module)) for block in blocks]
     keys = list(model.state_dict())
-    recomputation = recomputing(model)
+    applied = recomputing(model)
     assert list(model.state_dict()) == keys
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         counts = recomputed_times(other)
         gradients_of(other, lambda other=other: loss(other, batch), nullcontext)
         assert set(counts) == {1}, "a copy recomputes"
-    recomputation.select(())
+    applied.follow({})
     assert [set(vars(block.module)) for block in blocks] == before
 
 
@@ -246,10 +246,10 @@ def test_compressed_inputs_make_no_larger_error_than_compressed_blocks(name: str
     found = []
     for names in ([], [block.name for block in blocks_of(model)]):
         engine.treat(Treatments({}, frozenset(names)))
-        recomputation = Recomputation(blocks_of(model))
-        recomputation.select(range(len(names)))
+        applied = AppliedPolicies()
+        applied.follow({block: RECOMPUTE for block in blocks_of(model) if block.name in names})
         found.append(error(gradients_of(model, lambda: loss(model, batch), engine.compress), exact))
-        recomputation.select(())
+        applied.follow({})
     compressed, recomputed = found
     assert 0 < recomputed <= allowed * compressed
 
@@ -267,8 +267,8 @@ def test_a_mask_in_a_keyword_is_kept_as_it_is() -> None:
 
 def test_wraps_the_same_module_once() -> None:
     layer = FeedForward()
-    recomputation = Recomputation([Block("", layer)])
-    recomputation.select([0])
-    recomputation.select([0])
-    recomputation.select([])
+    applied = AppliedPolicies()
+    applied.follow({Block("", layer): RECOMPUTE})
+    applied.follow({Block("", layer): RECOMPUTE})
+    applied.follow({})
     assert "forward" not in vars(layer)

@@ -15,8 +15,8 @@ from daf_core import ActivationEngine, DAFConfig
 from daf_core.errors import PlanError
 from daf_core.memory.system import available
 from daf_core.model.blocks import blocks_of
-from daf_core.plan.cost.costs import Treatment
 from daf_core.plan.observe.meter import TensorMeter
+from daf_core.plan.policies import KEEP, RECOMPUTE, RECOMPUTE_COMPRESSED
 from daf_core.plan.run.step_planner import Batch, StepPlanner
 from daf_core.plan.search.planner import Plan
 from tests.core.harness import assert_same
@@ -88,7 +88,7 @@ def test_longer_batches_are_measured_without_the_recomputation_of_the_plan(name:
     training = Training(name, precision="exact")
     expected = [set(vars(block.module)) for block in blocks_of(training.model)]
     training.prepare()
-    training.planner.recomputation.select([0, 1])
+    training.planner.applied.follow(dict.fromkeys(blocks_of(training.model)[:2], RECOMPUTE))
     profile = training.planner._profile
     training.planner._profile = None
     training.planner._profile_for(training.described())
@@ -96,8 +96,8 @@ def test_longer_batches_are_measured_without_the_recomputation_of_the_plan(name:
     again = training.planner._profile
     assert profile is not None
     assert again is not None
-    one, other = (each.at(8, None).held for each in (profile, again))
-    assert (abs(one[:, 0] - other[:, 0]) <= 0.01 * one[:, 0]).all()
+    one, other = (each.at(8, None)[KEEP].held for each in (profile, again))
+    assert (abs(one - other) <= 0.01 * one).all()
 
 
 @pytest.mark.parametrize("whole", [None, "a reason"])
@@ -257,9 +257,9 @@ def test_experts_that_get_no_rows(precision: Any) -> None:
     plans = [training.prepare()]
     while training.planner.tighten("the test says so"):
         plans.append(training.prepare())
-    treatments = {treatment for plan in plans for treatment in plan.blocks}
+    policies = {policy for plan in plans for policy in plan.blocks}
     assert {len(plan.blocks) for plan in plans} == {2}
-    assert Treatment.RECOMPUTE_COMPRESSED not in treatments
+    assert RECOMPUTE_COMPRESSED not in policies
 
 
 class Frozen(nn.Module):

@@ -11,11 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import daf_integrations as daf
-from daf_core.plan.cost.costs import Treatment
+from daf_core.plan.policies import COMPRESS, KEEP
 from daf_core.plan.run import step_planner
 from daf_integrations.cli.main import main
 from daf_integrations.cli.plan.compute import OUTSIDE, PlannedBlock, joined
-from daf_integrations.cli.plan.show import words
 from daf_integrations.cli.workload.build import Workload, build
 from daf_integrations.loop.training import training_of
 
@@ -147,9 +146,13 @@ def test_missing_packages_are_named(gpt2: str, package: str, monkeypatch: pytest
 
 
 def test_only_alike_neighbours_are_joined() -> None:
-    keep, compress = Treatment.KEEP, Treatment.COMPRESS
-    rows = [(OUTSIDE, keep, 10), ("a.h.0", keep, 10), ("a.h.1", keep, 10), ("a.h.2", compress, 2)]
-    rows.append(("a.h.3", compress, 3))
+    rows = [
+        (OUTSIDE, KEEP, 10),
+        ("a.h.0", KEEP, 10),
+        ("a.h.1", KEEP, 10),
+        ("a.h.2", COMPRESS, 2),
+        ("a.h.3", COMPRESS, 3),
+    ]
     found = [(name, count) for name, count, _ in joined([PlannedBlock(*row) for row in rows])]
     assert found == [(OUTSIDE, 1), ("h.0 - h.1", 2), ("h.2", 1), ("h.3", 1)]
 
@@ -186,7 +189,7 @@ def test_a_saved_plan_is_followed_by_a_training(gpt2: str, tmp_path: Path, monke
     followed = training.session.runner.plan
     assert followed is not None
     assert (followed.parts, followed.forecast.peak_bytes) == (plan["micro_batches"], plan["peak_bytes"])
-    assert [words(each) for each in followed.blocks] == [block["treatment"] for block in plan["blocks"]]
+    assert [each.words for each in followed.blocks] == [block["treatment"] for block in plan["blocks"]]
     assert path.read_text() == written
     training.stop()
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer
 
 from daf_core import ConfigError, ElasticError
-from daf_core.plan.cost.costs import Treatment
+from daf_core.plan.policies import OFF
 from daf_integrations import DAFCallback
 from tests.integrations.elastic_runs import (
     BLOCKS,
@@ -229,7 +229,7 @@ class TestBudgets:
         peaks = {depth: plan.forecast.peak_bytes for depth, plan in zip(depths, plans.plans, strict=True)}
         for depth, plan in zip(depths, plans.plans, strict=True):
             off = BLOCKS - depth
-            assert [block is Treatment.OFF for block in plan.blocks] == [True] * off + [False] * depth
+            assert [block is OFF for block in plan.blocks] == [True] * off + [False] * depth
             assert depth == BLOCKS or peaks[depth] < peaks[BLOCKS]
 
     @pytest.mark.parametrize("where", ["forward", "backward"])

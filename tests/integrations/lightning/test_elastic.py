@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from daf_core import ConfigError
-from daf_core.plan.cost.costs import Treatment
+from daf_core.plan.policies import OFF
 from daf_integrations import DAFStrategy
 from tests.integrations.elastic_runs import (
     BLOCKS,
@@ -174,6 +174,6 @@ def test_plans_of_whole_steps_leave_out_what_builds_no_graph(tmp_path: Path) -> 
     peaks = {names: plan.forecast.peak_bytes for names, plan in zip(module.trained, module.plans, strict=True)}
     for names, plan in zip(module.trained, module.plans, strict=True):
         off = [f".h.{block}." not in "".join(names) for block in range(BLOCKS)]
-        assert [block is Treatment.OFF for block in plan.blocks] == off
+        assert [block is OFF for block in plan.blocks] == off
         assert names == full or peaks[names] < peaks[full]
     assert len(peaks) > 1

@@ -1,0 +1,173 @@
+"""The policies that a plan chooses from, for each block of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from typing_extensions import override
+
+from daf_core.model.blocks import Block
+from daf_core.model.recompute import RecomputedBlock
+from daf_core.plan.block_policy import BlockPolicy, ObservedCall
+from daf_core.plan.observe.trace import Phase
+
+RANDOM_STATES = 10_112
+"""Bytes of the states of torch's generator that a recomputed block keeps: one of the checkpoint and one of
+`RecomputedBlock`."""
+
+DEARER = 1.001
+"""Least ratio of a policy's time to that of `BlockPolicy.faster`: of equal times a plan takes the more exact policy,
+though it takes more bytes."""
+
+
+class Keep(BlockPolicy):
+    """Autograd keeps what the block saves."""
+
+    name = "KEEP"
+
+    @override
+    def seconds(self, call: ObservedCall) -> float:
+        # Packing only adds to it, but clocks have noise.
+        return min(_recomputing_seconds(call) - _seconds(call.recompute), _packing_seconds(call) / DEARER)
+
+    @override
+    def held(self, call: ObservedCall) -> float:
+        return _raw_bytes(call.forward)
+
+    @override
+    def peaks(self, call: ObservedCall) -> tuple[float, float]:
+        before = sum(phase.start.level for phase in call.forward)
+        inside = max((phase.peak - phase.start.level for phase in call.recompute), default=0)
+        saved = sum(phase.end.level - phase.start.level for phase in call.recompute)
+        forward = max(before + inside, _transient(call.forward_of_input))
+        return forward, max(_transient(call.backward_again) - saved, 0)
+
+    @override
+    def outside(self, call: ObservedCall) -> tuple[float, float]:
+        phases = (*call.forward, *call.backward)
+        codec = sum(phase.end.codec - phase.start.codec for phase in phases)
+        return _seconds(phases) - codec, _raw_bytes(call.forward)
+
+
+KEEP = Keep()
+
+
+class Compress(BlockPolicy):
+    """The engine compresses what the block saves."""
+
+    name = "COMPRESS"
+    packs = True
+    faster = KEEP
+
+    @override
+    def seconds(self, call: ObservedCall) -> float:
+        return _packing_seconds(call)
+
+    @override
+    def held(self, call: ObservedCall) -> float:
+        return call.packed_bytes
+
+    @override
+    def peaks(self, call: ObservedCall) -> tuple[float, float]:
+        return _transient(call.forward), _transient(call.backward)
+
+    @override
+    def outside(self, call: ObservedCall) -> tuple[float, float]:
+        return _seconds((*call.forward, *call.backward)), call.packed_bytes
+
+
+class Recompute(BlockPolicy):
+    """The block saves its input alone, exactly, and runs once more in backward."""
+
+    name = "RECOMPUTE"
+    recomputes = True
+    faster = KEEP
+
+    @override
+    def seconds(self, call: ObservedCall) -> float:
+        return _recomputing_seconds(call)
+
+    @override
+    def held(self, call: ObservedCall) -> float:
+        return _raw_bytes(call.forward_of_input) + RANDOM_STATES
+
+    @override
+    def peaks(self, call: ObservedCall) -> tuple[float, float]:
+        return _transient(call.forward_of_input), _transient(call.backward_again)
+
+    @override
+    def apply(self, block: Block) -> Callable[[], None]:
+        return RecomputedBlock(block).remove
+
+
+RECOMPUTE = Recompute()
+
+
+class RecomputeCompressed(Recompute):
+    """The block saves its input alone, compressed, and runs once more in backward."""
+
+    name = "RECOMPUTE_COMPRESSED"
+    packs = True
+    faster = RECOMPUTE
+
+    @override
+    def held(self, call: ObservedCall) -> float:
+        return call.packed_input_bytes + RANDOM_STATES
+
+    @override
+    def suits(self, block: Block) -> bool:
+        return not block.needs_exact_input
+
+
+class Off(BlockPolicy):
+    """The block builds no graph, as an elastic step trains nothing in it or before it."""
+
+    name = "OFF"
+    selectable = False
+
+    @override
+    def seconds(self, call: ObservedCall) -> float:
+        return _seconds(call.forward_of_input)
+
+    @override
+    def held(self, call: ObservedCall) -> float:
+        return 0
+
+    @override
+    def peaks(self, call: ObservedCall) -> tuple[float, float]:
+        return _transient(call.forward_of_input), 0
+
+
+COMPRESS, RECOMPUTE_COMPRESSED, OFF = Compress(), RecomputeCompressed(), Off()
+
+POLICIES: tuple[BlockPolicy, ...] = (KEEP, COMPRESS, RECOMPUTE, RECOMPUTE_COMPRESSED, OFF)
+"""All policies. `BlockPolicy.faster` stands before a policy; of equal choices a plan takes the first."""
+
+
+def policy_named(name: str) -> BlockPolicy:
+    """Returns the policy with a name in a plan file.
+
+    Raises:
+        KeyError: There is none.
+    """
+    return {policy.name: policy for policy in POLICIES}[name]
+
+
+def _seconds(phases: Sequence[Phase]) -> float:
+    return sum(phase.end.seconds - phase.start.seconds for phase in phases)
+
+
+def _packing_seconds(call: ObservedCall) -> float:
+    return _seconds((*call.forward, *call.backward))
+
+
+def _recomputing_seconds(call: ObservedCall) -> float:
+    return _seconds(call.forward_of_input) + _seconds(call.backward_again)
+
+
+def _raw_bytes(phases: Sequence[Phase]) -> float:
+    return sum(phase.end.raw - phase.start.raw for phase in phases)
+
+
+def _transient(phases: Sequence[Phase]) -> float:
+    return max((phase.transient for phase in phases), default=0)
