@@ -27,7 +27,7 @@ from benchmarks.zoo.models import MODELS, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
-from daf_core.precision.allocation import Choices, Frontier
+from daf_core.precision.allocation import Choices, least_error
 from daf_core.precision.calibration import calibrate
 from daf_core.precision.probe import Gradients, ProbePass, compare
 from daf_core.saved_tensors.derive import Derivation
@@ -152,9 +152,9 @@ def measure_equal_bytes(work: Work) -> list[EqualBytes]:
     results: list[EqualBytes] = []
     with _rehearse(work) as rehearsal:
         sizes, errors, adapters = rehearsal.sizes, _calibrated(rehearsal), work.adapters()
-        frontier = Frontier([Choices(sizes[site][:-1], errors[site]) for site in sizes])
+        choices = [Choices(sizes[site][:-1], errors[site]) for site in sizes]
         for share in SHARES[work.name]:
-            choice = frontier.least_error(taken.raw / share - taken.fixed)
+            choice = least_error(choices, taken.raw / share - taken.fixed)
             found = rehearsal.gradients({site: LEVELS[index] for site, index in zip(sizes, choice, strict=True)})
             measured = compare(found, rehearsal.exact)
             fits = [(bits, error) for bits, size, error in plain if size <= taken.raw / share]

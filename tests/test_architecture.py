@@ -45,7 +45,8 @@ ROOMS = {
             "model",
             "batch",
         ),
-        *("memory", "rewrites", "telemetry", "codecs", "precision", "saved_tensors", "engine", "plan", "elastic"),
+        *("memory", "rewrites", "telemetry", "codecs", "knapsack", "precision", "saved_tensors"),
+        *("engine", "plan", "elastic"),
     ],
     "daf_integrations": [
         *("environment", "session", "loop", "accelerate", "huggingface", "lightning", "pytorch_lightning", "_autoload"),

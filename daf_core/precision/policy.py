@@ -13,7 +13,7 @@ from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError
-from daf_core.precision.allocation import Choices, Frontier
+from daf_core.precision.allocation import Choices, fewest_bytes, least_error
 from daf_core.precision.calibration import Calibration
 from daf_core.precision.site_stats import Sizes, checked_bits
 from daf_core.readers.sharpness import bits_for
@@ -140,11 +140,11 @@ class PrecisionPolicy:
 
     def keep_error(self, sizes: Sizes, squared_error: float, least: int = 0) -> None:
         """Plans the fewest bytes for a squared gradient error, with `least` bits or more or exactly."""
-        self._choose(sizes, ALL_LEVELS, least, lambda frontier: frontier.fewest_bytes(squared_error))
+        self._choose(sizes, ALL_LEVELS, least, lambda sites: fewest_bytes(sites, squared_error))
 
     def fill(self, sizes: Sizes, room: int) -> None:
         """Plans the least error in `room` bytes."""
-        self._choose(sizes, LEVELS, 0, lambda frontier: frontier.least_error(room))
+        self._choose(sizes, LEVELS, 0, lambda sites: least_error(sites, room))
 
     def follow(self, sizes: Sizes, room: int | None) -> None:
         """Plans anew where it is worth it, after a pass that took `sizes` and could have had `room` bytes for them.
@@ -196,7 +196,7 @@ class PrecisionPolicy:
         self._recent, self._planned = deque(recent, maxlen=RECENT), planned
 
     def _choose(
-        self, sizes: Sizes, levels: Sequence[int | None], least: int, select: Callable[[Frontier], list[int]]
+        self, sizes: Sizes, levels: Sequence[int | None], least: int, select: Callable[[Sequence[Choices]], list[int]]
     ) -> None:
         least = max(least, self._config.min_precision or 0)
         kept = [index for index, bits in enumerate(levels) if bits is None or bits >= least]
@@ -204,7 +204,7 @@ class PrecisionPolicy:
         for site, site_sizes in sizes.items():
             errors = [*(self.errors(site) or ()), 0.0]
             choices.append(Choices([site_sizes[index] for index in kept], [errors[index] for index in kept]))
-        chosen = select(Frontier(choices))
+        chosen = select(choices)
         planned = {site: levels[kept[choice]] for site, choice in zip(sizes, chosen, strict=True)}
         self._plan = {**self._plan, **planned}
 

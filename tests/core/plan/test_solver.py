@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from daf_core.plan.search import solver
+from daf_core.knapsack import choose as knapsack
 from daf_core.plan.search.solver import Choice, choose, least
 
 Blocks = list[list[Choice]]
@@ -115,7 +115,7 @@ def test_many_states_are_thinned_and_lose_little(monkeypatch: pytest.MonkeyPatch
     blocks = [[Choice(0, size), Choice(size / 10**6, 0)] for size in sizes]
     budget = sum(sizes) // 2
     exact, few = choose(blocks, budget), 200
-    monkeypatch.setattr(solver, "MOST_STATES", few)
+    monkeypatch.setattr(knapsack, "MAX_STATES", few)
     thinned = choose(blocks, budget)
     assert exact is not None
     assert thinned is not None

@@ -1,0 +1,1 @@
+"""One option for each item within a budget: precisions of sites, treatments of blocks, units of an elastic step."""
