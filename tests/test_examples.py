@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -196,7 +197,17 @@ class TestRuns:
         self, load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         count_time(monkeypatch)  # on a loaded machine no step may be as short as is asked
-        load("finetune_elastic").main(["--steps", "6", "--time", "0.75"])
+        example = load("finetune_elastic")
+        monkeypatch.setattr(example, "BATCH", 4)
+        monkeypatch.setattr(example, "SEQ", 16)
+        load_task = example.load_task
+
+        def few(*arguments: Any) -> Any:
+            task = load_task(*arguments)
+            return replace(task, test=replace(task.test, texts=task.test.texts[:16], labels=task.test.labels[:16]))
+
+        monkeypatch.setattr(example, "load_task", few)
+        example.main(["--steps", "6", "--time", "0.75"])
         shown = capsys.readouterr().out
         assert "'daf/elastic_depth'" in shown
         rows = [line.split("│") for line in shown.splitlines() if line.startswith("│")]

@@ -196,7 +196,7 @@ def test_nothing_is_in_doubt_while_something_is_measured(late: LateBackend) -> N
     engine = engine_for(model)
     node = saved_by(model, engine, normal(*LARGE))
     assert late.waits == 0
-    with engine.prompt():
+    with engine.synchronous_packing():
         assert late.waits == 1
         other = saved_by(model, engine, with_one(math.inf))
         assert late.waits == 2
@@ -214,8 +214,8 @@ def test_measurements_that_overlap(late: LateBackend) -> None:
     first, second = ExitStack(), ExitStack()
     model = Scale()
     engine = engine_for(model)
-    first.enter_context(engine.prompt())
-    second.enter_context(engine.prompt())
+    first.enter_context(engine.synchronous_packing())
+    second.enter_context(engine.synchronous_packing())
     first.close()
     nodes = [saved_by(model, engine, normal(*LARGE))]
     assert late.waits == 1

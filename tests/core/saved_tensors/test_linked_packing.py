@@ -23,7 +23,7 @@ from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.classify import TensorKind
 from daf_core.saved_tensors.pending import PackJob, PendingActivation
-from daf_core.saved_tensors.saved_tensor import SavedTensor, note
+from daf_core.saved_tensors.saved_tensor import SavedTensor, capture
 from daf_kernels.reference.backend import ReferenceBackend
 from tests.core import pressure
 from tests.core.harness import (
@@ -250,7 +250,7 @@ def test_all_that_flies_is_of_one_device() -> None:
     packer = BackgroundPacker(lambda saved: RawActivation(saved.tensor, None), lambda: None, pagers)
     flying = []
     for device in ("cpu", "cpu", "meta", "meta", "cpu"):
-        saved = note(
+        saved = capture(
             torch.empty(*LARGE, device=device), TensorKind.RAW, Site("", "leaf", 0), EXACT_MODE, ModuleScopes()
         )
         assert packer.admits(saved)
