@@ -23,13 +23,12 @@ from transformers.utils import logging
 
 from benchmarks.assignment import Training, load_training
 from benchmarks.elastic_methods import COURSES, is_trained
-from benchmarks.options import method_names, usable_device, whole_number
+from benchmarks.harness import benchmark_parser, method_names, usable_device, whole_number
 from benchmarks.rows import SourceError
 from benchmarks.scores import TEXT_METRICS
 from benchmarks.tasks import TASKS
-from daf_integrations.cli.bench.machine import core_count, describe_machine
+from daf_integrations.cli.bench.machine import describe_machine
 from daf_integrations.cli.bench.methods import METHODS as BENCH_METHODS
-from daf_integrations.cli.doctor import loaded_allocator
 
 METHODS = (*BENCH_METHODS, *(f"{kind}@0.7" for kind in COURSES))
 DEFAULT_DATA = Path("../shared/data/glue/mrpc")
@@ -66,12 +65,9 @@ class SplitSummary:
     difference_deviation: float
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options of a run; a wrong one ends the process with a message that says what is allowed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.accuracy", description="Compares accuracies seed by seed."
-    )
-    cores = core_count()
+    parser = benchmark_parser("accuracy", "Compares accuracies seed by seed.", "json", "markdown")
     parser.add_argument("--task", choices=TASKS, help="what is trained; left out, the data say it")
     where = "folder with texts or images; with --task also a file or a name of the Hub, in place of the task's own data"
     parser.add_argument("--data", "--dataset", help=where)
@@ -87,9 +83,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=whole_number(1), help="how often the rows are seen")
     parser.add_argument("--train-rows", type=whole_number(1), help="train on the first rows only")
     parser.add_argument("--evaluation-rows", type=whole_number(1), help="evaluate on the first rows only")
-    parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
-    parser.add_argument("--json", type=Path, help="file for the results, added to those that it has")
-    parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args(arguments)
     if options.task is None:
         _check_untasked(parser, options)
@@ -181,7 +174,7 @@ def write_reports(options: argparse.Namespace, runs: Sequence[Run]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its tables and writes the files asked for."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    options = parse_arguments(arguments)
     logging.set_verbosity_error()  # every load says that the encoder comes without a classifier
     logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
@@ -223,15 +216,13 @@ def _markdown_row(summary: SplitSummary) -> list[str]:
 
 
 def _json_report(options: argparse.Namespace, runs: Sequence[Run], summaries: Sequence[SplitSummary]) -> str:
-    allocator = loaded_allocator()
-    machine = describe_machine(threads=options.threads, allocator=allocator, dtype="fp32", device=options.device)
     report = {
-        "summaries": [asdict(summary) for summary in summaries],
-        "runs": [asdict(run) for run in runs],
-        "machine": asdict(machine),
+        "summaries": summaries,
+        "runs": runs,
+        "machine": describe_machine(dtype="fp32", threads=options.threads, device=options.device),
         "settings": {**_training_settings(options), "threads": options.threads},
     }
-    return json.dumps(report, indent=2) + "\n"
+    return json.dumps(report, indent=2, default=asdict) + "\n"
 
 
 def _training_settings(options: argparse.Namespace) -> dict[str, str | int | None]:

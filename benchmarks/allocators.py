@@ -4,10 +4,8 @@ Run ``python -m benchmarks.allocators --json allocators.json``. Every setting is
 """
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,18 +13,16 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.options import method_names, whole_number
+from benchmarks.harness import benchmark_parser, megabytes, method_names, whole_number, write_results
 from benchmarks.zoo import models
-from daf_integrations.cli.bench.machine import core_count, describe_machine
 from daf_integrations.cli.bench.rounds import rotated, run_process
 from daf_integrations.cli.bench.summary import paired_ratio
+from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.bench.worker import Measurement, Task
 from daf_integrations.cli.doctor import installed_tcmalloc
 from daf_integrations.cli.workload.build import Workload
 
-MEGABYTE = 1e6
 GLIBC = (
     {},
     {"MALLOC_ARENA_MAX": "1"},
@@ -86,33 +82,28 @@ def summarize(method: str, measured: Mapping[str, Sequence[Measurement]]) -> lis
     ]
 
 
-def result_table(results: Sequence[Result]) -> Table:
+def result_grid(results: Sequence[Result]) -> Grid:
     """Returns the figures; sizes in MB of 10^6 bytes."""
-    table = Table("allocator", "method", "saved MB", "peak RSS MB", "step s", "of glibc's")
-    for each in results:
-        sizes = (f"{size / MEGABYTE:.1f}" for size in (each.raw_bytes, each.peak_rss_bytes))
-        table.add_row(each.setting, each.method, *sizes, f"{each.step_seconds:.3f}", f"{each.step_ratio:.2f}")
-    return table
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Returns the options of a run; a wrong one ends the process with a message that says what is allowed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.allocators", description="Compares memory allocators.")
-    cores = core_count()
-    parser.add_argument("--model", choices=tuple(models.MODELS), default="roberta-base", help="tiny is for smoke tests")
-    parser.add_argument("--batch", type=whole_number(1), default=8, help="rows of a batch")
-    parser.add_argument("--seq", type=whole_number(2), default=64, help="tokens of a row")
-    parser.add_argument("--methods", type=method_names(), default="plain,daf-4bit", help="separated by commas")
-    parser.add_argument("--rounds", type=whole_number(1), default=3, help="processes of each method and setting")
-    parser.add_argument("--steps", type=whole_number(1), default=5, help="steps of each process, after two to warm up")
-    parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    return parser.parse_args(arguments)
+    rows = [
+        (
+            *(each.setting, each.method, megabytes(each.raw_bytes), megabytes(each.peak_rss_bytes)),
+            *(f"{each.step_seconds:.3f}", f"{each.step_ratio:.2f}"),
+        )
+        for each in results
+    ]
+    headings = ("allocator", "method", "saved MB", "peak RSS MB", "step s", "of glibc's")
+    return Grid("the same training with each allocator", headings, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs every method under every setting, prints a table and writes the file asked for."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    parser = benchmark_parser("allocators", "Compares memory allocators.", "json", rounds=3)
+    parser.add_argument("--model", choices=tuple(models.MODELS), default="roberta-base", help="tiny is for smoke tests")
+    parser.add_argument("--batch", type=whole_number(1), default=8, help="rows of a batch")
+    parser.add_argument("--seq", type=whole_number(2), default=64, help="tokens of a row")
+    parser.add_argument("--methods", type=method_names(), default="plain,daf-4bit", help="separated by commas")
+    parser.add_argument("--steps", type=whole_number(1), default=5, help="steps of each process, after two to warm up")
+    options = parser.parse_args(arguments)
     named = settings()
     measured = {method: {name: list[Measurement]() for name in named} for method in options.methods}
     runs = [
@@ -124,11 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = run_process("daf_integrations.cli.bench.worker", task, f"{method}, {name}", Path(folder), variables)
             measured[method][name].append(Measurement(**found))
     results = [result for method in options.methods for result in summarize(method, measured[method])]
-    Console().print(result_table(results))
-    if options.json:
-        machine = describe_machine(threads=options.threads, allocator="each of them", dtype="fp32")
-        report = {"results": [asdict(result) for result in results], "machine": asdict(machine)}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_results(options, {"results": results}, [result_grid(results)], allocator="each of them")
 
 
 def _task(options: argparse.Namespace, method: str) -> Task:

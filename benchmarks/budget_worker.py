@@ -4,12 +4,10 @@
 RESULT the file that the JSON of the ``BudgetMeasurement`` is written to.
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from daf_core.plan.search.planner import Plan
 from daf_integrations.cli.bench.methods import open_method
 from daf_integrations.cli.bench.process_memory import peak_bytes, reset_peak, resident_bytes
 from daf_integrations.cli.bench.summary import compare_gradients, compare_lora_gradients, paired_ratio
-from daf_integrations.cli.bench.worker import gradients_of, switch_dropout_off
+from daf_integrations.cli.bench.worker import gradients_of, serve, switch_dropout_off
 from daf_integrations.cli.doctor import loaded_allocator
 
 DROPOUT = 0.1
@@ -221,12 +219,5 @@ def _gradients(model: nn.Module, run: Callable[[], None]) -> dict[str, Tensor]:
     return gradients_of(model)
 
 
-def main(arguments: list[str]) -> None:
-    """Runs the task given as JSON and writes what was measured to the file named after it."""
-    task, result = arguments
-    measurement = measure(BudgetTask(**json.loads(task)))
-    Path(result).write_text(json.dumps(asdict(measurement)))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(sys.argv[1:], lambda fields: measure(BudgetTask(**fields)))

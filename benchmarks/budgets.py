@@ -7,8 +7,6 @@ in turn.
 """
 
 import argparse
-import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -19,17 +17,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.budget_worker import BudgetMeasurement, BudgetTask
-from benchmarks.options import whole_number
-from daf_integrations.cli.bench.machine import core_count, describe_machine
+from benchmarks.harness import benchmark_parser, megabytes, write_results
 from daf_integrations.cli.bench.rounds import run_process
-from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
+from daf_integrations.cli.bench.tables import Grid
 
 SHAPES = {"gpt2": (2, 512), "roberta-base": (8, 128), "tiny": (8, 64)}
 """Rows of a batch and tokens of a row."""
 
 DEFAULT_BUDGETS = "100,70,50,35,25,15,10,6,4,checkpointing,least"
 WORDS = ("checkpointing", "least")
-MEGABYTE = 1e6
 LETTERS = {"KEEP": "K", "COMPRESS": "C", "RECOMPUTE": "R", "RECOMPUTE_COMPRESSED": "r"}
 HEADINGS = (
     *("budget", "MB", "parts", "outside, blocks", "bits", "predicted MB", "peak MB", "peak RSS MB"),
@@ -47,21 +43,6 @@ def budget_names(text: str) -> tuple[str, ...]:
                 "separated by commas"
             )
     return names
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Returns the options of a run; a wrong one ends the process with a message that says what is allowed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description="Trains in less and less memory.")
-    cores = core_count()
-    parser.add_argument("--model", choices=tuple(SHAPES), action="append", help="repeatable; tiny is for smoke tests")
-    parser.add_argument("--budgets", type=budget_names, default=DEFAULT_BUDGETS, help="percentages and words")
-    parser.add_argument("--rounds", type=whole_number(1), default=5, help="timed steps of each row")
-    parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--markdown", type=Path, help="file for the tables")
-    options = parser.parse_args(arguments)
-    options.model = options.model or ["gpt2", "roberta-base"]
-    return options
 
 
 def run_model(options: argparse.Namespace, model: str, folder: Path) -> dict[str, BudgetMeasurement]:
@@ -83,33 +64,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     The file has ``models``, by name the list of rows; ``machine``; and ``settings``, the options.
     """
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    measured: dict[str, dict[str, BudgetMeasurement]] = {}
-    texts: list[str] = []
+    parser = benchmark_parser("budgets", "Trains in less and less memory.", "json", "markdown", rounds=5)
+    parser.add_argument("--model", choices=tuple(SHAPES), action="append", help="repeatable; tiny is for smoke tests")
+    parser.add_argument("--budgets", type=budget_names, default=DEFAULT_BUDGETS, help="percentages and words")
+    options = parser.parse_args(arguments)
+    options.model = options.model or ["gpt2", "roberta-base"]
     with tempfile.TemporaryDirectory() as folder:
-        for model in options.model:
-            measured[model] = run_model(options, model, Path(folder))
-            rows, length = SHAPES[model]
-            grid = budget_grid(f"{model}, {rows} x {length}, fp32, {options.threads} threads", measured[model])
-            Console().print(terminal_table(grid))
-            texts.append(markdown_table(grid))
-    if options.markdown:
-        options.markdown.write_text("\n".join(texts))
-    if options.json:
-        options.json.write_text(json.dumps(_report(options, measured), indent=2) + "\n")
-
-
-def _report(options: argparse.Namespace, measured: dict[str, dict[str, BudgetMeasurement]]) -> dict[str, object]:
-    allocator = measured[options.model[0]]["plain"].allocator
-    settings = {name: value for name, value in vars(options).items() if name not in ("json", "markdown")}
-    return {
-        "models": {
-            model: [{"row": name, **asdict(result)} for name, result in rows.items()]
-            for model, rows in measured.items()
-        },
-        "machine": asdict(describe_machine(threads=options.threads, allocator=allocator, dtype="fp32")),
-        "settings": settings,
+        measured = {model: run_model(options, model, Path(folder)) for model in options.model}
+    grids: list[Grid] = []
+    for model, results in measured.items():
+        rows, length = SHAPES[model]
+        grids.append(budget_grid(f"{model}, {rows} x {length}, fp32, {options.threads} threads", results))
+    models = {
+        model: [{"row": name, **asdict(result)} for name, result in rows.items()] for model, rows in measured.items()
     }
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "markdown")}
+    allocator = measured[options.model[0]]["plain"].allocator
+    write_results(options, {"models": models, "settings": settings}, grids, allocator=allocator)
 
 
 def _percent(name: str) -> float | None:
@@ -158,7 +129,7 @@ def _row(name: str, result: BudgetMeasurement) -> list[str]:
 
 
 def _megabytes(size: int | None) -> str:
-    return "-" if size is None else f"{size / MEGABYTE:.1f}"
+    return "-" if size is None else megabytes(size)
 
 
 if __name__ == "__main__":

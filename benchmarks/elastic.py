@@ -5,17 +5,13 @@ model of its own: plain training, and training with the lowest blocks cut off or
 cuts are medians of rounds; that of a share is of sums, with the steps that measure at the beginning.
 """
 
-import argparse
 import copy
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -23,7 +19,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from benchmarks.options import whole_number
+from benchmarks.harness import benchmark_parser, megabytes, whole_number, write_results
 from benchmarks.timing import time_in_turn
 from benchmarks.zoo.models import build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig, ElasticConfig
@@ -32,10 +28,8 @@ from daf_core.elastic.cost_model import StepCosts
 from daf_core.elastic.schedule import Choice, StepSchedule
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units
-from daf_integrations.cli.bench.machine import core_count, describe_machine
 from daf_integrations.cli.bench.summary import paired_ratio
-from daf_integrations.cli.bench.tables import Grid, terminal_table
-from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.bench.tables import Grid
 
 CUTS = (0.25, 0.5, 0.75)
 """Parts of the blocks that are cut off, from the input on."""
@@ -241,8 +235,8 @@ def tables(name: str, cuts: Sequence[CutResult], shares: Sequence[ShareResult]) 
             f"{each.cut:.0%}",
             f"{each.predicted_share:.3f}",
             f"{each.ratio:.3f}",
-            f"{each.predicted_bytes / 1e6:.1f}",
-            f"{each.held_bytes / 1e6:.1f}",
+            megabytes(each.predicted_bytes),
+            megabytes(each.held_bytes),
             f"{statistics.median(each.seconds):.3f}",
         )
         for each in cuts
@@ -255,8 +249,8 @@ def tables(name: str, cuts: Sequence[CutResult], shares: Sequence[ShareResult]) 
             each.precision,
             "-" if each.time is None else f"{each.time:.2f}",
             f"{each.ratio:.3f}",
-            f"{each.most_bytes / 1e6:.1f}",
-            f"{each.mean_bytes / 1e6:.1f}",
+            megabytes(each.most_bytes),
+            megabytes(each.mean_bytes),
         )
         for each in shares
     ]
@@ -265,21 +259,16 @@ def tables(name: str, cuts: Sequence[CutResult], shares: Sequence[ShareResult]) 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its tables and writes its JSON file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description="Trains parts of a model.")
-    cores = core_count()
+    parser = benchmark_parser("elastic", "Trains parts of a model.", "json", rounds=11)
     parser.add_argument("--model", choices=tuple(SHAPES), default="roberta-base", help="tiny is for smoke tests")
-    parser.add_argument("--rounds", type=whole_number(1), default=11, help="timed steps of each cut")
     parser.add_argument("--steps", type=whole_number(1), default=60, help="steps within a share of the time")
     parser.add_argument("--kind", choices=tuple(DEFAULT_SHARES), action="append", help="repeatable; what is trained")
-    parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     kinds = options.kind or tuple(DEFAULT_SHARES)
-    console = Console(stderr=True)
     cuts: list[CutResult] = []
     shares: list[ShareResult] = []
-    with Progress(console=console) as progress:
+    with Progress(console=Console(stderr=True)) as progress:
         if "lora" in kinds:
             bar = progress.add_task("cuts", total=(options.rounds + 1) * (1 + len(CUTS)))
             cuts = measure_cuts(options.model, options.rounds, partial(progress.advance, bar))
@@ -287,16 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             bar = progress.add_task(kind, total=options.steps * (5 if kind == "lora" else 3))
             advance = partial(progress.advance, bar)
             shares += measure_share(options.model, kind, DEFAULT_SHARES[kind], options.steps, advance)
-    for grid in tables(options.model, cuts, shares):
-        Console().print(terminal_table(grid))
-    if options.json:
-        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
-        report = {
-            "cuts": [asdict(each) for each in cuts],
-            "shares": [asdict(each) for each in shares],
-            "machine": asdict(machine),
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_results(options, {"cuts": cuts, "shares": shares}, tables(options.model, cuts, shares))
 
 
 if __name__ == "__main__":

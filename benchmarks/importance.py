@@ -4,25 +4,18 @@ Run ``python -m benchmarks.importance --json importance.json``. The truth is the
 gradients, same batch and same dropout masks, with one site alone at a precision and all others exact.
 """
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from benchmarks.finetune import Recipe, build_encoder, load_splits, training_batches
-from benchmarks.options import whole_number
+from benchmarks.harness import benchmark_parser, whole_number, write_results
 from benchmarks.zoo.models import MODELS, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.autograd.sites import Site
@@ -31,8 +24,7 @@ from daf_core.precision.allocation import Choices, least_error
 from daf_core.precision.calibration import calibrate
 from daf_core.precision.probe import Gradients, ProbePass, compare
 from daf_core.saved_tensors.derive import Derivation
-from daf_integrations.cli.bench.machine import core_count, describe_machine
-from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.bench.tables import Grid
 
 LAYERS = 4
 ROWS = {"roberta-base": 4, "gpt2": 4, "resnet18": 16}
@@ -222,55 +214,42 @@ def _part_error(found: Gradients, exact: Gradients, part: list[int]) -> float:
     return compare([found[index] for index in part], [exact[index] for index in part]).error
 
 
-def correlation_table(results: Sequence[Correlation]) -> Table:
+def correlation_grid(results: Sequence[Correlation]) -> Grid:
     """Returns one row for each model and precision, predictions side by side."""
-    table = Table(box=SIMPLE, title="predicted and measured error of each site alone")
-    for heading in ("model", "sites", "bits", *(f"correlation, {hops} hops" for hops in HOPS), "predicted", "measured"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+    headings = ("model", "sites", "bits", *(f"correlation, {hops} hops" for hops in HOPS), "predicted", "measured")
     by_case: dict[tuple[str, int], list[Correlation]] = {}
     for result in results:
         by_case.setdefault((result.model, result.bits), []).append(result)
-    for (model, bits), found in by_case.items():
-        last = found[-1]
-        figures = [f"{result.correlation:.3f}" for result in found]
-        totals = [f"{last.predicted_total:.4f}", f"{last.measured_total:.4f}"]
-        table.add_row(model, str(last.sites), str(bits), *figures, *totals)
-    return table
-
-
-def equal_bytes_table(results: Sequence[EqualBytes]) -> Table:
-    """Returns one row for each model, batch and share."""
-    table = Table(box=SIMPLE, title="error of the gradient in the same bytes")
-    for heading in ("model", "bytes", "error", "cosine", "adapters alone", "one precision", "its error", "ratio"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for result in results:
-        plain = ["", "", ""]
-        if result.plain_bits is not None and result.plain_error is not None:
-            plain = [
-                f"{result.plain_bits} bits",
-                f"{result.plain_error:.4f}",
-                f"{result.error / result.plain_error:.2f}",
-            ]
-        adapters = "" if result.adapters_error is None else f"{result.adapters_error:.3f}"
-        table.add_row(
-            result.model, f"1/{result.share}", f"{result.error:.4f}", f"{result.cosine:.4f}", adapters, *plain
+    rows = [
+        (
+            *(model, str(found[-1].sites), str(bits), *(f"{result.correlation:.3f}" for result in found)),
+            *(f"{total:.4f}" for total in (found[-1].predicted_total, found[-1].measured_total)),
         )
-    return table
+        for (model, bits), found in by_case.items()
+    ]
+    return Grid("predicted and measured error of each site alone", headings, rows)
+
+
+def equal_bytes_grid(results: Sequence[EqualBytes]) -> Grid:
+    """Returns one row for each model, batch and share."""
+    headings = ("model", "bytes", "error", "cosine", "adapters alone", "one precision", "its error", "ratio")
+    rows: list[list[str]] = []
+    for each in results:
+        plain = ["", "", ""]
+        if each.plain_bits is not None and each.plain_error is not None:
+            plain = [f"{each.plain_bits} bits", f"{each.plain_error:.4f}", f"{each.error / each.plain_error:.2f}"]
+        adapters = "" if each.adapters_error is None else f"{each.adapters_error:.3f}"
+        rows.append([each.model, f"1/{each.share}", f"{each.error:.4f}", f"{each.cosine:.4f}", adapters, *plain])
+    return Grid("error of the gradient in the same bytes", headings, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its tables and writes the file asked for."""
-    cores = core_count()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.importance", description="Predicted against true error."
-    )
+    parser = benchmark_parser("importance", "Predicted against true error.", "json")
     parser.add_argument("--data", type=Path, help="folder of MRPC, for MiniLM; left out without")
     parser.add_argument("--batches", type=whole_number(1), default=3, help="of MiniLM")
-    parser.add_argument("--threads", type=whole_number(1, cores), default=cores)
-    parser.add_argument("--json", type=Path, help="file for the results")
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    started = time.perf_counter()
     works = [model_work(name) for name in ROWS]
     correlations: list[Correlation] = []
     for work in works:
@@ -279,18 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.data:
         works += minilm_work(options.data, options.batches)
     shares = [result for work in works for result in measure_equal_bytes(work)]
-    console = Console(width=120)
-    console.print(correlation_table(correlations))
-    console.print(equal_bytes_table(shares))
-    console.print(f"{time.perf_counter() - started:.0f} s")
-    if options.json:
-        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
-        report = {
-            "correlations": [asdict(result) for result in correlations],
-            "equal_bytes": [asdict(result) for result in shares],
-            "machine": asdict(machine),
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    grids = [correlation_grid(correlations), equal_bytes_grid(shares)]
+    write_results(options, {"correlations": correlations, "equal_bytes": shares}, grids)
 
 
 if __name__ == "__main__":

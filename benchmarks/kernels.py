@@ -7,27 +7,21 @@ that have to be moved per second, those of a copy being twice the tensor's.
 """
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks import reductions, torch_codec
-from benchmarks.options import usable_device, whole_number
+from benchmarks.harness import benchmark_parser, usable_device, whole_number, write_results
 from benchmarks.timing import CudaTimer, Timer, time_in_turn, wall_timer
 from daf_core.memory.pages.pool import PAGE_BYTES
-from daf_integrations.cli.bench.machine import core_count, describe_machine
 from daf_integrations.cli.bench.summary import paired_ratio
-from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
-from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.bench.tables import Grid
 from daf_kernels import PRECISIONS, Backend, FixedPages, PlaneLayout, load_backend, plane_layout, planes_for
 from daf_kernels.backend import bits_of_elements
 from daf_kernels.layout import BLOCK, COLUMNS, HEADER_BYTES, PLANE_WIDTHS
@@ -270,18 +264,14 @@ def alone_grid(title: str, results: Sequence[KernelResult]) -> Grid:
     return Grid(f"{title}, kernels alone", headings, rows)
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options of a run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Times the kernels alone.")
+    parser = benchmark_parser("kernels", "Times the kernels alone.", "json", "markdown", rounds=11, threads=1)
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu or cuda")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--megabytes", type=whole_number(1), default=64, help="size of the tensor, in MiB")
     size.add_argument("--elements", type=whole_number(1), help="size of the tensor")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
-    parser.add_argument("--threads", type=whole_number(1, core_count()), default=1, help="threads of copy and kernels")
-    parser.add_argument("--rounds", type=whole_number(1), default=11)
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--markdown", type=Path, help="file for the tables")
     options = parser.parse_args(arguments)
     options.elements = options.elements or options.megabytes * (1 << 20) // DTYPES[options.dtype].itemsize
     return options
@@ -289,24 +279,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its tables and writes the files asked for."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    options = parse_arguments(arguments)
     results, ranges = run(options)
-    machine = describe_machine(
-        threads=options.threads, allocator=loaded_allocator(), dtype=options.dtype, device=options.device
-    )
     size = f"{options.elements * DTYPES[options.dtype].itemsize / (1 << 20):g} MiB {options.dtype}"
     title = f"{size}, {options.device}, {options.threads} thread(s)"
     grids = [call_grid(title, results), rival_grid(title, results)]
+    content: dict[str, object] = {"kernels": results}
     if ranges:
         grids += [alone_grid(title, results), reductions.grid(ranges)]
-    for grid in grids:
-        Console().print(terminal_table(grid))
-    if options.markdown:
-        options.markdown.write_text("\n".join(map(markdown_table, grids)))
-    if options.json:
-        report = {"kernels": [asdict(result) for result in results], "machine": asdict(machine)}
-        report |= {"ranges": [asdict(result) for result in ranges]} if ranges else {}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        content["ranges"] = ranges
+    write_results(options, content, grids, dtype=options.dtype, device=options.device)
 
 
 def _actions(form: TensorKind, values: Tensor, clocks: Clocks) -> dict[str, Callable[[], float]]:

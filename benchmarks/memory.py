@@ -3,30 +3,25 @@
 Run ``python -m benchmarks.memory --data ../shared/data/glue --json memory.json --picture memory.png``.
 """
 
-import argparse
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks.finetune import MissingEncoderError, Recipe, build_encoder, load_splits, training_batches
-from benchmarks.options import whole_number
+from benchmarks.harness import MEGABYTE, benchmark_parser, megabytes, whole_number, write_results
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
 from daf_core.codecs.plane_importance import plane_importances, rounding_errors
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
-from daf_integrations.cli.bench.machine import describe_machine
-from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.bench.tables import Grid
 from daf_kernels import PRECISIONS, PlaneLayout, plane_layout, planes_for
 from daf_kernels.layout import BLOCK, HEADER_BYTES
 
@@ -38,7 +33,6 @@ COUNTED = 1 << 16  # elements from which the payload is counted: 256 kB
 SEVERAL = 10
 STRESS_BUDGET = 64 << 20
 MOST_LIVE = 200
-MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,22 +165,18 @@ def compare_growths(data: Path, steps: int) -> list[Growth]:
     return results
 
 
-def growth_table(results: Sequence[Growth]) -> Table:
+def growth_grid(results: Sequence[Growth]) -> Grid:
     """Returns the figures of the traces; sizes in MB of 10^6 bytes."""
-    table = Table(title="growth of the pool")
-    for heading in ("task", "growth", "budget MB", "used MB", "reserved MB", "reserved / used", "planes dropped"):
-        table.add_column(heading, justify="right")
-    for result in results:
-        table.add_row(
-            result.task,
-            result.growth,
-            "" if result.budget is None else f"{result.budget / MEGABYTE:.1f}",
-            f"{max(result.used_bytes) / MEGABYTE:.1f}",
-            f"{max(result.reserved_bytes) / MEGABYTE:.1f}",
-            f"{result.overhead:.2f}",
-            f"{result.dropped_planes:,}",
+    headings = ("task", "growth", "budget MB", "used MB", "reserved MB", "reserved / used", "planes dropped")
+    rows = [
+        (
+            *(each.task, each.growth, "" if each.budget is None else megabytes(each.budget)),
+            *(megabytes(max(sizes)) for sizes in (each.used_bytes, each.reserved_bytes)),
+            *(f"{each.overhead:.2f}", f"{each.dropped_planes:,}"),
         )
-    return table
+        for each in results
+    ]
+    return Grid("growth of the pool", headings, rows)
 
 
 def draw(results: Sequence[Growth], path: Path) -> None:
@@ -214,7 +204,11 @@ def draw(results: Sequence[Growth], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs all measurements, prints them and writes what was asked for."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    parser = benchmark_parser("memory", "Measures the memory pool.", "json", "picture", threads=None)
+    parser.add_argument("--actions", type=whole_number(10), default=200_000, help="encodes and releases of the stress")
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with the tasks sst2 and mrpc")
+    parser.add_argument("--steps", type=whole_number(2), default=60, help="training steps of each trace")
+    options = parser.parse_args(arguments)
     console = Console()
     stressed = stress(options.actions)
     console.print(stressed)
@@ -224,29 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         growths = compare_growths(options.data, options.steps)
     except (MissingEncoderError, FileNotFoundError) as error:
         raise SystemExit(f"{error}") from error
-    console.print(growth_table(growths))
     if options.picture:
         draw(growths, options.picture)
-    if options.json:
-        machine = describe_machine(threads=torch.get_num_threads(), allocator=loaded_allocator(), dtype="fp32")
-        report = {
-            "stress": asdict(stressed),
-            "lowering_seconds": lowering,
-            "growth": [asdict(result) for result in growths],
-            "machine": asdict(machine),
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Returns the options of a run; a wrong one ends the process with a message that says what is allowed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description="Measures the memory pool.")
-    parser.add_argument("--actions", type=whole_number(10), default=200_000, help="encodes and releases of the stress")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with the tasks sst2 and mrpc")
-    parser.add_argument("--steps", type=whole_number(2), default=60, help="training steps of each trace")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--picture", type=Path, help="file for the picture, such as memory.png")
-    return parser.parse_args(arguments)
+    content = {"stress": stressed, "lowering_seconds": lowering, "growth": growths}
+    write_results(options, content, [growth_grid(growths)])
 
 
 def _lease(pager: Pager, layout: PlaneLayout, numbers: random.Random, precision: int | None = None) -> Lease:

@@ -5,32 +5,26 @@ Every round takes one step with each set of rewrites; ratios of time are taken w
 beside the model: *held* when the forward pass ends, *peak* the most at once in the step.
 """
 
-import argparse
-import json
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.options import whole_number
-from benchmarks.saved_bytes import saved_bytes
+from benchmarks.harness import benchmark_parser, megabytes, write_results
 from benchmarks.timing import time_in_turn, wall_timer
 from benchmarks.zoo.models import SEED, build_batch, build_model
+from daf_core import ActivationEngine, DAFConfig
 from daf_core.plan.observe.meter import TensorMeter
 from daf_core.rewrites.registry import OperatorRewrites
-from daf_integrations.cli.bench.machine import core_count, describe_machine
 from daf_integrations.cli.bench.summary import paired_ratio
 from daf_integrations.cli.bench.tables import Grid, terminal_table
-from daf_integrations.cli.doctor import loaded_allocator
 
-MEGABYTE = 1e6
 SHAPES = {
     "gpt2": (2, 512),
     "gpt2-medium": (2, 512),
@@ -154,55 +148,54 @@ def result_grid(results: Sequence[OperatorsResult]) -> Grid:
     headings = ("model", "held MB", "rewritten", "peak MB", "rewritten", "share", "time", "processor time", "error")
     rows = [
         (
-            f"{result.model}, {result.batch} x {result.seq}",
-            *(f"{size / MEGABYTE:.0f}" for size in (result.plain_held_bytes, result.held_bytes)),
-            *(f"{size / MEGABYTE:.0f}" for size in (result.plain_peak_bytes, result.peak_bytes)),
-            f"{result.peak_bytes / result.plain_peak_bytes:.2f}",
-            f"{result.time_ratio:.2f}",
-            f"{result.cpu_ratio:.2f}",
-            f"{result.gradient_error:.0e}",
+            f"{each.model}, {each.batch} x {each.seq}",
+            *(megabytes(size, 0) for size in (each.plain_held_bytes, each.held_bytes)),
+            *(megabytes(size, 0) for size in (each.plain_peak_bytes, each.peak_bytes)),
+            f"{each.peak_bytes / each.plain_peak_bytes:.2f}",
+            *(f"{each.time_ratio:.2f}", f"{each.cpu_ratio:.2f}", f"{each.gradient_error:.0e}"),
         )
-        for result in results
+        for each in results
     ]
     return Grid("a step with exact rewrites", headings, rows)
 
 
 def census_grid(name: str) -> Grid:
-    """Returns what autograd saves in a step of one of the models; leaves out what is less than 1% of it."""
+    """Returns the bytes that autograd saves in a step of one of the models, but for operators with less than 1%."""
     batch, seq = SHAPES[name]
     model = build_model(name, lora_dropout=0.1)
-    counts = saved_bytes(model, build_batch(name, batch=batch, seq=seq, image=IMAGE))
+    kinds = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
+    inputs = build_batch(name, batch=batch, seq=seq, image=IMAGE)
+    engine = ActivationEngine(model, DAFConfig(precision="exact", packing="device"))
+    with engine.itemized() as items, engine.compress():
+        loss = model(**inputs).loss
+    items.name_operators(loss)
+    counts: Counter[tuple[str, str]] = Counter()
+    for item in items.at_peak():
+        counts[kinds[item.site.module], item.operator.removesuffix("Backward0")] += item.raw_bytes
+    engine.close()
     total = counts.total()
     rows = [
-        (*place, f"{size / MEGABYTE:.1f}", f"{size / total:.0%}")
+        (*place, megabytes(size), f"{size / total:.0%}")
         for place, size in counts.most_common()
         if size >= SMALLEST_SHARE * total
     ]
-    title = f"{name}, {batch} x {seq}: {total / MEGABYTE:.0f} MB saved"
+    title = f"{name}, {batch} x {seq}: {megabytes(total, 0)} MB saved"
     return Grid(title, ("module", "operator", "MB", "share"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its table and writes its JSON file."""
-    description = "Measures the exact rewrites of operators."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.operators", description=description)
+    parser = benchmark_parser("operators", "Measures the exact rewrites of operators.", "json", rounds=5)
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=["gpt2", "llama", "roberta-base"])
-    parser.add_argument("--threads", type=whole_number(1, core_count()), default=core_count(), help="threads of torch")
-    parser.add_argument("--rounds", type=whole_number(1), default=5)
-    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--census", action="store_true", help="show what autograd saves, by operator, and end")
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if options.census:
         for name in options.models:
             Console().print(terminal_table(census_grid(name)))
         return
     results = [measure(name, options.rounds) for name in options.models]
-    Console().print(terminal_table(result_grid(results)))
-    if options.json:
-        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
-        report = {"operators": [asdict(result) for result in results], "machine": asdict(machine)}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_results(options, {"operators": results}, [result_grid(results)])
 
 
 if __name__ == "__main__":

@@ -8,29 +8,24 @@ the GPU has done it. Backward is not timed: what workers packed for a GPU, it re
 """
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from benchmarks.options import usable_device, whole_number
+from benchmarks.harness import CORES, benchmark_parser, usable_device, whole_number, write_results
+from benchmarks.timing import time_in_turn
 from benchmarks.zoo.models import MODELS, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig, StepStatistics
 from daf_core.config import Packing, Precision
-from daf_integrations.cli.bench.machine import core_count, describe_machine
 from daf_integrations.cli.bench.summary import paired_ratio
-from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.bench.tables import Grid
 
 PRECISIONS: dict[str, Precision] = {"8": 8, "4": 4, "2": 2, "1": 1}
 SMALLEST_IMAGE = 32
@@ -63,21 +58,22 @@ def measure(
     model: nn.Module, forward: Callable[[], object], precision: Precision, rounds: int, device: str = "cpu"
 ) -> OverlapResult:
     """Times the three kinds of forward passes in turn."""
-    finish = torch.cuda.synchronize if device == "cuda" else _nothing
     engines = {packing: _engine(model, precision, packing) for packing in ("device", "workers")}
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     scopes: dict[str, Callable[[], AbstractContextManager[object]]] = {"plain": nullcontext}
     scopes |= {packing: engine.compress for packing, engine in engines.items()}
-    seconds: Seconds = {name: [] for name in scopes}
     steps: list[StepStatistics] = []
-    for turn in range(rounds + 1):
-        for name, scope in scopes.items():
-            taken = _timed(forward, scope, finish)
-            if turn:  # the first round warms up
-                seconds[name].append(taken)
-        steps.append(engines["workers"].finish_step())
+
+    def timed(name: str) -> float:
+        seconds = _timed(forward, scopes[name], finish)
+        if name == "workers":
+            steps.append(engines[name].finish_step())
+        return seconds
+
+    seconds = time_in_turn({name: partial(timed, name) for name in scopes}, rounds)
     for engine in engines.values():
         engine.close()
-    return _result(precision, seconds, steps[1:])
+    return _result(precision, seconds, steps[1:])  # the first round warms up
 
 
 def run(options: argparse.Namespace) -> list[OverlapResult]:
@@ -93,48 +89,36 @@ def run(options: argparse.Namespace) -> list[OverlapResult]:
     ]
 
 
-def result_table(title: str, results: Sequence[OverlapResult]) -> Table:
+def result_grid(title: str, results: Sequence[OverlapResult]) -> Grid:
     """Returns the results as a table."""
-    table = Table(title=title, box=SIMPLE, collapse_padding=True)
-    for heading in ("bits", "plain s", "device", "workers", "hidden", "training thread ms", "workers ms"):
-        table.add_column(heading, justify="right")
-    for result in results:
-        table.add_row(
-            str(result.precision),
-            f"{result.plain_seconds:.3f}",
-            f"{result.device_ratio:.3f}",
-            f"{result.workers_ratio:.3f}",
-            f"{result.hidden:.0%}",
-            f"{result.pack_seconds * 1e3:.0f}",
-            f"{result.worker_seconds * 1e3:.0f}",
+    headings = ("bits", "plain s", "device", "workers", "hidden", "training thread ms", "workers ms")
+    rows = [
+        (
+            str(each.precision),
+            *(f"{value:.3f}" for value in (each.plain_seconds, each.device_ratio, each.workers_ratio)),
+            f"{each.hidden:.0%}",
+            *(f"{seconds * 1e3:.0f}" for seconds in (each.pack_seconds, each.worker_seconds)),
         )
-    return table
+        for each in results
+    ]
+    return Grid(title, headings, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its table and writes its JSON file."""
     description = "Times how much of packing workers hide behind the forward pass."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=description)
+    parser = benchmark_parser("overlap", description, "json", rounds=15, threads=1)
     parser.add_argument("--model", choices=tuple(MODELS), default="roberta-base")
     parser.add_argument("--batch", type=whole_number(1), default=8)
     parser.add_argument("--seq", type=whole_number(1), default=128)
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu or cuda")
     parser.add_argument("--precisions", type=_precisions, default="8,4,2", help="bits, separated by commas")
-    parser.add_argument("--threads", type=whole_number(1, core_count()), default=1, help="threads of torch")
-    parser.add_argument("--workers", type=whole_number(1, core_count()), default=1, help="threads that pack")
-    parser.add_argument("--rounds", type=whole_number(1), default=15)
-    parser.add_argument("--json", type=Path, help="file for the results")
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    parser.add_argument("--workers", type=whole_number(1, CORES), default=1, help="threads that pack")
+    options = parser.parse_args(arguments)
     results = run(options)
     where = f"{options.threads} + {options.workers} thread(s)"
     title = f"{options.model} forward on {options.device}, {options.batch} x {options.seq}, {where}"
-    Console().print(result_table(title, results))
-    if options.json:
-        machine = describe_machine(
-            threads=options.threads, allocator=loaded_allocator(), dtype="fp32", device=options.device
-        )
-        report = {"overlap": [asdict(result) for result in results], "machine": asdict(machine)}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_results(options, {"overlap": results}, [result_grid(title, results)], device=options.device)
 
 
 def _engine(model: nn.Module, precision: Precision, packing: Packing) -> ActivationEngine:
@@ -168,10 +152,6 @@ def _result(precision: Precision, seconds: Seconds, steps: Sequence[StepStatisti
         worker_seconds=statistics.median(step.worker_seconds for step in steps),
         rounds=seconds,
     )
-
-
-def _nothing() -> None:
-    """A CPU has done what it was given."""
 
 
 def _take_cores(count: int) -> None:

@@ -6,24 +6,18 @@ per second, which are read once.
 """
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.options import whole_number
+from benchmarks.harness import benchmark_parser, whole_number, write_results
 from benchmarks.timing import CudaTimer, Timer, time_in_turn
-from daf_integrations.cli.bench.machine import describe_machine
 from daf_integrations.cli.bench.summary import paired_ratio
-from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
-from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.bench.tables import Grid
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STRATEGIES = ("fused", "parallel", "atomic")
@@ -99,16 +93,13 @@ def problems(options: argparse.Namespace) -> Iterator[tuple[Tensor, int]]:
             yield from ((values, group) for group in options.groups if group <= elements)
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options of a run; without a GPU it ends here."""
     description = "Times how ranges of groups are found on a GPU."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reductions", description=description)
+    parser = benchmark_parser("reductions", description, "json", "markdown", rounds=11, threads=None)
     parser.add_argument("--groups", type=whole_number(1), nargs="+", default=GROUPS, help="elements of a group")
     parser.add_argument("--elements", type=whole_number(1), nargs="+", default=ELEMENTS, help="of the tensor")
     parser.add_argument("--dtypes", choices=tuple(DTYPES), nargs="+", default=("bf16", "fp32"))
-    parser.add_argument("--rounds", type=whole_number(1), default=11)
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU here, and these strategies are for GPUs; run it on a machine that has one")
@@ -117,22 +108,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its table and writes the files asked for."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    options = parse_arguments(arguments)
     timer = CudaTimer(ahead=True)
     results = [measure(values, group, timer, options.rounds) for values, group in problems(options)]
-    write(options, results)
-
-
-def write(options: argparse.Namespace, results: Sequence[RangeResult]) -> None:
-    """Prints the table and writes the files asked for."""
-    Console().print(terminal_table(grid(results)))
-    if options.markdown:
-        options.markdown.write_text(markdown_table(grid(results)))
-    if options.json:
-        threads, dtypes = torch.get_num_threads(), " ".join(options.dtypes)
-        machine = describe_machine(threads=threads, allocator=loaded_allocator(), dtype=dtypes, device=DEVICE)
-        report = {"ranges": [asdict(result) for result in results], "machine": asdict(machine)}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_results(options, {"ranges": results}, [grid(results)], dtype=" ".join(options.dtypes), device=DEVICE)
 
 
 def _calls(values: Tensor, group: int, known: Sequence[str]) -> dict[str, Callable[[], object]]:

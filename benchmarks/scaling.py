@@ -4,32 +4,27 @@ Run ``python -m benchmarks.scaling --json scaling.json --picture scaling.png``. 
 steps in turn in one process, each on a model of its own; ratios are medians over rounds, each of them within a round.
 """
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
-from benchmarks.options import whole_number
+from benchmarks.harness import benchmark_parser, megabytes, whole_number, write_results
 from benchmarks.timing import time_in_turn
 from benchmarks.zoo.models import SEED
-from daf_integrations.cli.bench.machine import core_count, describe_machine
 from daf_integrations.cli.bench.methods import Method, open_method, traits
 from daf_integrations.cli.bench.summary import LARGEST_ROUNDING, Gradients, paired_ratio, problem_of
-from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
+from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.bench.worker import TrainingStep, computed, fill_adapters
-from daf_integrations.cli.doctor import loaded_allocator
 from daf_integrations.cli.workload.build import BuiltWorkload
 
 METHODS = ("plain", "daf-exact", "daf-4bit", "daf-auto")
@@ -155,7 +150,7 @@ def grid(axis: str, points: Sequence[Point]) -> Grid:
         plain = at["plain"]
         times = [f"{at[name].step_ratio:.2f}" for name in methods]
         held = [f"{at[name].held_bytes / plain.held_bytes:.3f}" for name in methods]
-        first = [f"{getattr(size, axis)}", f"{plain.step_seconds:.3f}", f"{plain.held_bytes / 1e6:.1f}"]
+        first = [f"{getattr(size, axis)}", f"{plain.step_seconds:.3f}", megabytes(plain.held_bytes)]
         rows.append([*first, *times, *held])
     return Grid(f"by {axis}", headings, rows)
 
@@ -188,46 +183,23 @@ def draw(points: Sequence[Point], file: Path) -> None:
     figure.savefig(file, dpi=144)
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Returns the options of a run; a wrong one ends the process with a message that says what is allowed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="Times steps as work grows.")
-    cores = core_count()
-    parser.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES), help="what grows")
-    parser.add_argument("--largest", type=whole_number(1), help="leave larger sizes out")
-    parser.add_argument("--width", type=whole_number(1), default=256, help="hidden size of the encoder")
-    parser.add_argument("--rounds", type=whole_number(1), default=5, help="timed steps of each method at each size")
-    parser.add_argument("--threads", type=whole_number(1, cores), default=cores, help="threads of torch")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--markdown", type=Path, help="file for the tables")
-    parser.add_argument("--picture", type=Path, help="file for the picture")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its tables and writes the files asked for."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    parser = benchmark_parser("scaling", "Times steps as work grows.", "json", "markdown", "picture", rounds=5)
+    parser.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES), help="what grows")
+    parser.add_argument("--largest", type=whole_number(1), default=LONGEST, help="leave larger sizes out")
+    parser.add_argument("--width", type=whole_number(1), default=256, help="hidden size of the encoder")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    largest = options.largest or LONGEST
-    sizes = [(axis, size) for axis in options.axes for size in AXES[axis] if getattr(size, axis) <= largest]
+    sizes = [(axis, size) for axis in options.axes for size in AXES[axis] if getattr(size, axis) <= options.largest]
     points: list[Point] = []
-    with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(sizes))
-        for axis, size in sizes:
-            progress.update(bar, description=f"{getattr(size, axis)} {axis}")
-            points += measure(axis, size, options.width, options.rounds)
-            progress.advance(bar)
-    grids = [grid(axis, points) for axis in options.axes]
-    for each in grids:
-        Console().print(terminal_table(each))
-    if options.markdown:
-        options.markdown.write_text("\n".join(map(markdown_table, grids)))
+    for axis, size in track(sizes, "sizes", console=Console(stderr=True)):
+        points += measure(axis, size, options.width, options.rounds)
     if options.picture:
         draw(points, options.picture)
-    if options.json:
-        machine = describe_machine(threads=options.threads, allocator=loaded_allocator(), dtype="fp32")
-        settings = {"width": options.width, "rounds": options.rounds, "axes": options.axes, "largest": options.largest}
-        report = {"points": [asdict(point) for point in points], "machine": asdict(machine), "settings": settings}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    settings = {name: getattr(options, name) for name in ("width", "rounds", "axes", "largest")}
+    grids = [grid(axis, points) for axis in options.axes]
+    write_results(options, {"points": points, "settings": settings}, grids)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
-from daf_core.errors import DAFError
+from daf_core.errors import ConfigError, DAFError
 from daf_integrations.cli.model_options import model_options, workload_of
 from daf_integrations.cli.output import STANDARD_OUTPUT, json_option, output_file, progress, write_json
 
@@ -17,15 +17,12 @@ DEFAULT_METHODS = "plain,checkpoint,bf16,classic-4bit,daf-exact,daf-8bit,daf-4bi
 
 
 def _methods(context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    from daf_integrations.cli.bench.methods import METHODS, is_method  # takes long to load
+    from daf_integrations.cli.bench.methods import parse_methods  # takes long to load
 
-    names = tuple(name.strip() for name in (DEFAULT_METHODS if value is None else value).split(","))
-    unknown = [name for name in names if not is_method(name)]
-    if unknown:
-        known = ", ".join(METHODS)
-        raise click.BadParameter(f"got {', '.join(map(repr, unknown))}; allowed are {known}; separated by commas")
-    if len(set(names)) < len(names):
-        raise click.BadParameter(f"got {value!r}, which repeats a method; name each one once")
+    try:
+        names = parse_methods(DEFAULT_METHODS if value is None else value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
     return names if "plain" in names else ("plain", *names)
 
 

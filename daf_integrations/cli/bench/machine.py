@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from daf_integrations.cli.doctor import loaded_allocator
+
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -38,15 +40,24 @@ class GpuMachine(Machine):
     triton: str
 
 
-def describe_machine(*, threads: int, allocator: str, dtype: str, device: str = "cpu") -> Machine:
-    """Returns this machine, with what the benchmark chose of it."""
+def describe_machine(
+    *, dtype: str, threads: int | None = None, allocator: str | None = None, device: str = "cpu"
+) -> Machine:
+    """Describes this machine and the settings of a benchmark.
+
+    Args:
+        dtype: Name of the data type that was measured.
+        threads: Threads of torch; None for those of this process.
+        allocator: Allocator of main memory; None for that of this process.
+        device: "cpu" or "cuda".
+    """
     machine = Machine(
         cpu=_cpu_name(),
         cores=core_count(),
-        threads=threads,
+        threads=threads or torch.get_num_threads(),
         torch=torch.__version__,
         python=platform.python_version(),
-        allocator=allocator,
+        allocator=allocator or loaded_allocator(),
         dtype=dtype,
     )
     return machine if device == "cpu" else _with_gpu(machine)

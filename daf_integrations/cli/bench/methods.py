@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +130,28 @@ def is_method(name: str) -> bool:
         return budgeted["name"] in DAF_PRECISIONS or (budgeted["name"] == "daf-step" and not spills)
     single = name in METHODS and not re.search("[@<]", name)
     return single or any(pattern.fullmatch(name) for pattern in (_BOUNDED, _ELASTIC))
+
+
+def parse_methods(
+    text: str, known: Callable[[str], bool] = is_method, allowed: Iterable[str] = METHODS
+) -> tuple[str, ...]:
+    """Returns the methods of a comma-separated list.
+
+    Args:
+        text: The list.
+        known: Whether a name is allowed.
+        allowed: Names for the message; sizes, bounds and shares in them are examples.
+
+    Raises:
+        ConfigError: A name is unknown or repeated.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if not known(name)]
+    if unknown:
+        raise ConfigError(f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}; separated by commas")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"got {text!r}, which repeats a method; name each one once")
+    return names
 
 
 def traits(name: str) -> Traits:

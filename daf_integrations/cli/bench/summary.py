@@ -6,14 +6,20 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from daf_integrations.cli.bench.methods import traits
+from daf_integrations.cli.bench.methods import StoredBytes, traits
 from daf_integrations.cli.bench.worker import Measurement
 
 ROUND_FIELDS = ("step_seconds", "peak_bytes", "peak_rss_bytes")
+MEDIANS = (
+    *("held_bytes", "pack_seconds", "unpack_seconds", "dropped_bytes", "spilled_bytes", "pager_seconds"),
+    *("setup_rss_bytes", *ROUND_FIELDS),
+)
+"""Figures of a method that are medians over its rounds."""
 
 LARGEST_ROUNDING = 1e-4
 """Relative difference up to which two float32 computations of the same are equal: sums are taken in other orders."""
@@ -63,40 +69,31 @@ class GradientComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodResult:
-    """The figures of one method, as they stand in the JSON file.
+class MethodResult(StoredBytes):
+    """The figures of one method, as they stand in the JSON file: medians over rounds.
+
+    ``raw_bytes`` are 0 where neither the method nor the reference knows them.
 
     Attributes:
-        method: Its name.
-        problem: Why what it computes is wrong; None where it is right. Times of a method with a problem mean nothing.
-        raw_bytes: What autograd saves without any method; 0 where neither the method nor the reference knows.
-        held_bytes: What the method holds of it.
-        setup_rss_bytes: What code it loaded.
-        peak_bytes: Peak above the loaded model and that, on the device that the model is on.
+        method: Name of the method.
+        problem: Why its results are wrong; None where they are right. Times of a method with a problem mean nothing.
+        setup_rss_bytes: See `Measurement`.
+        peak_bytes: Peak above the loaded model and code, on the device of the model.
         peak_rss_bytes: The same of the process' resident memory.
-        peak_ratio: Median over rounds of the peak over the reference's in the same round, which is plain training
-            where that fits; None where it takes next to nothing.
+        peak_ratio: Peak over the reference's in the same round; None where the reference takes next to nothing.
         step_seconds: Time of a step.
-        step_ratio: Median over rounds of the step time over the reference's in the same round.
-        gradient_error: Length of the difference from the reference's gradient over that of its own, over all parameters
-            that the method trained in that step.
-        gradient_cosine: Of the angle between the two.
-        lora_gradient_error: The same over adapters alone: the classifier of an encoder with random weights outweighs
+        step_ratio: Step time over the reference's in the same round.
+        gradient_error: L2 norm of the difference from the reference's gradient over the norm of the reference's, over
+            all parameters that the method trained in that step.
+        gradient_cosine: Cosine of the angle between the two.
+        lora_gradient_error: The error over adapters alone: the classifier of an encoder with random weights outweighs
             them. None without adapters.
         gradients_identical: Whether every bit is equal.
-        pack_seconds: Time spent on storing in a step.
-        unpack_seconds: Time spent on restoring.
-        dropped_bytes: What was given up in a step to keep a budget.
-        spilled_bytes: What was copied elsewhere.
-        pager_seconds: Time that this took.
-        audited_error: Error of the gradient as DAF's last audit measured it.
-        rounds: The measurements that medians are of.
+        rounds: The measurements that the medians are of.
     """
 
     method: str
     problem: str | None
-    raw_bytes: int
-    held_bytes: int
     setup_rss_bytes: int
     peak_bytes: int
     peak_rss_bytes: int
@@ -107,12 +104,6 @@ class MethodResult:
     gradient_cosine: float | None
     lora_gradient_error: float | None
     gradients_identical: bool
-    pack_seconds: float
-    unpack_seconds: float
-    dropped_bytes: int
-    spilled_bytes: int
-    pager_seconds: float
-    audited_error: float | None
     rounds: list[dict[str, float]]
 
 
@@ -230,30 +221,22 @@ def summarize(
     alive = any(gradient.any() for gradient in expected.values())
     gradients = compare_gradients(comparable, expected) if alive else None
     lora_gradients = compare_lora_gradients(comparable, expected) if alive else None
-    seconds = [measured.step_seconds for measured in rounds]
-    # Checkpointing hides most of what autograd would save, and rivals of DAF count what they hold.
+    # Checkpointing hides most of what autograd would save, and baselines count only what they hold.
     counted = ((method, rounds), (reference.method, reference.rounds))
     raw = next((_median(each, "raw_bytes") for name, each in counted if name.startswith(("plain", "daf"))), 0)
+    medians: dict[str, Any] = {name: _median(rounds, name) for name in MEDIANS} | {"raw_bytes": raw}
     return MethodResult(
+        **{name: int(value) if name.endswith("_bytes") else value for name, value in medians.items()},
         method=method,
         problem=problem,
-        raw_bytes=int(raw),
-        held_bytes=int(_median(rounds, "held_bytes")),
-        setup_rss_bytes=int(_median(rounds, "setup_rss_bytes")),
-        peak_bytes=int(_median(rounds, "peak_bytes")),
-        peak_rss_bytes=int(_median(rounds, "peak_rss_bytes")),
         peak_ratio=_peak_ratio([each.peak_bytes for each in rounds], [each.peak_bytes for each in reference.rounds]),
-        step_seconds=statistics.median(seconds),
-        step_ratio=paired_ratio(seconds, [measured.step_seconds for measured in reference.rounds]),
+        step_ratio=paired_ratio(
+            [each.step_seconds for each in rounds], [each.step_seconds for each in reference.rounds]
+        ),
         gradient_error=gradients.error if gradients else None,
         gradient_cosine=gradients.cosine if gradients else None,
         lora_gradient_error=lora_gradients.error if lora_gradients else None,
         gradients_identical=gradients is not None and gradients.identical,
-        pack_seconds=_median(rounds, "pack_seconds"),
-        unpack_seconds=_median(rounds, "unpack_seconds"),
-        dropped_bytes=int(_median(rounds, "dropped_bytes")),
-        spilled_bytes=int(_median(rounds, "spilled_bytes")),
-        pager_seconds=_median(rounds, "pager_seconds"),
         audited_error=rounds[-1].audited_error,
         rounds=[{field: getattr(measured, field) for field in ROUND_FIELDS} for measured in rounds],
     )

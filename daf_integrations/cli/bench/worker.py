@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,8 @@ from torch.optim import AdamW, Optimizer
 from daf_core.errors import DAFError
 from daf_core.memory.system.release import release_free_memory
 from daf_core.plan.run.retry import is_out_of_memory
-from daf_integrations.cli.bench.methods import Method, Traits, open_method, traits
+from daf_core.timing import synchronized_time
+from daf_integrations.cli.bench.methods import Method, StoredBytes, Traits, open_method, traits
 from daf_integrations.cli.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
 from daf_integrations.cli.doctor import loaded_allocator
 from daf_integrations.cli.workload.build import SEED, BuiltWorkload, Workload, build
@@ -70,37 +71,21 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What one process measured.
+class Measurement(StoredBytes):
+    """What one process measured; its ``held_bytes`` are a mean if the steps differ by design.
 
     Attributes:
-        raw_bytes: Bytes that autograd keeps in a step without any method; 0 where the method does not know.
-        held_bytes: Bytes that were held of it; a mean where steps differ by design.
-        pack_seconds: Time spent on storing in a step.
-        unpack_seconds: Time spent on restoring.
-        dropped_bytes: Bytes given up to keep a budget.
-        spilled_bytes: Bytes copied elsewhere to keep it.
-        pager_seconds: Time spent on keeping it.
-        audited_error: Error of the gradient as DAF's last audit measured it.
-        setup_rss_bytes: What opening the method loaded before the level that the peak is above: compiled kernels and
-            their compiler. It does not grow with the model.
-        peak_bytes: The most that the timed steps took above the loaded model: of the process' resident memory, or of
-            the GPU's allocated bytes.
+        setup_rss_bytes: Bytes that opening the method loads before the level that the peak is above: compiled kernels
+            and their compiler. They do not grow with the model.
+        peak_bytes: Largest size that the timed steps reach above the loaded model: of the process' resident memory, or
+            of the GPU's allocated bytes.
         peak_rss_bytes: The same of the process' resident memory, wherever the model is.
         step_seconds: Median time of a step, or mean for methods whose steps differ by design.
-        device: What the model ran on.
+        device: Device of the model.
         dtype: See `Task`.
-        allocator: The allocator of main memory.
+        allocator: Allocator of main memory.
     """
 
-    raw_bytes: int
-    held_bytes: int
-    pack_seconds: float
-    unpack_seconds: float
-    dropped_bytes: int
-    spilled_bytes: int
-    pager_seconds: float
-    audited_error: float | None
     setup_rss_bytes: int
     peak_bytes: int
     peak_rss_bytes: int
@@ -142,11 +127,9 @@ class TrainingStep:
 
     def timed_run(self, seed: int) -> float:
         """Trains a step and returns the seconds that this took."""
-        _finish(self._device)
-        start = time.perf_counter()
+        start = synchronized_time()
         self.run(seed)
-        _finish(self._device)
-        return time.perf_counter() - start
+        return synchronized_time() - start
 
 
 def measure(task: Task) -> Measurement:
@@ -258,17 +241,16 @@ def _save_gradients(sized: BuiltWorkload, step: TrainingStep, task: Task, how: T
     torch.save(found, task.gradients)
 
 
-def _finish(device: str) -> None:
-    """Waits for what a device has been given to do."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+def serve(arguments: list[str], measure_task: Callable[[dict[str, Any]], Any]) -> None:
+    """Measures in a process that `daf_integrations.cli.bench.rounds.run_process` starts.
 
-
-def main(arguments: list[str]) -> None:
-    """Runs the task given as JSON, and writes what was measured, or why nothing was, to the file named after it."""
+    Args:
+        arguments: The task as JSON, and the file that takes the measurement, or the reason why there is none.
+        measure_task: Returns the measurement, a dataclass, for the fields of a task.
+    """
     task, result = arguments
     try:
-        found = asdict(measure(Task(**json.loads(task))))
+        found = asdict(measure_task(json.loads(task)))
     except DAFError as error:
         found = {ERROR: str(error)}
     except Exception as error:
@@ -276,6 +258,11 @@ def main(arguments: list[str]) -> None:
             raise
         found = {OUT_OF_MEMORY: f"memory ran out: {type(error).__name__}: {error}"}
     Path(result).write_text(json.dumps(found))
+
+
+def main(arguments: list[str]) -> None:
+    """Measures the task given as JSON."""
+    serve(arguments, lambda fields: measure(Task(**fields)))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typing import Any
 
 from daf_core.errors import ProfileError
 from daf_core.plan.observe.memory_curve import MemoryCurve
+from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.profile.compute import Profile
-from daf_integrations.cli.profile.tables import NOTE, Grid
+from daf_integrations.cli.profile.tables import NOTE
 
 MEGABYTE = 1e6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from humanfriendly import format_size
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from daf_core.config import Precision
 from daf_core.precision.policy import UNIFORM
+from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.plan.compute import shared_prefix
 from daf_integrations.cli.profile.compute import Pass, Profile, Row, fold, total
 from daf_integrations.cli.workload.build import BuiltWorkload, Workload
@@ -23,20 +24,8 @@ NOTE = (
 )
 
 
-class Grid(NamedTuple):
-    """A table.
-
-    Attributes:
-        headings: Of its columns. The first holds names, and the others hold figures.
-        rows: Its cells; the last row is the sum of the others.
-    """
-
-    headings: list[str]
-    rows: list[list[str]]
-
-
 def grids(profile: Profile, precision: Precision, top: int) -> list[Grid]:
-    """Returns the tables: by module, then by operator."""
+    """Returns the tables, by module and by operator; the last row of each is the sum of the others."""
     prefix = shared_prefix([row.name for row in profile.modules if not row.name.startswith("(")])
     modules = [replace(row, name=row.name.removeprefix(prefix)) for row in profile.modules]
     heading = f"module of {prefix.removesuffix('.')}" if prefix else "module"
@@ -113,7 +102,7 @@ def print_tables(tables: Sequence[Grid], lines: Sequence[str], console: Console)
 def _grid(headings: list[str], rows: Sequence[Row], precision: Precision, top: int) -> Grid:
     whole = total("all", rows)
     cells = [_cells(row, whole.raw_bytes) for row in (*fold(rows, top), whole)]
-    return Grid([*headings, "plain", "share", "exact", bits(precision), "of plain"], cells)
+    return Grid("", [*headings, "plain", "share", "exact", bits(precision), "of plain"], cells)
 
 
 def _cells(row: Row, whole: int) -> list[str]:

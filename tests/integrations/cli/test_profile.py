@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks.saved_bytes import saved_bytes
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.snapshots.measurement import measuring
 from daf_integrations.cli.main import main
@@ -21,6 +20,7 @@ from daf_integrations.cli.model_options import precision_of
 from daf_integrations.cli.profile.command import profile as command
 from daf_integrations.cli.profile.compute import Row, fold, pattern
 from daf_integrations.cli.workload.build import Workload, build
+from tests.integrations.cli.saved_bytes import saved_bytes
 
 pytest.importorskip("transformers", reason="profiles are made of models of transformers")
 pytest.importorskip("peft", reason="profiles are made of LoRA")
