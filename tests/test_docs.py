@@ -24,6 +24,8 @@ from tests.pages.blocks import PAGES, inline_code
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"daf_core": "daf_core", "daf_integrations": "daf_integrations", "daf_kernels": "kernels/daf_kernels"}
 FOLDERS = (*PACKAGES.values(), "benchmarks", "docs", "examples", "tests")
+ROOTS = {*FOLDERS, "kernels"}
+FILE = re.compile(r"[\w./-]+\.(py|sh|md|yaml)")
 COMMANDS = [pytest.param(command, id=name) for name, command in main.commands.items()]
 
 
@@ -120,12 +122,36 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_files_that_pages_name_exist() -> None:
     """Pages may leave out the beginning of a path."""
-    named = {(place, code) for place, code in inline_code() if re.fullmatch(r"[\w./-]+\.(py|sh)", code)}
+    named = {(place, code) for place, code in inline_code() if FILE.fullmatch(code)}
     assert len(named) > 50
-    paths = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*"))]
-    files = ["/" + path.relative_to(ROOT).as_posix() for path in paths]
-    missing = {f"{place}: {code}" for place, code in named if not any(file.endswith(f"/{code}") for file in files)}
-    assert sorted(missing) == []
+    assert sorted(f"{place}: {code}" for place, code in named if not _is_file(code)) == []
+
+
+def test_folders_that_pages_name_exist() -> None:
+    named = {(place, code) for place, code in inline_code() if code.partition("/")[0] in ROOTS and "/" in code}
+    named = {(place, code) for place, code in named if re.fullmatch(r"[\w./-]+", code)}
+    assert len(named) > 20
+    assert sorted(f"{place}: {code}" for place, code in named if not (ROOT / code).exists()) == []
+
+
+def test_tables_name_files_by_their_names() -> None:
+    """A module in a table of what to change has its suffix, so that the test above sees it."""
+    stems = {path.stem for folder in PACKAGES.values() for path in (ROOT / folder).rglob("*.py")}
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to change what")[2].partition("\n## ")[0]
+    codes = re.findall(r"`([^`]+)`", text)
+    assert len([code for code in codes if FILE.fullmatch(code)]) > 40
+    assert [code for code in codes if re.fullmatch(r"[a-z_]+", code) and code in stems] == []
+
+
+def test_terms_of_the_glossary_are_names_in_the_code() -> None:
+    glossary = ROOT / "docs" / "glossary.md"
+    lines = [line for line in glossary.read_text().splitlines() if line.startswith("- **")]
+    assert len(lines) > 40
+    assert [line for line in lines if not re.match(r"- \*\*[A-Z][a-z -]+\*\*( \(`[^)]+`\))?: ", line)] == []
+    words = {code for place, code in inline_code() if place.startswith("docs/glossary.md")}
+    known = {name for tree in _trees() for name in _identifiers(tree)} | {path.stem for path in _sources()}
+    known |= {text for tree in _trees() for text in _constants(tree)}
+    assert sorted(word for word in words if word.strip('"') not in known) == []
 
 
 def _leads_somewhere(page: Path, link: str) -> bool:
@@ -147,10 +173,36 @@ def _is_module(name: str) -> bool:
         return False
 
 
+def _is_file(name: str) -> bool:
+    return any(file.endswith(f"/{name}") for file in _files())
+
+
+@cache
+def _files() -> tuple[str, ...]:
+    paths = [*ROOT.glob("*.*"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*"))]
+    return tuple("/" + path.relative_to(ROOT).as_posix() for path in paths)
+
+
+def _sources() -> list[Path]:
+    return [path for folder in PACKAGES.values() for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
 @cache
 def _trees() -> tuple[ast.Module, ...]:
-    folders = [ROOT / folder for folder in PACKAGES.values()]
-    return tuple(ast.parse(path.read_text()) for folder in folders for path in sorted(folder.rglob("*.py")))
+    return tuple(ast.parse(path.read_text()) for path in _sources())
+
+
+def _identifiers(tree: ast.Module) -> Iterator[str]:
+    """What a file names: classes, functions, parameters, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
 
 
 def _constants(tree: ast.Module) -> Iterator[str]:
