@@ -13,7 +13,7 @@ from benchmarks import accuracy, budgets, elastic, memory, operators, overlap, s
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
 from benchmarks.zoo.models import build_batch, build_model
-from daf_core.plan.cost.costs import RANDOM_STATES
+from daf_core.plan.policies import RANDOM_STATES
 from tests.integrations.elastic_runs import count_time
 
 MACHINE_KEYS = {"cpu", "cores", "threads", "torch", "python", "allocator", "dtype"}

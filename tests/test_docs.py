@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"daf_core": "daf_core", "daf_integrations": "daf_integrations", "daf_kernels": "kernels/daf_kernels"}
 FOLDERS = (*PACKAGES.values(), "benchmarks", "docs", "examples", "tests")
 ROOTS = {*FOLDERS, "kernels"}
-FILE = re.compile(r"[\w./-]+\.(py|sh|md|yaml)")
+FILE = re.compile(r"[\w./-]+\.(py|sh)|docs/[\w-]+\.md|examples/[\w-]+\.yaml")
 COMMANDS = [pytest.param(command, id=name) for name, command in main.commands.items()]
 
 
