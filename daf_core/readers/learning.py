@@ -76,12 +76,13 @@ class _Own(threading.local):
     Attributes:
         unknown: Whether a place was new in the last pass: others may be in the next one.
         showing: Whether a graph is being looked through.
+        cancelling: Whether a function of `CANCELLING` is running.
         waiting: It, in order.
         unresolved: By the number of the node that has saved it.
     """
 
     def __init__(self) -> None:
-        self.unknown, self.showing = True, False
+        self.unknown, self.showing, self.cancelling = True, False, False
         self.waiting: deque[Waiting] = deque()
         self.unresolved: dict[int, list[Waiting]] = {}
 
@@ -107,8 +108,16 @@ class Readers:
         """Watches what runs inside where there is something to learn: wrap it around a forward pass."""
         unknown = self._wanted and (self._own.unknown or not self._readings)
         self._own.unknown = False
-        with Watch(self.show) if unknown and not has_compiled_parts(self._model) else nullcontext():
+        with Watch(self.show, self._cancelling) if unknown and not has_compiled_parts(self._model) else nullcontext():
             yield
+
+    @contextmanager
+    def _cancelling(self) -> Generator[None]:
+        self._own.cancelling = True
+        try:
+            yield
+        finally:
+            self._own.cancelling = False
 
     def see(self, tensor: Tensor, call: ModuleCall, site: Site, frame: FrameType | None, unpack: Unpack) -> Sighting:
         """Returns what is known of a tensor that is being saved.
@@ -131,6 +140,8 @@ class Readers:
         if site.op == _CLONE and node_number(node) == number:
             number -= 1
         place = self._places.name(frame, call, site.op)
+        if self._own.cancelling:
+            return Sighting(place, number, self._learn(place, Reading(Kind.EXACT, "terms that cancel")), False)
         reading = self._readings.get(place)
         if reading is not None and reading.kind is not Kind.LOGARITHMS:
             return Sighting(place, number, reading, reading.varies)

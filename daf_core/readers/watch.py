@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from typing_extensions import override
 
 from daf_core.autograd.torch_private import Node
+from daf_core.readers.table import CANCELLING
 
 _HANDLE: CodeType = handle_torch_function.__code__
 
@@ -21,17 +23,20 @@ class Watch(TorchFunctionMode):
 
     Args:
         show: The function.
+        exact: Returns a context manager inside which everything that is saved is kept exact.
     """
 
-    def __init__(self, show: Callable[[Node], None]) -> None:
+    def __init__(self, show: Callable[[Node], None], exact: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
         self._show = show
+        self._exact = exact
 
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with self._exact() if getattr(func, "__name__", "") in CANCELLING else nullcontext():
+            result = func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():  # a function is compiled that the model calls: it is no part of it
             return result
         for tensor in _tensors(result):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-_CANCELS = "the gradient is what is left where terms that are a thousand times as large cancel: any error shows"
 _SURE = (
     "where every row is sure, or reads values that are almost equal, a softmax's gradient is what is left of terms "
     "that cancel; codes of its result keep the error of each probability, not that of their difference"
 )
 
 EXCEPTIONS: dict[str, str] = {
-    "corrcoef": _CANCELS,
-    "cov": _CANCELS,
-    "nn.functional.cosine_similarity": "0.515 at 4 bits, of vectors with two elements, whose cosine is 1 or -1",
     "torch.ops.aten._safe_softmax.default": _SURE,
     "softmax, sure by 16": _SURE,
     **dict.fromkeys(("MultiheadAttention", "Transformer", "TransformerEncoder", "TransformerEncoderLayer"), _SURE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -343,3 +343,21 @@ def test_what_nobody_reads_is_not_looked_for_any_more(monkeypatch: pytest.Monkey
     assert found[UNREAD_PASSES - 1] > 0
     assert found[UNREAD_PASSES:] == [0, 0]
     assert stored  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+@pytest.mark.parametrize("function", [torch.corrcoef, torch.cov, lambda x: F.cosine_similarity(x[::2], x[1::2])])
+def test_functions_whose_terms_cancel_are_read_exactly(function: Callable[[Tensor], Tensor]) -> None:
+    """From the first pass on, and no longer than they run."""
+    model = nn.Linear(256, 64, bias=False)
+    engine, found = engine_for(model, 2), list[Tensor]()
+    for scope in (nullcontext(), engine.compress(), engine.compress()):
+        model.weight.grad = None
+        with scope:
+            function(model.weight * 2).sum().backward()
+        assert model.weight.grad is not None
+        found.append(model.weight.grad)
+    assert_same(found[1:], [found[0]] * 2)
+    with engine.compress():
+        loss = (model(normal(64, 256)).tanh() @ normal(64, 64)).sum()
+    loss.backward()
+    assert engine.finish_step().stored_as["planes"] > 0
