@@ -256,8 +256,8 @@ activation functions alone."""
 
 
 CANCELLING = frozenset({"corrcoef", "cosine_similarity", "cov"})
-"""Functions of torch whose gradient is what is left where terms cancel that are up to a thousand times as large: all that
-is saved while they run stays exact. At 4 bits the error of the gradient was above .5."""
+"""Functions of torch whose gradient is what is left where terms cancel that are up to a thousand times as large: all
+that is saved while they run stays exact. At 4 bits the error of the gradient was above .5."""
 
 
 def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda _field: True) -> Reading:
