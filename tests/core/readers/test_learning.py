@@ -319,8 +319,7 @@ def _count_waiting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_what_nobody_reads_is_not_looked_for_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     class Blind:
-        def __init__(self, *_: object) -> None:
-            self.show = show
+        def __init__(self, *_: object) -> None: ...
 
         def __enter__(self) -> None: ...
 
