@@ -4,6 +4,8 @@ PYTHON ?= python3
 # Another torch: make TORCH='torch>=2.7' test, or, for a build that PyPI does not have,
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make TORCH=torch==2.13.0+cpu test
 TORCH  ?= torch==2.13.0
+# Processes that run the tests: make JOBS=0 test runs them in one, as `python -m pytest` does.
+JOBS   ?= auto
 # Arguments for what the target runs: make test ARGS="-k codecs"
 ARGS   ?=
 
@@ -21,7 +23,7 @@ demo: $(STAMP)  ## fine-tune a text classifier with and without DAF, and compare
 
 test: export OMP_NUM_THREADS ?= 2
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-oldest:  ## run the tests of the integrations with the oldest trainers that DAF supports, in .venv-oldest
 	$(MAKE) test VENV=.venv-oldest WITH='$(FLOORS)' ARGS='$(or $(ARGS),tests/integrations)'
