@@ -5,7 +5,7 @@ PYTHON ?= python3
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make TORCH=torch==2.13.0+cpu test
 TORCH  ?= torch==2.13.0
 # Processes that run the tests: make JOBS=0 test runs them in one, as `python -m pytest` does.
-JOBS   ?= auto
+JOBS   ?= logical
 # Arguments for what the target runs: make test ARGS="-k codecs"
 ARGS   ?=
 
