@@ -18,10 +18,6 @@ BUCKET_BYTES = 25 << 20
 """Gradients that are averaged in one go, as in DistributedDataParallel."""
 
 
-SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
-"""Classes of models that are spread over processes, by name: importing them takes seconds."""
-
-
 def several(group: ProcessGroup | None = None) -> bool:
     """Says whether there are several processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
@@ -49,38 +45,6 @@ def any_rank_failed(failed: bool, group: ProcessGroup | None = None) -> bool:
     flag = torch.tensor([failed], dtype=torch.int32, device=_device(group))
     dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag.item())
-
-
-def obstacle(model: nn.Module) -> str | None:
-    """Returns why a step of the model cannot be run again; None where it can."""
-    # Torch has no public way to ask for them.
-    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
-        return "a hook on a parameter runs as soon as its gradient is there, and may change weights in backward"
-    if not several():
-        return None
-    reason = communication(model)
-    if reason is not None:
-        return reason
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            return f"{type(module).__name__} has sparse gradients, which are not averaged here"
-        if isinstance(module, DistributedDataParallel) and getattr(module, "_comm_hooks", None):
-            return "a communication hook of DistributedDataParallel decides how gradients are averaged"
-    return None
-
-
-def communication(model: nn.Module) -> str | None:
-    """Returns what of a model exchanges more with other processes than gradients; None where nothing does."""
-    if not several():
-        return None
-    for module in model.modules():
-        if {kind.__name__ for kind in type(module).__mro__} & SHARDED:
-            return f"{type(module).__name__} communicates in forward and backward"
-        if isinstance(module, nn.SyncBatchNorm):
-            return "SyncBatchNorm communicates in forward"
-    if any(hasattr(parameter, "placements") for parameter in model.parameters()):  # DTensor takes a second to import
-        return "parameters are spread over several processes, which communicate in forward and backward"
-    return None
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class ActivationEngine:
         if getattr(self._inside, "scope", False):
             yield
             return
-        hook_stack.refuse_foreign_hooks()
+        hook_stack.check_no_foreign_hooks()
         self._backends.follow()
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
@@ -137,7 +137,7 @@ class ActivationEngine:
             ActivationBudgetError: The activations of so many rows do not fit in the memory budget.
             TraceError: See `Measurement.running`.
         """
-        hook_stack.refuse_foreign_hooks()
+        hook_stack.check_no_foreign_hooks()
         self._backends.follow()
         store = RehearsalStore(self._policy, self._streams)
         # A few rows make small tensors of those that are compressed in training, and pages would swallow them.

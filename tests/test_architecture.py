@@ -44,6 +44,7 @@ ROOMS = {
             "readers",
             "model",
             "batch",
+            "unsupported",
         ),
         *("memory", "rewrites", "telemetry", "codecs", "knapsack", "precision", "saved_tensors"),
         *("engine", "plan", "elastic"),

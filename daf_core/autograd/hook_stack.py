@@ -22,7 +22,7 @@ _DEFAULT_REMEDY = (
 )
 
 
-def refuse_foreign_hooks() -> None:
+def check_no_foreign_hooks() -> None:
     """Checks that no saved-tensor hooks are active.
 
     Raises:

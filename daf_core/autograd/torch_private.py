@@ -21,6 +21,9 @@ Node = Any
 
 _RAW = "_raw_saved_"
 
+COMPILED = "a graph of torch.compile runs backward once, and saves other activations than the plain model"
+"""Why compiled models are not measured."""
+
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 

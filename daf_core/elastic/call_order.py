@@ -63,7 +63,7 @@ class ForwardTracer:
 
         return [block for block in blocks if not in_vain(block)]
 
-    def refuse_graphs(self, blocks: Sequence[Block]) -> None:
+    def check_graphs(self, blocks: Sequence[Block]) -> None:
         """Checks that blocks below the lowest one that was trained have built no graph.
 
         Args:

@@ -131,7 +131,7 @@ class StepSchedule:
         """
         most, before = self._allowed, self._selection
         if self._memory is not None and before is None:
-            self._refuse_memory(most, self._memory)
+            self._check_memory(most, self._memory)
         found = Selection(self._units, self._costs.prices(), self._gains or [1.0] * len(self._all), most)
         if before is None:
             self._balance = sum(self.target - found.share(on) for on in self._early)
@@ -199,7 +199,7 @@ class StepSchedule:
         fitting = {unit for unit in self._all if self._costs.held(self._units.depth({unit})) <= self._memory * whole}
         return frozenset(fitting) or self._first
 
-    def _refuse_memory(self, most: frozenset[int], share: float) -> None:
+    def _check_memory(self, most: frozenset[int], share: float) -> None:
         needed = self._costs.held(self._units.depth(most)) / max(self._costs.held(0), 1)
         if needed > share:
             raise ElasticError(

@@ -19,21 +19,15 @@ from daf_core.elastic.cost_model import StepCosts
 from daf_core.elastic.freeze import STALE, FrozenUnits, InputGradientHooks, forget_momentum
 from daf_core.elastic.importance import Update
 from daf_core.elastic.schedule import Choice, ElasticStep, StepSchedule
-from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of
-from daf_core.elastic.unsupported import (
-    is_choice,
-    name_deepest,
-    refuse_optimizers,
-    refuse_training,
-    refuse_uncalled,
-    refuse_units,
-)
+from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of, warn_of_deepest
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ElasticError
 from daf_core.model.blocks import layers_of
 from daf_core.model.module_hooks import InstanceHook
 from daf_core.plan.plan_file import PlanFile
 from daf_core.state_checks import as_a_whole, count
+from daf_core.unsupported.elastic import ELASTIC, ELASTIC_FIRST_STEP, ELASTIC_OPTIMIZERS, ELASTIC_UNITS, FirstStep
+from daf_core.unsupported.table import Context, check_supported
 
 LEARNED = ("_trained", "_unused", "_units", "_mask", "_idle", "_costs", "_course")
 """What is known of each set of parameters that the user has trained."""
@@ -71,13 +65,13 @@ class ElasticTraining:
         self._make_course = course
         self._model, self._outer, self._engine, self._config = model, outer, engine, config
         self._blocks = layers_of(model)
-        refuse_training(outer, self._blocks)
+        check_supported(ELASTIC, Context(outer, blocks=len(self._blocks)))
         self._trained = self._user_trains()
         self._others: dict[tuple[int, ...], dict[str, Any]] = {}
         self._unused: set[int] = set()
         self._aside = self._inside = False
         self._follow(registered_calls(model))
-        refuse_units(self._units)
+        check_supported(ELASTIC_UNITS, self._units)
         self._checked = self._begun = self._stepped = False
         self._updated: set[int] = set()
         self._choice: Choice | None = None
@@ -100,7 +94,8 @@ class ElasticTraining:
         if not self._follow_user():
             return
         if not self._begun:
-            refuse_training(self._outer, self._blocks)  # checkpoints may have been switched on since
+            # The user may have switched checkpoints on since.
+            check_supported(ELASTIC, Context(self._outer, blocks=len(self._blocks)))
             self._begun = True
         self._choice = self._course.choose()
         self._updated, self._stepped = set(), False
@@ -119,7 +114,7 @@ class ElasticTraining:
             ConfigError: One of them moves what has no gradient.
         """
         optimizers = list(optimizers)
-        refuse_optimizers(optimizers)
+        check_supported(ELASTIC_OPTIMIZERS, optimizers)
         if self._choice is None:
             return
         self._updated |= {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
@@ -324,7 +319,7 @@ class ElasticTraining:
         if known is None:
             unused = {id(before[number]) for number in self._unused}
             used = [each for each in now if id(each) not in unused]
-            if not is_choice(units_of(self._model, self._blocks, used, self._calls)):
+            if not units_of(self._model, self._blocks, used, self._calls).is_choice:
                 return False
             self._trained = now
             self._unused = {number for number, each in enumerate(now) if id(each) in unused}
@@ -375,14 +370,15 @@ class ElasticTraining:
             self._unused = {number for number, each in trained if id(each) in always and each.grad is None}
             self._blocks = watch.recorded(self._blocks, self._trained)
             self._follow(watch.calls)
-            refuse_uncalled(self._units, watch.calls, watch.unrecorded)
-            refuse_units(self._units)
-            name_deepest(self._units)
+            names = [block.name for block in self._units.blocks]
+            check_supported(ELASTIC_FIRST_STEP, FirstStep(names, watch.calls, watch.unrecorded))
+            check_supported(ELASTIC_UNITS, self._units)
+            warn_of_deepest(self._units)
             choice = replace(choice, on=renumbered(choice.on, before, self._units))
             in_order = before.blocks == self._units.blocks
         if in_order:
             depth = self._units.depth(choice.on)
-            watch.refuse_graphs(self._units.blocks[:depth])
+            watch.check_graphs(self._units.blocks[:depth])
             self._checked = self._checked or depth > 0
         return choice, times if in_order else None
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from logging import getLogger
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from daf_core.model.blocks import Block
+
+log = getLogger("daf")
 
 WHOLE = 0.5
 """Part of a block's parameters that is trained from which on its layers are units of their own: adapters are a few
@@ -64,6 +67,11 @@ class Units:
         """Numbers of all units."""
         return frozenset(range(len(self.units)))
 
+    @property
+    def is_choice(self) -> bool:
+        """Whether steps can train different units."""
+        return len({unit.stage for unit in self.units}) >= 2 or bool(self.units and self.always)
+
     def least(self, among: frozenset[int]) -> frozenset[int]:
         """Returns what the cheapest step trains: no unit if something is always trained, else one in the last block."""
         return frozenset() if self.always else frozenset(among and {min(among)})
@@ -77,6 +85,17 @@ class Units:
         always = sum(each.numel() for each in self.always)
         part, whole = (sum(self.units[number].elements for number in which) for which in (on, self.everything))
         return (always + part) / (always + whole)
+
+
+def warn_of_deepest(units: Units) -> None:
+    """Names units with adapters before the first block: the user may not expect that they wait."""
+    deepest = [unit.name for unit in units.units if unit.outside and unit.stage == 0]
+    if deepest and not units.whole:
+        log.warning(
+            "%s comes before the first block: whatever trains it builds a graph through the whole model. Elastic "
+            "training trains it only in steps that train everything",
+            ", ".join(deepest),
+        )
 
 
 def registered_calls(model: nn.Module) -> Calls:

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import Site
-from daf_core.autograd.torch_private import all_nodes, keeps_only_for
+from daf_core.autograd.torch_private import COMPILED, all_nodes, keeps_only_for
 from daf_core.codecs import ProbedActivation
 from daf_core.errors import AuditError
 from daf_core.telemetry import GradientError
-
-COMPILED = "a graph of torch.compile runs backward once, and saves other activations than the plain model"
-"""Why compiled models are not measured."""
 
 RUN_ONCE = {
     "CheckpointFunctionBackward": "a reentrant activation checkpoint hides the parameters in it from "

@@ -10,6 +10,7 @@ from torch import nn
 
 from daf_core.rewrites.base import is_bare, qualified_name
 from daf_core.rewrites.causal_lm import ChunkedCausalLMLoss
+from daf_core.unsupported.table import Feature, unsupported_reasons
 
 _MODEL = "transformers.modeling_utils.PreTrainedModel"
 _LOSSES = "transformers.loss.loss_utils"
@@ -23,13 +24,12 @@ _SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_m
 
 
 def find_head(model: nn.Module) -> nn.Linear | None:
-    """Returns the output projection of a causal language model, or None where its loss stays as it is.
-
-    Args:
-        model: Any module.
-    """
+    """Returns the output projection of a causal language model; None where its loss stays as it is."""
     owner: Any = model
-    return owner.get_output_embeddings() if obstacle(model) is None else None
+    rewritten = isinstance(vars(model).get("_loss_function"), ChunkedCausalLMLoss)
+    if not has_head(model) or (not rewritten and unsupported_reasons(LOSSES_WITHOUT_LOGITS, model)):
+        return None
+    return owner.get_output_embeddings()
 
 
 def has_head(model: nn.Module) -> bool:
@@ -38,46 +38,40 @@ def has_head(model: nn.Module) -> bool:
     return _is_pretrained(model) and owner.get_output_embeddings() is not None
 
 
-def obstacle(model: nn.Module) -> str | None:
-    """Returns why the loss of a module stays as it is; None where it can be computed without the logits.
-
-    A model that is rewritten already has no obstacle.
-
-    Args:
-        model: Any module.
-    """
-    if not has_head(model):
-        return "it is no language model of transformers"
-    owner: Any = model
-    if isinstance(vars(model).get("_loss_function"), ChunkedCausalLMLoss):
-        return None
-    return _obstacle_in_head(owner.get_output_embeddings()) or _obstacle_in_loss(owner)
-
-
 def _is_pretrained(model: nn.Module) -> bool:
     return any(qualified_name(base) == _MODEL for base in type(model).__mro__)
 
 
-def _obstacle_in_head(head: nn.Module) -> str | None:
+def _other_layer(model: Any) -> str | None:
+    head = model.get_output_embeddings()
+    return None if type(head) is nn.Linear else type(head).__name__
+
+
+def _is_watched(model: Any) -> bool:
+    return not is_bare(model.get_output_embeddings())
+
+
+def _other_weight(model: Any) -> bool:
+    head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        return f"its output projection is a {type(head).__name__}, and no nn.Linear"
-    if not is_bare(head):
-        return "its output projection has hooks or a forward of its own"
-    if type(head.weight) is not nn.Parameter or head.weight.shape != (head.out_features, head.in_features):
-        return "the weight of its output projection is no plain parameter"
-    return None
+        return False
+    return type(head.weight) is not nn.Parameter or head.weight.shape != (head.out_features, head.in_features)
 
 
-def _obstacle_in_loss(model: Any) -> str | None:
-    if getattr(model.forward, "__module__", "").partition(".")[0] == _FUSED:
-        return "its forward computes a fused loss already"
+def _is_fused(model: Any) -> bool:
+    return getattr(model.forward, "__module__", "").partition(".")[0] == _FUSED
+
+
+def _other_loss(model: Any) -> bool:
     # A class that computes its loss by other means reads the logits.
-    asks = any("loss_function" in _names_in(vars(base)["forward"]) for base in type(model).__mro__ if _runs(base))
-    if not asks or qualified_name(_loss_of(model)) != _LOSS:
-        return "its loss is another than transformers' ForCausalLMLoss"
+    forwards = [vars(base)["forward"] for base in type(model).__mro__ if _runs(base)]
+    asks = any("loss_function" in _names_in(forward) for forward in forwards)
+    return not asks or qualified_name(_loss_of(model)) != _LOSS
+
+
+def _scale(model: Any) -> str | None:
     config = model.config.get_text_config()
-    scale = next((name for name in _SCALES if getattr(config, name, None) is not None), None)
-    return None if scale is None else f"it changes its logits before the loss ({scale})"
+    return next((name for name in _SCALES if getattr(config, name, None) is not None), None)
 
 
 def _runs(kind: type) -> bool:
@@ -93,3 +87,17 @@ def _loss_of(model: Any) -> Any:
     own = getattr(model, "_loss_function", None)
     known = getattr(sys.modules.get(_LOSSES), "LOSS_MAPPING", {})
     return own or known.get(getattr(model, "loss_type", None)) or known.get("ForCausalLM")
+
+
+LOSSES_WITHOUT_LOGITS = Feature(
+    "a loss without logits",
+    (
+        (_other_layer, "its output projection is a {}, and no nn.Linear"),
+        (_is_watched, "its output projection has hooks or a forward of its own"),
+        (_other_weight, "the weight of its output projection is no plain parameter"),
+        (_is_fused, "its forward computes a fused loss already"),
+        (_other_loss, "its loss is another than transformers' ForCausalLMLoss"),
+        (_scale, "it changes its logits before the loss ({})"),
+    ),
+)
+"""For a model of transformers that has an output projection."""

@@ -151,7 +151,7 @@ class LazyLogits(Tensor):
         if func in _METADATA or (func is Tensor.register_hook and _is_guard(args[1:])):
             return super().__torch_function__(func, types, args, kwargs or {})
         if func in _OF_GRADIENTS:
-            _refuse_gradient([*args, *(kwargs or {}).values()])
+            _check_no_gradient([*args, *(kwargs or {}).values()])
         again = _again(func, args, kwargs)
         if again is not None:
             return again
@@ -216,7 +216,7 @@ def _is_guard(hooks: tuple[Any, ...]) -> bool:
     return any(getattr(getattr(hook, "func", hook), "__module__", None) in _GUARDS for hook in hooks)
 
 
-def _refuse_gradient(values: Iterable[Any]) -> None:
+def _check_no_gradient(values: Iterable[Any]) -> None:
     """Refuses what would find no gradient, and say nothing.
 
     Raises:
@@ -224,7 +224,7 @@ def _refuse_gradient(values: Iterable[Any]) -> None:
     """
     for value in values:
         if isinstance(value, list | tuple):
-            _refuse_gradient(cast("Iterable[Any]", value))
+            _check_no_gradient(cast("Iterable[Any]", value))
         elif isinstance(value, LazyLogits) and value.source.gave_loss:
             raise ReaderError(
                 "these logits have no gradient, as the loss was computed from the hidden states. Set chunked_loss=False"

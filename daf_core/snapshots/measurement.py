@@ -71,7 +71,7 @@ class Measurement:
         Raises:
             TraceError: A run changes what cannot be taken back, or the model has parameters that its first run makes.
         """
-        self._refuse()
+        self._check_measurable()
         numbers, attributes = RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model)
         buffers = Buffers(self._model, LARGEST_BUFFER)
         tensors = attributes.tensors
@@ -128,7 +128,7 @@ class Measurement:
             if has_storage(tensor) and (name in self._written or (compiled and not isinstance(tensor, nn.Parameter)))
         ]
 
-    def _refuse(self) -> None:
+    def _check_measurable(self) -> None:
         lazy = missing_values(self._model)
         if lazy is not None:
             raise TraceError(f"{lazy}, and what runs beside training would make them")

@@ -86,7 +86,7 @@ class DAFCallback(TrainerCallback, ExportableState):
                 "saved-tensor hooks. Start one process for each GPU: torchrun --nproc-per-node or accelerate launch"
             )
         trainer = _calling_trainer(self)
-        _refuse_several(trainer)
+        _check_single_callback(trainer)
         self._session = DAFSession(self.config)
         # The Trainer writes into the entry when it saves, and a checkpoint of a run without DAF has none.
         entries: Any = state.stateful_callbacks
@@ -279,7 +279,7 @@ class _Patch:
             setattr(owner, self._name, self._replaced)
 
 
-def _refuse_several(trainer: Trainer | None) -> None:
+def _check_single_callback(trainer: Trainer | None) -> None:
     """Checks that no other callback of DAF's is there, whose options would not count.
 
     Raises:

@@ -16,10 +16,15 @@ from tqdm.auto import tqdm
 from typing_extensions import override
 
 from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
-from daf_core.plan.run.unsupported import unplannable
-from daf_integrations.lightning.dry_run import loss_aside, obstacle
+from daf_core.unsupported.table import check_supported, unsupported_reasons
+from daf_integrations.lightning.dry_run import loss_aside
 from daf_integrations.lightning.split_step import StepInParts
-from daf_integrations.lightning.split_step import obstacle as obstacle_to_plans
+from daf_integrations.lightning.unsupported import (
+    LIGHTNING_AUDITS,
+    LIGHTNING_ELASTIC,
+    LIGHTNING_PLANS,
+    LightningContext,
+)
 from daf_integrations.session.options import configured
 from daf_integrations.session.saved_state import SavedState
 from daf_integrations.session.session import DAFSession
@@ -92,14 +97,11 @@ class CompressingStrategy(Strategy):
         self._daf_session = DAFSession(self._daf_config, "LightningModule.training_step")
         if restored:
             self._daf_session.load_state(restored)
-        reason = obstacle_to_plans(self, self._training) if self._daf_config.plans_steps else None
-        if reason is not None:
-            raise unplannable(reason)
-        if self._daf_config.elastic is not None and not self._training.automatic_optimization:
-            raise ConfigError(
-                "elastic training is not possible with manual optimization, in which only the module knows where a "
-                "step begins; set automatic_optimization=True, or leave out elastic"
-            )
+        context = LightningContext(self, self._training)
+        if self._daf_config.plans_steps:
+            check_supported(LIGHTNING_PLANS, context)
+        if self._daf_config.elastic is not None:
+            check_supported(LIGHTNING_ELASTIC, context)
         self._daf_session.attach(self._training, self.model)
         self._daf_callbacks = self._training.trainer.callbacks
         self._daf_callbacks.insert(0, self._daf_reporter)  # before the progress bar, which shows what is logged
@@ -154,8 +156,7 @@ class CompressingStrategy(Strategy):
             return super().training_step(*args, **kwargs)
 
     def _audit(self, module: LightningModule, batch: Any, *rest: Any, **options: Any) -> None:
-        reason = obstacle(self, module, batch)
-        if reason is not None:
+        for reason in unsupported_reasons(LIGHTNING_AUDITS, LightningContext(self, module, batch)):
             self._daf_session.give_up_audits(reason)
             return
         self._daf_session.audit(module, batch, lambda rows: loss_aside(self, module, rows, *rest, **options))

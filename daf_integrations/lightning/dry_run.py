@@ -1,4 +1,4 @@
-"""Audits of a LightningModule: which can be measured, and how its training_step runs without a trace."""
+"""Audits of a LightningModule: how its training_step runs without a trace."""
 
 # pyright: reportPrivateUsage=false
 # Torch keeps a module's children under a private name.
@@ -10,26 +10,13 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 
 from daf_core import AuditError
-from daf_core.batch.rows import has_rows
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
-
-
-def obstacle(strategy: Strategy, module: LightningModule, batch: object) -> str | None:
-    """Says why the error of the gradient cannot be measured on a part of a batch; None where it can."""
-    if not module.automatic_optimization:
-        return "with manual optimization, training_step runs its own backward and returns no loss to measure"
-    if strategy.model is not module and not isinstance(strategy.model, DistributedDataParallel):
-        return f"{type(strategy).__name__} spreads each parameter over several processes"
-    if not has_rows(batch):
-        return f"a batch of type {type(batch).__name__} has no tensors in mappings, lists or tuples, to be cut"
-    return None
 
 
 def loss_aside(strategy: Strategy, module: LightningModule, *args: Any, **kwargs: Any) -> Tensor:

@@ -4,9 +4,6 @@ Lightning clears gradients between training_step and backward. So parts run back
 are put aside, and the backward pass of the loss that is returned, which has no graph, puts them in place.
 """
 
-# pyright: reportPrivateUsage=false
-# Whether a LightningModule is compiled, Lightning keeps under a private name.
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -15,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from daf_core import MicroBatchError
 from daf_integrations.lightning.counters import Counts
@@ -29,17 +25,6 @@ if TYPE_CHECKING:
     from daf_core.plan.run.runner import StepRunner
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
-
-
-def obstacle(strategy: Strategy, module: LightningModule) -> str | None:
-    """Says why steps cannot be planned and run in parts; None where nothing speaks against it."""
-    if not module.automatic_optimization:
-        return "with manual optimization, training_step runs its own backward and optimizer steps"
-    if strategy.model is not module and not isinstance(strategy.model, DistributedDataParallel):
-        return f"{type(strategy).__name__} spreads each parameter over several processes"
-    if module._compiler_ctx is not None:
-        return f"{type(module).__name__} is compiled, and what a graph of torch.compile takes is not measured"
-    return None
 
 
 class StepInParts:

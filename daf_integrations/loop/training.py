@@ -19,8 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from daf_core import DAFConfig, ProfileError
 from daf_core.distributed import exchanging
 from daf_core.model.forward_patch import ForwardPatch
-from daf_core.plan.run.unsupported import unplannable
 from daf_core.snapshots.attributes import referred_kept
+from daf_core.unsupported.models import PLANS
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.own_loss import LossWatch, loss_in
 from daf_integrations.session.session import DAFSession
@@ -161,7 +161,7 @@ class Training:
         self._begin_step()
         runner = self.session.runner
         if exchanging(model) and not exchanging(self.outer):
-            self._refuse_plans(WRAPPED_LATER)
+            self._check_unplanned(WRAPPED_LATER)
         return run(batch, 1.0, True) if runner is None else runner.run(batch, aside, run)
 
     def before_update(self, optimizer: Optimizer, by_closure: bool) -> None:
@@ -185,14 +185,14 @@ class Training:
             if self._unseen == UNSEEN_STEPS:
                 log.warning("%s", _nothing_compressed(self.ending, f"{UNSEEN_STEPS} optimizer steps"))
 
-    def _refuse_plans(self, reason: str) -> None:
+    def _check_unplanned(self, reason: str) -> None:
         """Checks that steps are not planned.
 
         Raises:
             ConfigError: They are.
         """
         if self.session.runner is not None and self.session.enclosing_session is None:
-            raise unplannable(reason)
+            raise PLANS.error_for(reason)
 
     def _has_parameters_in(self, optimizer: Optimizer) -> bool:
         parameters = set(map(id, self.model.parameters()))
@@ -213,7 +213,7 @@ class Training:
             return forward(*args, **kwargs)
         self._begin_step()
         if is_redirected(self.outer):
-            self._refuse_plans(OTHER_METHOD)
+            self._check_unplanned(OTHER_METHOD)
             self.session.give_up_audits(OTHER_METHOD)
         if self.session.runner is not None and self.session.enclosing_session is None:
             self.session.runner.prepare((args, kwargs), self._loss, NOT_SPLIT)

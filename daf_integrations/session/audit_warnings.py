@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from logging import getLogger
 
+from torch import nn
+
 from daf_core import DAFConfig, GradientError
+from daf_core.autograd.torch_private import is_compiled
 from daf_integrations.session.metrics import RunTotals
 
 LOW_COSINE = 0.5
 """Of the angle between compressed and exact gradient; below it a step goes mostly elsewhere, and a warning says so."""
+
+LARGE_SHARE = 0.5
+"""Part of a model's parameters in one compiled graph, above which its backward is most of the model's."""
 
 log = getLogger("daf")
 
@@ -48,3 +54,26 @@ class AuditWarnings:
         elif self._bound is not None and measured.error > self._bound:
             log.warning("DAF measured a gradient error of %.3g; max_gradient_error=%.3g", measured.error, self._bound)
         self._low = low
+
+
+def warn_of_large_graphs(model: nn.Module) -> None:
+    """Says where one compiled graph holds most of a model: its backward begins by decoding all that it has saved.
+
+    Args:
+        model: The model as it is called, perhaps compiled.
+    """
+    total = _size(model)
+    for module in model.modules():
+        if is_compiled(module) and _size(module) > LARGE_SHARE * total:
+            log.warning(
+                "One graph of torch.compile holds %.0f%% of the model's parameters. Its backward begins by decoding "
+                "all that it has saved: DAF frees that memory until then, and the peak of the step stays. Compile "
+                "block by block (`for block in model.layers: block.compile()`), or set "
+                "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1 for Trainer and Accelerate",
+                100 * _size(module) / total,
+            )
+            return
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -39,7 +39,7 @@ def configured(
         if options:
             given = f"{type(config).__name__} and {', '.join(options)}"
             raise ConfigError(f"give a DAFConfig or options, not both; got a {given}")
-    _refuse_idle(chosen)
+    _check_idle_options(chosen)
     return chosen
 
 
@@ -109,7 +109,7 @@ def _own_options() -> dict[str, Any]:
     return _checked(options_in(os.environ.get(OPTIONS, "{}"), OPTIONS), OPTIONS)
 
 
-def _refuse_idle(config: DAFConfig) -> None:
+def _check_idle_options(config: DAFConfig) -> None:
     """Refuses options that change nothing, once those of all sources are together."""
     if config.rounding != DAFConfig.rounding and config.precision == "exact":
         raise ConfigError(f'rounding={config.rounding!r} means nothing with precision="exact"; leave it out')

@@ -22,7 +22,7 @@ from daf_core import (
     HooksActiveError,
     StepStatistics,
 )
-from daf_core.autograd.hook_stack import refuse_foreign_hooks
+from daf_core.autograd.hook_stack import check_no_foreign_hooks
 from daf_core.batch.samples import SHARE, few_rows
 from daf_core.elastic.schedule import ElasticStep
 from daf_core.elastic.training import ElasticTraining
@@ -30,11 +30,12 @@ from daf_core.plan.plan_file import open_plan_file
 from daf_core.plan.run.runner import StepRunner
 from daf_core.rewrites.loss_option import chunk_loss
 from daf_core.snapshots.measurement import missing_values
-from daf_integrations.session.audit_warnings import AuditWarnings
+from daf_core.unsupported.models import AUDITS, UNMEASURED
+from daf_core.unsupported.table import Context, unsupported_reasons
+from daf_integrations.session.audit_warnings import AuditWarnings, warn_of_large_graphs
 from daf_integrations.session.describe import describe, title
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.saved_state import SavedState
-from daf_integrations.session.unsupported import audit_obstacle, warn_of_large_graphs
 
 LEAST_SHARE = 1 / 1024
 """Part of a batch below which an audit is given up that does not fit in the memory budget."""
@@ -73,7 +74,7 @@ class DAFSession:
         self._engine_state: Mapping[str, Any] | None = None
         self._share: float | None = SHARE
         self._called = False
-        self._obstacle: str | None = None
+        self._unaudited: list[str] = []
         self._warnings = AuditWarnings(config)
         self.last_step: StepStatistics | None = None
         self._recent = RunTotals()
@@ -104,7 +105,7 @@ class DAFSession:
             UnsupportedDeviceError: There are no kernels for the model's device.
         """
         self.detach()
-        refuse_foreign_hooks()
+        check_no_foreign_hooks()
         self._engine = ActivationEngine(model, self.config)
         # Not `outer or model`: a compiled model asks the model inside for its length.
         called = model if outer is None else outer
@@ -230,7 +231,7 @@ class DAFSession:
             if missing_values(model) is not None:
                 self._engine.postpone_audit()  # the first pass makes them
                 return False
-            self._called, self._obstacle = True, audit_obstacle(model)
+            self._called, self._unaudited = True, unsupported_reasons(AUDITS, Context(model))
             warn_of_large_graphs(model)
         if not self._audit_due:
             return False
@@ -239,8 +240,8 @@ class DAFSession:
             return False
         if self._keeps_all:
             return False
-        if self._obstacle is not None:
-            self.give_up_audits(self._obstacle)
+        if self._unaudited:
+            self.give_up_audits(self._unaudited[0])
             return False
         try:
             self._warnings.add(self._audit(self._engine, batch, loss_function), self.totals)
@@ -278,11 +279,11 @@ class DAFSession:
             self._give_up_audits(reason)
 
     def _give_up_audits(self, reason: str, cause: Exception | None = None) -> None:
-        reason = f"DAF cannot measure the error of the gradient on a part of the batch: {reason}"
         if self.config.max_gradient_error is not None:
-            raise AuditError(f"{reason}. max_gradient_error cannot be kept without; leave it out") from cause
+            measured = UNMEASURED.format(reason)
+            raise AuditError(f"{measured}. max_gradient_error cannot be kept without; leave it out") from cause
         self._share = None
-        log.warning("%s. Training goes on without audits; audit_every=None turns them off", reason)
+        log.warning("%s", AUDITS.error.format(reason))
 
     @property
     def _keeps_all(self) -> bool:

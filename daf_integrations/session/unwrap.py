@@ -38,7 +38,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         ConfigError: It is no model.
         UnsupportedDeviceError: It is in a DataParallel.
     """
-    _refuse_others(model)
+    _check_model(model)
     *_, inner = _layers(model)
     return inner
 
@@ -123,7 +123,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _refuse_others(model: object) -> None:
+def _check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
     given = shown(model) if isinstance(model, str | int | None | type) else type(model).__name__

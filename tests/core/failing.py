@@ -81,7 +81,7 @@ def train(
             record.append(
                 with_retries(
                     lambda number=number: fuse.attempt(model, loss_of, number, engine),
-                    Snapshot(model, engine.snapshot),
+                    Snapshot(model, engine.snapshot if engine else None),
                     lambda message: fuse.attempts in fuse.fails,
                 )
             )

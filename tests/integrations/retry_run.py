@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from daf_core.distributed import any_rank_failed, obstacle, reduce_gradients, unsynchronized
+from daf_core.distributed import any_rank_failed, reduce_gradients, unsynchronized
 from daf_core.plan.run.retry import with_retries
 from daf_core.snapshots.step import Snapshot
+from daf_core.unsupported.models import RERUNS
+from daf_core.unsupported.table import Context, unsupported_reasons
 
 STEPS = 3
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -116,9 +118,10 @@ def main(folder: Path) -> None:
         "differing": [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)],
         "attempts": attempts,
         "error": hopeless(model),
-        "obstacles": list(
-            map(obstacle, [model, nn.SyncBatchNorm(3), nn.Embedding(3, 3, sparse=True), hooked, FSDPModule()])
-        ),
+        "reasons": [
+            unsupported_reasons(RERUNS, Context(each))
+            for each in (model, nn.SyncBatchNorm(3), nn.Embedding(3, 3, sparse=True), hooked, FSDPModule())
+        ],
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()

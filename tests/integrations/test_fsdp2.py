@@ -26,7 +26,7 @@ def test_gradients_and_bytes_in_two_processes(tmp_path: Path) -> None:
             for name in ("daf/raw_mb", "daf/held_mb"):
                 assert found[precision][name] == pytest.approx(metrics[name], rel=0.01)
         assert found["4"]["daf/ratio"] > 4
-        assert "each parameter is spread over several processes" in found["said"][0]
+        assert "DTensor spreads each parameter over several processes" in found["said"][0]
         assert len(found["said"]) == 2  # of 4 bits and "auto"
 
 

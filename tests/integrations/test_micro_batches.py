@@ -17,7 +17,8 @@ from daf_core.batch.infer_reduction import infer_reduction, matching_laws
 from daf_core.batch.loss_reduction import LossReduction, weights
 from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
-from daf_core.batch.unsupported import obstacle
+from daf_core.unsupported.micro_batches import MICRO_BATCHES
+from daf_core.unsupported.table import Context, unsupported_reasons
 from tests.integrations.hf_parts import MODELS, causal, made, masked, padded_rows, padded_trainer, run_in_parts, tagger
 from tests.integrations.hf_runs import lora, losses, resnet, rows_for, run
 from tests.integrations.hf_runs import weights as weights_of
@@ -102,18 +103,22 @@ def test_half_precision() -> None:
     assert infer_reduction(model, _batch(model), lambda part: model(**part).loss.float()) is LossReduction.LABELS
 
 
-def test_models_with_obstacles() -> None:
+def reasons(model: nn.Module, batch: Any) -> str:
+    return "; ".join(unsupported_reasons(MICRO_BATCHES, Context(model, batch=batch)))
+
+
+def test_models_that_run_no_parts() -> None:
     """Batch normalization of an image model, and routers of experts inside of an adapter's wrapper."""
     images = resnet()
-    assert "BatchNorm2d" in (obstacle(images, default_data_collator(rows_for(images, 4))) or "")
+    assert "BatchNorm2d" in reasons(images, default_data_collator(rows_for(images, 4)))
     texts = default_data_collator(rows_for(lora(), 4))
-    assert obstacle(lora(), texts) is None
+    assert not reasons(lora(), texts)
     experts = {"num_local_experts": 2, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9}
     config = MixtralConfig(**experts, **heads)
-    assert obstacle(MixtralForCausalLM(config), texts) is None
+    assert not reasons(MixtralForCausalLM(config), texts)
     config.output_router_logits = True
-    assert "router" in (obstacle(nn.Sequential(MixtralForCausalLM(config)), texts) or "")
+    assert "router" in reasons(nn.Sequential(MixtralForCausalLM(config)), texts)
 
 
 def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

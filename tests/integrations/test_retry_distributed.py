@@ -40,9 +40,9 @@ def test_all_raise_where_no_plan_is_tighter(found: list[dict[str, Any]]) -> None
 
 def test_models_that_communicate_in_forward_are_known(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        free, norm, sparse, hooked, sharded = rank["obstacles"]
-        assert free is None
+        free, (norm,), (sparse,), (hooked,), (sharded,) = rank["reasons"]
+        assert not free
         assert "communication hook" in hooked
-        assert "FSDPModule communicates" in sharded
+        assert "FSDPModule spreads each parameter" in sharded
         assert "SyncBatchNorm" in norm
         assert "sparse" in sparse

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from daf_core import distributed
-from daf_core.batch import unsupported
 from daf_core.batch.infer_reduction import MicroBatchWeights
 from daf_core.batch.micro_batches import Step, run_parts
 from daf_core.batch.rows import rows_of, split, take, tensors_in
@@ -21,11 +20,13 @@ from daf_core.memory.system.release import release_memory
 from daf_core.plan.plan_file import PlanFile
 from daf_core.plan.run.retry import is_out_of_memory, with_retries
 from daf_core.plan.run.step_planner import Batch, PartialTraining, StepPlanner
-from daf_core.plan.run.unsupported import refuse_unplannable
 from daf_core.plan.search.planner import Plan
 from daf_core.rewrites.registry import KINDS, LOSS, OperatorRewrites
 from daf_core.snapshots.rng_and_buffers import devices_of
 from daf_core.snapshots.step import Snapshot
+from daf_core.unsupported.micro_batches import MICRO_BATCHES
+from daf_core.unsupported.models import PLANS, RERUNS
+from daf_core.unsupported.table import Context, check_supported, unsupported_reasons
 
 LossFunction = Callable[[Any], Tensor]
 
@@ -56,7 +57,7 @@ class StepRunner:
         elastic: PartialTraining | None = None,
         plan_file: PlanFile | None = None,
     ) -> None:
-        refuse_unplannable(model, inner)
+        check_supported(PLANS, Context(model, inner))
         self._model = model
         self._inner = inner
         self._engine = engine
@@ -108,10 +109,12 @@ class StepRunner:
             ProfileError: What a step takes cannot be measured.
         """
         self.planner.begin_batch()
-        obstacle = distributed.obstacle(self._model)
-        whole = self._unsplittable or obstacle or unsupported.obstacle(self._model, batch)
+        context = Context(self._model, batch=batch)
+        once = unsupported_reasons(RERUNS, context)
+        reasons = once or unsupported_reasons(MICRO_BATCHES, context)
+        whole = self._unsplittable or next(iter(reasons), None)
         attempt = partial(self._attempt, batch, loss_function, step, whole, begin)
-        if obstacle is not None:
+        if once:
             return attempt()
         snapshot = Snapshot(self._inner, self._engine.snapshot)
         if not distributed.exchanging(self._model):

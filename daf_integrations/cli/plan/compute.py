@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
-from daf_core.batch.unsupported import obstacle
 from daf_core.config import DAFConfig, Precision
 from daf_core.errors import ConfigError, PlanError
 from daf_core.memory.system.available import beside_reserve, device_memory
@@ -20,6 +19,8 @@ from daf_core.plan.plan_file import NamedPlan, PlanFile
 from daf_core.plan.run.runner import described
 from daf_core.plan.search.planner import Plan, find_plan, held_by_part, least_budget, tried
 from daf_core.rewrites.registry import OperatorRewrites
+from daf_core.unsupported.micro_batches import MICRO_BATCHES
+from daf_core.unsupported.table import Context, unsupported_reasons
 from daf_integrations.cli.workload.build import BuiltWorkload
 
 LADDER = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.06, 0.04)
@@ -76,7 +77,7 @@ class Planning:
         self._config, self._model = DAFConfig(precision=precision), sized.model
         self._batch = described(sized.batch, sized.loss)
         self._size = self._batch.size(self._batch.length)
-        self._unsplit = obstacle(sized.model, sized.batch)
+        self._unsplit = next(iter(unsupported_reasons(MICRO_BATCHES, Context(sized.model, batch=sized.batch))), None)
         limit = beside_reserve(*device_memory(next(sized.model.parameters()).device))
         rows, loss_of = self._size.rows, sized.loss_of
         self.plain: Forecast = forecast_plain(sized.model, loss_of, rows, limit)

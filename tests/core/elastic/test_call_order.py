@@ -48,7 +48,7 @@ def test_hooks_are_gone_afterwards() -> None:
 def test_blocks_without_graphs_pass() -> None:
     model = deep_gpt2(4)
     blocks = lower_blocks(model)
-    watched(model, lambda: nets._tokens(model, nets.tokens(2))).refuse_graphs(blocks)
+    watched(model, lambda: nets._tokens(model, nets.tokens(2))).check_graphs(blocks)
 
 
 def test_a_hook_that_has_a_graph_begin_is_named() -> None:
@@ -60,7 +60,7 @@ def test_a_hook_that_has_a_graph_begin_is_named() -> None:
     model.get_input_embeddings().register_forward_hook(my_hook)
     watch = watched(model, lambda: nets._tokens(model, nets.tokens(2)))
     with pytest.raises(ElasticError, match=r"save nothing: what .*transformer\.wte returns .*my_hook"):
-        watch.refuse_graphs(blocks)
+        watch.check_graphs(blocks)
 
 
 def test_embeddings_that_require_a_gradient_are_named() -> None:
@@ -69,7 +69,7 @@ def test_embeddings_that_require_a_gradient_are_named() -> None:
     inputs = torch.zeros(2, 8, 32, requires_grad=True)
     watch = watched(model, lambda: model(inputs_embeds=inputs))
     with pytest.raises(ElasticError, match=r"transformer\.h\.0 is given an input that requires a gradient"):
-        watch.refuse_graphs(blocks)
+        watch.check_graphs(blocks)
 
 
 def test_training_ends_where_nothing_would_be_saved() -> None:

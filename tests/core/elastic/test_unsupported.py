@@ -19,17 +19,22 @@ from daf_core import ActivationEngine, ConfigError, DAFConfig
 from daf_core.config import ElasticConfig
 from daf_core.elastic.training import ElasticTraining
 from daf_core.elastic.units import Units
-from daf_core.elastic.unsupported import refuse_optimizers, refuse_training, refuse_units
 from daf_core.model.blocks import layers_of
+from daf_core.unsupported.elastic import ELASTIC, ELASTIC_OPTIMIZERS, ELASTIC_UNITS
+from daf_core.unsupported.table import Context, check_supported
 from tests.core.elastic.runs import Run, assumed_units, checkpoint, deep_gpt2, trained
 from tests.core.plan import nets
 
 BEGINNING = "^elastic training is not possible here: "
 
 
+def check(model: nn.Module, outer: nn.Module | None = None) -> None:
+    check_supported(ELASTIC, Context(model if outer is None else outer, blocks=len(layers_of(model))))
+
+
 def refused(model: nn.Module, outer: nn.Module | None = None) -> str:
     with pytest.raises(ConfigError, match=BEGINNING) as raised:
-        refuse_training(model if outer is None else outer, layers_of(model))
+        check(model, outer)
     return str(raised.value).partition(": ")[2]
 
 
@@ -52,14 +57,14 @@ def processes(tmp_path: Path) -> Iterator[None]:
 
 def test_what_is_not_refused() -> None:
     for model in (deep_gpt2(2), nets.make("gpt2")[0], nets.make("resnet")[0]):
-        refuse_training(model, layers_of(model))
-        refuse_units(assumed_units(model))
+        check(model)
+        check_supported(ELASTIC_UNITS, assumed_units(model))
 
 
 def test_checkpoints_of_the_other_kind_are_not_refused() -> None:
     model = deep_gpt2(2)
     checkpoint(model, use_reentrant=False)
-    refuse_training(model, layers_of(model))
+    check(model)
 
 
 def test_reentrant_checkpoints() -> None:
@@ -77,7 +82,7 @@ def test_checkpoints_that_are_reentrant_because_nothing_is_said() -> None:
     replace(model, torch_checkpoint)
     assert "recomputes in the reentrant way" in refused(model)
     replace(model, my_checkpoint)
-    refuse_training(model, layers_of(model))
+    check(model)
 
 
 def test_checkpoints_that_become_reentrant_before_the_first_step() -> None:
@@ -93,7 +98,7 @@ def test_layers_that_are_skipped_at_random() -> None:
     """Also in a part that has a configuration of its own."""
     model = nets.make("bart")[0]
     model.model.decoder.config = copy.deepcopy(model.config)
-    refuse_training(model, layers_of(model))
+    check(model)
     model.model.decoder.config.decoder_layerdrop = 0.5
     assert refused(model).startswith("config.decoder_layerdrop=0.5 of BartDecoder skips layers at random")
 
@@ -107,8 +112,8 @@ def test_optimizers_that_move_what_has_no_gradient() -> None:
         run.step(nets.tokens(2))
     run.close()
     with pytest.raises(ConfigError, match="SimpleNamespace moves"):
-        refuse_optimizers([SimpleNamespace(optimizer=optimizer)])
-    refuse_optimizers([SimpleNamespace(optimizer=torch.optim.SGD(trained(model)))])
+        check_supported(ELASTIC_OPTIMIZERS, [SimpleNamespace(optimizer=optimizer)])
+    check_supported(ELASTIC_OPTIMIZERS, [SimpleNamespace(optimizer=torch.optim.SGD(trained(model)))])
 
 
 def test_a_compiled_model() -> None:
@@ -125,7 +130,7 @@ def test_distributed_data_parallel() -> None:
     assert "give it find_unused_parameters=True (TrainingArguments" in refused(model, with_all)
     static = DistributedDataParallel(model, static_graph=True)
     assert "DistributedDataParallel(static_graph=True) expects the same graph" in refused(model, static)
-    refuse_training(DistributedDataParallel(model, find_unused_parameters=True), layers_of(model))
+    check(model, DistributedDataParallel(model, find_unused_parameters=True))
 
 
 @pytest.mark.usefixtures("processes")
@@ -157,14 +162,14 @@ def test_parameters_in_several_processes(name: str) -> None:
     model = deep_gpt2(2)
     kind = type(name, (nn.Sequential,), {})
     subclass = type("Mine", (kind,), {})
-    assert f"{name} spreads parameters over processes" in refused(model, kind(model))
-    assert "Mine spreads parameters over processes" in refused(model, subclass(model))
+    assert f"{name} spreads each parameter over several processes" in refused(model, kind(model))
+    assert "Mine spreads each parameter over several processes" in refused(model, subclass(model))
 
 
 def test_sharded_tensors() -> None:
     model = deep_gpt2(2)
     next(model.parameters()).placements = ()
-    assert "(DTensor)" in refused(model)
+    assert "DTensor spreads" in refused(model)
 
 
 @pytest.mark.parametrize(("model", "count"), [(nn.Linear(2, 2), 0), (nets.gpt2(1), 1)])
@@ -181,12 +186,12 @@ def units_with(model: nn.Module, *names: str) -> Units:
 @pytest.mark.parametrize("names", [("wpe",), ("ln_f",), ("h.1.mlp.c_fc.weight",), ("h.1.ln_2", "h.1.mlp.c_fc")])
 def test_nothing_to_choose_from(names: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=rf"{BEGINNING}nothing is trained in blocks of the model, or in one alone"):
-        refuse_units(units_with(nets.gpt2(), *names))
+        check_supported(ELASTIC_UNITS, units_with(nets.gpt2(), *names))
 
 
 @pytest.mark.parametrize("names", [("h.0.ln_1", "h.1.ln_1"), ("wpe", "h.1.ln_1"), ("h.1.ln_1", "ln_f")])
 def test_something_to_choose_from(names: tuple[str, ...]) -> None:
-    refuse_units(units_with(nets.gpt2(), *names))
+    check_supported(ELASTIC_UNITS, units_with(nets.gpt2(), *names))
 
 
 def test_a_model_that_is_refused_stays_as_it_is() -> None:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, DAFConfig, StepStatistics
-from daf_core.distributed import obstacle
 from daf_core.errors import PeerMemoryError
 from daf_core.memory.system.release import release_memory
 from daf_core.model.treatments import Treatments
 from daf_core.plan.run.retry import is_out_of_memory, with_retries
 from daf_core.snapshots.rng_and_buffers import RandomNumbers
 from daf_core.snapshots.step import Snapshot
+from daf_core.unsupported.models import RERUNS
+from daf_core.unsupported.table import Context, unsupported_reasons
 from tests.core import failing, pressure
 from tests.core.failing import CPU_TEXT, ERRORS, Fuse
 from tests.core.harness import LARGE, Scale, assert_same, engine_for, make_model, normal
@@ -254,9 +255,9 @@ def test_modes_and_buffers_come_back() -> None:
 def test_model_whose_weights_may_change_in_backward_is_known() -> None:
     """Optimizers that run as soon as a gradient is there cannot be taken back."""
     model = nn.Linear(2, 2)
-    assert obstacle(model) is None
+    assert not unsupported_reasons(RERUNS, Context(model))
     model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert "hook on a parameter" in (obstacle(model) or "")
+    assert "hook on a parameter" in unsupported_reasons(RERUNS, Context(model))[0]
 
 
 def test_peer_error_pickles() -> None:

@@ -1,0 +1,152 @@
+"""Models, optimizers and first steps that elastic training does not work with, or saves nothing for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from daf_core.distributed import exchanging, several
+from daf_core.unsupported.models import SHARDED, compiled, kind_of_first, missing, sharded
+from daf_core.unsupported.table import Context, Feature
+
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Options of models of transformers."""
+
+_ERROR = "elastic training is not possible here: {}"
+
+
+class FirstStep(NamedTuple):
+    """Names of all blocks, of the modules that recorded a graph, and of those that ran without recording one."""
+
+    blocks: Sequence[str]
+    recorded: Collection[str]
+    unrecorded: Collection[str]
+
+
+def _few_blocks(context: Context) -> tuple[str, int] | None:
+    return (type(context.model).__name__, context.blocks) if context.blocks < 2 else None
+
+
+def _drops_layers(context: Context) -> tuple[str, float, str] | None:
+    configs = [(getattr(each, "config", None), type(each).__name__) for each in context.model.modules()]
+    rates = ((name, getattr(config, name, 0.0), kind) for config, kind in configs for name in LAYER_DROPS)
+    return next((found for found in rates if found[1]), None)
+
+
+def _static_graph(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) and bool(getattr(module, "static_graph", False))
+
+
+def _waits_for_all(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) and not module.find_unused_parameters
+
+
+def _reentrant(module: nn.Module) -> bool:
+    if getattr(module, "gradient_checkpointing", False) is not True:
+        return False
+    function: Any = getattr(module, "_gradient_checkpointing_func", None)
+    told = getattr(function, "keywords", {}).get("use_reentrant")
+    if told is None:  # torch's own is reentrant then
+        return getattr(getattr(function, "func", function), "__module__", "") == "torch.utils.checkpoint"
+    return bool(told)
+
+
+def _moves_untrained(optimizers: Sequence[Any]) -> str | None:
+    inner = [(getattr(each, "optimizer", each), each) for each in optimizers]  # in trainers' wrappers, too
+    return next((type(each).__name__ for one, each in inner if isinstance(one, torch.optim.LBFGS)), None)
+
+
+def _without_graph(step: FirstStep) -> str | None:
+    return next((name for name in step.blocks if name not in step.recorded and name in step.unrecorded), None)
+
+
+def _skipped(step: FirstStep) -> str | None:
+    return next((name for name in step.blocks if name not in step.recorded and name not in step.unrecorded), None)
+
+
+ELASTIC = Feature(
+    "elastic training",
+    (
+        (missing, "{}"),
+        (
+            _few_blocks,
+            "{} has {} blocks, such as the layers of a transformer or equal modules in an nn.ModuleList or "
+            "nn.Sequential, and two are needed; leave out elastic",
+        ),
+        (
+            lambda context: several() and not exchanging(context.model),
+            "there are several processes, and the model is not in a DistributedDataParallel yet, so that each would "
+            "choose by itself; wrap it first, and prepare it then",
+        ),
+        (
+            _drops_layers,
+            "config.{}={} of {} skips layers at random, and a step may train what is skipped; set it to 0",
+        ),
+        (sharded, f"{SHARDED}; use DistributedDataParallel, or leave out elastic"),
+        (compiled, "{} is compiled, and would be again for each part that is trained; leave out torch.compile"),
+        (
+            lambda context: kind_of_first(context.model, _static_graph),
+            "{}(static_graph=True) expects the same graph in every step; leave it out",
+        ),
+        (
+            lambda context: kind_of_first(context.model, _waits_for_all),
+            "{} waits for gradients of what is not trained in a step; give it find_unused_parameters=True "
+            "(TrainingArguments: ddp_find_unused_parameters=True; Accelerate: "
+            "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]; Lightning and Fabric: "
+            "DDPStrategy(find_unused_parameters=True))",
+        ),
+        (
+            lambda context: kind_of_first(context.model, _reentrant),
+            "{} recomputes in the reentrant way, in which blocks that get no gradient are not trained; set "
+            'gradient_checkpointing_kwargs={{"use_reentrant": False}}',
+        ),
+    ),
+    _ERROR,
+)
+
+ELASTIC_UNITS = Feature(
+    "a choice of what to train",
+    (
+        (
+            lambda units: not units.is_choice,
+            "nothing is trained in blocks of the model, or in one alone, so that there is nothing to choose from. "
+            "Blocks are the layers of a transformer, or equal modules in an nn.ModuleList or nn.Sequential; leave out "
+            "elastic",
+        ),
+    ),
+    _ERROR,
+)
+
+ELASTIC_FIRST_STEP = Feature(
+    "the first step of elastic training",
+    (
+        (
+            _without_graph,
+            "{} ran without recording a graph in the first step, though something in it is trained, as under "
+            "torch.no_grad() or in a reentrant activation checkpoint; record it, use_reentrant=False, or leave out "
+            "elastic",
+        ),
+        (
+            _skipped,
+            "{} did not run in the first step, as layers that are skipped at random (layerdrop) or experts do; have "
+            "all layers run, or leave out elastic",
+        ),
+    ),
+    _ERROR,
+)
+
+ELASTIC_OPTIMIZERS = Feature(
+    "optimizers of elastic training",
+    (
+        (
+            _moves_untrained,
+            "{} moves what is not trained in a step, too, along its direction of before; use another optimizer, such "
+            "as AdamW, or leave out elastic",
+        ),
+    ),
+    _ERROR,
+)
