@@ -149,7 +149,8 @@ class ActivationEngine:
             eligibility.refresh()
             self._scopes.start()
             try:
-                with hook_stack.installed(packer.pack, packer.unpack), self._readers.watching():
+                # What is too small to be compressed in training is not known from there.
+                with hook_stack.installed(packer.pack, packer.unpack), self._readers.watching(always=True):
                     loss = loss_function()
                 packer.finish()
             finally:

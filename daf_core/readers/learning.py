@@ -104,9 +104,9 @@ class Readers:
         self._own = _Own()
 
     @contextmanager
-    def watching(self) -> Generator[None]:
-        """Watches what runs inside where there is something to learn: wrap it around a forward pass."""
-        unknown = self._wanted and (self._own.unknown or not self._readings)
+    def watching(self, always: bool = False) -> Generator[None]:
+        """Watches what runs in a forward pass inside, where there is something to learn or `always`."""
+        unknown = self._wanted and (always or self._own.unknown or not self._readings)
         self._own.unknown = False
         with Watch(self.show, self._cancelling) if unknown and not has_compiled_parts(self._model) else nullcontext():
             yield

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.precision.calibration import Calibration, calibrate
 from tests.core.harness import normal
 
 ROWS, TOKENS, WIDTH = 8, 64, 64
@@ -102,6 +103,27 @@ def test_a_rehearsal_knows_it_before_the_first_pass(head: Head) -> None:
         loss = net(x)
     loss.backward()
     assert torch.cosine_similarity(gradient(net), exact, dim=0) > 0.98
+
+
+def test_a_rehearsal_measures_what_is_too_small_to_be_compressed() -> None:
+    """Training did not show who reads it, and nothing that is saved after it leads there."""
+
+    def head(x: Tensor) -> Tensor:
+        few = x.sin()[0, :4]
+        return (few * few.square().mean(-1, keepdim=True).rsqrt()).mean()
+
+    net, x = Net(head), normal(ROWS, TOKENS, WIDTH)
+    engine, found = ActivationEngine(net, DAFConfig()), list[Calibration | None]()
+    for _ in range(2):
+        with engine.rehearse(lambda: net(x)) as rehearsal:
+            found.append(calibrate(rehearsal))
+        engine = ActivationEngine(net, DAFConfig())
+        for _ in range(2):
+            with engine.compress():
+                net(x)
+    assert found[0] == found[1]
+    assert found[0] is not None
+    assert len(found[0].errors) == 3
 
 
 def test_what_it_knows_is_of_the_place_and_not_of_the_operator() -> None:
