@@ -34,6 +34,37 @@ def test_does_not_run():
     raise ValueError
 """
 
+STATES = """
+import dataclasses
+from pathlib import Path
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 1)
+
+    def forward(self, x):
+        return {"loss": self.layer(x).sin().mean()}
+
+def state(folder):
+    torch.manual_seed(0)
+    options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1, "max_steps": 2}
+    data = [{"x": torch.ones(64)}] * 8
+    trainer = Trainer(Model(), TrainingArguments(folder, save_strategy="no", **options), train_dataset=data)
+    trainer.train()
+    found = dataclasses.asdict(trainer.state)
+    return found["stateful_callbacks"], found["log_history"][:-1]
+
+def test_runs_end_alike(tmp_path: Path):
+    assert state(tmp_path) == state(tmp_path)
+
+def test_callbacks(tmp_path: Path):
+    assert "DAFCallback" not in state(tmp_path)[0]
+"""
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -58,6 +89,15 @@ def test_says_what_fails_with_daf_alone(checkout: Path, capsys: pytest.CaptureFi
     assert "NOT EXPLAINED" in printed
     assert report(line, {"exact .*is_left_alone": "prepare wraps forward"})
     assert "prepare wraps forward" in capsys.readouterr().out
+
+
+def test_states_of_trainers_are_without_times(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tests compare those of two runs."""
+    (checkout / "tests" / "test_states.py").write_text(STATES)
+    assert main(["--transformers", str(checkout), "--paths", "tests/test_states.py", "--precision", "exact"], {}) == 1
+    printed = capsys.readouterr().out
+    assert "transformers exact: 1 passed, 0 skipped, 1 failed" in printed
+    assert "test_callbacks: AssertionError" in printed
 
 
 def test_a_suite_that_does_not_run_is_no_success(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
