@@ -132,7 +132,7 @@ class StepSchedule:
         most, before = self._allowed, self._selection
         if self._memory is not None and before is None:
             self._check_memory(most, self._memory)
-        found = Selection(self._units, self._costs.prices(), self._gains or [1.0] * len(self._all), most)
+        found = Selection(self._units, self._costs.unit_costs(), self._gains or [1.0] * len(self._all), most)
         if before is None:
             self._balance = sum(self.target - found.share(on) for on in self._early)
         elif found.least.share > self._asked:
@@ -235,11 +235,11 @@ class StepSchedule:
         Nothing where that is one of both, and comes often enough; else half of what there is at most, so that others
         than the least are trained.
         """
-        low, high = selection.around(self.target)
+        low, high = selection.neighbours(self.target)
         if high.on == self.most and (self.target - low.share) * self._refresh >= high.share - low.share:
             return low, high, 0.0
         saved = min(self._excess / self._refresh, max(self.target - selection.least.share, 0.0) / 2)
-        return *selection.around(self.target - saved), saved
+        return *selection.neighbours(self.target - saved), saved
 
     @property
     def _plan_seen(self) -> bool:

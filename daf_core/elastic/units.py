@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from logging import getLogger
 from typing import NamedTuple
 
@@ -80,11 +81,16 @@ class Units:
         """Returns the number of the lowest block that builds a graph; how many there are where only the head does."""
         return min((self.units[number].stage for number in on), default=len(self.blocks))
 
+    @cached_property
+    def parts(self) -> list[float]:
+        """The part of all trained elements that each unit has; the rest is always trained."""
+        always = sum(each.numel() for each in self.always)
+        sizes = [unit.elements for unit in self.units]
+        return [size / (always + sum(sizes)) for size in sizes]
+
     def trained_share(self, on: Collection[int]) -> float:
         """Returns the part of all trained elements that a step with these units trains."""
-        always = sum(each.numel() for each in self.always)
-        part, whole = (sum(self.units[number].elements for number in which) for which in (on, self.everything))
-        return (always + part) / (always + whole)
+        return 1.0 - sum(part for number, part in enumerate(self.parts) if number not in on)
 
 
 def warn_of_deepest(units: Units) -> None:

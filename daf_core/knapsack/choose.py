@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ MAX_STATES = 5_000
 """States that are followed. 48 items with 4 options of different costs and losses need some hundred. If there are more,
 as with losses in proportion to costs, states of nearly the same loss count as one: each item loses at most
 1 / `MAX_STATES` of the difference in loss between all states, and the result is never worse than the greedy one."""
+
+_hull = lru_cache(maxsize=4096)(lower_hull)  # blocks of a model have equal options, and a plan tries tens of budgets
 
 
 class Solution(NamedTuple):
@@ -60,7 +63,7 @@ class Knapsack:
         if not all(items):
             raise ValueError("each item needs one option or more")
         self._items = items
-        hulls = [lower_hull(item) for item in items]
+        hulls = [_hull(item) for item in items]
         self.cheapest = [hull[0] for hull in hulls]
         self._bases = np.array([item[hull[0]] for item, hull in zip(items, hulls, strict=True)]).reshape(-1, 2)
         moves = [(number, *move) for number, hull in enumerate(hulls) for move in pairwise(hull)]

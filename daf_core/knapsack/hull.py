@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,7 @@ ROUNDING = 1e-12
 """Relative difference that sums of floats in different orders may have."""
 
 
-@lru_cache(maxsize=4096)  # the blocks of a model have the same options, and a plan solves for tens of budgets
-def lower_hull(points: tuple[Point, ...], tolerance: float = 0.0) -> list[int]:
+def lower_hull(points: Sequence[Point], tolerance: float = 0.0) -> list[int]:
     """Returns the indices of the lower convex hull, from the lowest cost to the least loss.
 
     Costs rise and losses fall along it. Points on a line between two others stay: a walk along it has short steps.

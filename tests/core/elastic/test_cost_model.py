@@ -58,18 +58,18 @@ def test_two_steps_tell_what_all_others_take(kind: str, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("kind", ["adapters", "layers"])
-def test_prices_add_up_to_shares(kind: str, request: pytest.FixtureRequest) -> None:
+def test_unit_costs_add_up_to_shares(kind: str, request: pytest.FixtureRequest) -> None:
     units: Units = request.getfixturevalue(kind)
     count, random = len(units.units), np.random.default_rng(1)
     whole = set(range(count))
     for costs in (seen(World(units, 3), whole), seen(World(units, 4), least(units), whole)):
-        own, reaching, base = costs.prices()
-        assert np.all(np.diff(reaching) >= 0)
+        own, depth, fixed = costs.unit_costs()
+        assert np.all(np.diff(depth) >= 0)
         for _ in range(50):
             on = {*map(int, random.choice(count, int(random.integers(1, count + 1)), replace=False))}
-            total = base + sum(own[unit] for unit in on) + reaching[max(on)]
+            total = fixed + sum(own[unit] for unit in on) + depth[max(on)]
             assert costs.share(on) == pytest.approx(total, rel=1e-9)
-        assert base == pytest.approx(costs.share(()))
+        assert fixed == pytest.approx(costs.share(()))
 
 
 def test_without_a_step_nothing_is_known(adapters: Units) -> None:
@@ -137,7 +137,7 @@ def test_state(kind: str, request: pytest.FixtureRequest) -> None:
     costs = seen(World(units), least(units), set(range(len(units.units))))
     other = costs_of(units)
     other.load(json.loads(json.dumps(costs.state())))
-    assert other.prices() == costs.prices()
+    assert other.unit_costs() == costs.unit_costs()
     assert [other.held(depth) for depth in range(3)] == [costs.held(depth) for depth in range(3)]
 
 
@@ -225,7 +225,7 @@ def test_predicted_times_are_those_that_are_counted() -> None:
         times = watched.step(depth)[0]
         return sum(itertools.chain(times.forward, times.backward), times.outside)
 
-    costs._rest.values.clear()
+    costs._rest.clear()
     for depth in (0, 2, 4, 6, 8):
         on = {number for number, unit in enumerate(watched.units.units) if unit.stage >= depth}
         assert costs.share(on) == pytest.approx(counted(depth) / counted(0), rel=0.01)
