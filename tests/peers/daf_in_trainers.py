@@ -65,7 +65,7 @@ def _in_transformers(precision: str) -> None:
     from transformers import Trainer
 
     from daf_integrations import DAFCallback
-    from daf_integrations.totals import RunTotals
+    from daf_integrations.session.metrics import RunTotals
 
     def add(self: Any, method: Callable[..., Any], step: Any) -> None:
         # Its tests compare the states of two runs, logs among them; what DAF takes differs from run to run.

@@ -115,7 +115,7 @@ def test_a_rehearsal_measures_what_is_too_small_to_be_compressed() -> None:
     net, x = Net(head), normal(ROWS, TOKENS, WIDTH)
     engine, found = ActivationEngine(net, DAFConfig()), list[Calibration | None]()
     for _ in range(2):
-        with engine.rehearse(lambda: net(x)) as rehearsal:
+        with engine.probe_pass(lambda: net(x)) as rehearsal:
             found.append(calibrate(rehearsal))
         engine = ActivationEngine(net, DAFConfig())
         for _ in range(2):
