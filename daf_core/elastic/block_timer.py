@@ -8,15 +8,15 @@ from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from daf_core import timing
 from daf_core.autograd.torch_private import call_after_backward, in_backward
 from daf_core.batch.rows import tensors_in
 from daf_core.model.blocks import Block
-from daf_core.model.module_hooks import InstanceHook
+from daf_core.model.module_hooks import is_training_pass
+from daf_core.plan.observe.block_trace import OUTSIDE, BlockTrace, Kind, Phase, Reading
 
 if TYPE_CHECKING:
     from daf_core.plan.plan_file import PlanFile
@@ -25,9 +25,6 @@ UNTIMED_STEPS = 5
 """Steps in a row that should have been timed, and could not be, before a warning."""
 
 log = getLogger("daf")
-
-OUTSIDE = -1
-"""Stands for what is outside of blocks."""
 
 
 @dataclass
@@ -94,7 +91,7 @@ class TimedSteps:
         return None
 
 
-class BlockTimer:
+class BlockTimer(BlockTrace):
     """Watches one step, from its beginning to `stop`.
 
     Args:
@@ -104,100 +101,58 @@ class BlockTimer:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], held: Callable[[], int]) -> None:
-        count = len(blocks)
-        self._times = StepTimes(0, [0.0] * count, [False] * count, [0.0] * count, 0.0, 0.0, [0] * count, 0, 0)
-        self._held = held
-        self._level = 0
-        self._backward = False
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(InstanceHook(self._begin_pass)),
-            model.register_forward_hook(InstanceHook(self._end_forward)),
-        ]
-        for number, block in enumerate(blocks):
-            enter, leave = InstanceHook(partial(self._enter, number)), InstanceHook(partial(self._leave, number))
-            self._handles.append(block.module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(block.module.register_forward_hook(leave))
-        self._phase: tuple[str, int] = ("rest", OUTSIDE)
-        self._since = timing.synchronized_time()
+        # Only forward counts bytes: in backward the engine would wait here for tensors that it still packs.
+        super().__init__(blocks, lambda: Reading(timing.synchronized_time(), 0 if in_backward() else held()))
+        self._count = len(blocks)
+        self._hooks.watch(model, self._begin_pass, self._end_forward)
+        self.begin("rest")
+
+    @override
+    def begin(self, kind: Kind, call: int = OUTSIDE) -> None:
+        if kind == "backward" and self._running is not None and self._running[0] != "backward":
+            call_after_backward(partial(self.begin, "rest"))
+        super().begin(kind, call)
 
     def stop(self) -> StepTimes:
         """Ends the step, and removes its hooks."""
-        self._switch("rest")
-        for handle in self._handles:
-            handle.remove()
-        return self._times
+        self.begin("rest")
+        self.close()
+        count, none = self._count, [0.0] * self._count
+        graphs = [number in self.with_graph for number in range(count)]
+        times = StepTimes(0, none, graphs, [*none], 0.0, 0.0, [0] * count, 0, 0)
+        kinds: list[Kind] = ["rest", *(phase.kind for phase in self.phases), "rest"]
+        for phase, before, after in zip(self.phases, kinds, kinds[2:], strict=False):
+            # Lightning calls what is inside of the model: a pass may begin with a block.
+            if phase.kind == "start" or before == "rest":
+                times.held, times.held_outside, times.held_elements = [0] * count, 0, 0
+            self._add(times, phase, in_forward=after in ("before", "forward", "head"))
+        return times
 
-    def _switch(self, kind: str, block: int = OUTSIDE) -> None:
-        now = timing.synchronized_time()
-        before, number = self._phase
-        spent, self._since, self._phase = now - self._since, now, (kind, block)
-        if before == "rest":
-            self._times.rest += spent
-        elif number == OUTSIDE:
-            self._times.outside += spent
+    def _add(self, times: StepTimes, phase: Phase, in_forward: bool) -> None:
+        """Adds a phase to what the step took; `in_forward` says whether it ended in a forward pass."""
+        grown = phase.end.held - phase.start.held if in_forward and phase.kind not in ("rest", "head") else 0
+        if phase.call != OUTSIDE:
+            block, elements = self.calls[phase.call]
+            (times.forward if phase.kind == "forward" else times.backward)[block] += phase.seconds
+            times.held[block] += grown
+            if phase.kind == "forward" and block == 0:
+                times.elements += elements
+                times.held_elements += elements
+        elif phase.kind == "rest":
+            times.rest += phase.seconds
         else:
-            getattr(self._times, before)[number] += spent
+            times.outside += phase.seconds
+            times.held_outside += grown
 
-    def _begin_pass(self, _model: nn.Module, _inputs: object) -> None:
+    def _begin_pass(self, _arguments: Any) -> None:
+        if is_training_pass():
+            self.begin("start")
+
+    def _end_forward(self, _arguments: Any, output: Any) -> None:
         if not is_training_pass():
             return
-        self._backward = False
-        self._level = self._held()
-        self._times.held, self._times.held_outside = [0] * len(self._times.held), 0
-        self._times.held_elements = 0
-        self._switch("forward")
-
-    def _enter(self, block: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not is_training_pass():
-            return
-        if self._phase[0] == "rest":  # Lightning calls what is inside of the model
-            self._begin_pass(_module, args)
-        if block == 0:
-            elements = next((each.numel() for each in tensors_in((args, kwargs))), 1)
-            self._times.elements += elements
-            self._times.held_elements += elements
-        self._count(OUTSIDE)
-        self._switch("forward", block)
-
-    def _leave(self, block: int, _module: nn.Module, _inputs: object, output: object) -> None:
-        if not is_training_pass():
-            return
-        self._count(block)
-        tensor = next((each for each in tensors_in(output) if each.requires_grad), None)
-        self._times.with_graph[block] = tensor is not None
-        if tensor is not None:
-            tensor.register_hook(partial(self._reached, block))
-        self._switch("forward")
-
-    def _end_forward(self, _model: nn.Module, _inputs: object, output: object) -> None:
-        if not is_training_pass():
-            return
-        self._count(OUTSIDE)
+        self.begin("head")
         results = [output] if isinstance(output, Tensor) else tensors_in(output)
         tensor = next((each for each in results if each.requires_grad), None)
         if tensor is not None:
-            tensor.register_hook(self._begin_backward)
-
-    def _count(self, block: int) -> None:
-        before, self._level = self._level, self._held()
-        if block == OUTSIDE:
-            self._times.held_outside += self._level - before
-        else:
-            self._times.held[block] += self._level - before
-
-    def _begin_backward(self, _gradient: Tensor) -> None:
-        if not self._backward:
-            self._backward = True
-            call_after_backward(self._end_pass)
-
-    def _reached(self, block: int, gradient: Tensor) -> None:
-        self._begin_backward(gradient)
-        self._switch("backward", block)
-
-    def _end_pass(self) -> None:
-        self._switch("rest")
-
-
-def is_training_pass() -> bool:
-    """Says whether a forward pass is one of training: not one that is recomputed, or without gradients."""
-    return torch.is_grad_enabled() and not in_backward()
+            tensor.register_hook(partial(self._reached, OUTSIDE))

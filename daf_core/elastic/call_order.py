@@ -1,4 +1,4 @@
-"""One forward pass watched closely: which modules are called in which order, and where a graph begins."""
+"""Traces forward passes: which modules are called in which order, and where a graph begins."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from daf_core.autograd.torch_private import hooks_of
 from daf_core.batch.rows import tensors_in
-from daf_core.elastic.block_timer import is_training_pass
 from daf_core.errors import ElasticError
 from daf_core.model.blocks import Block
-from daf_core.model.module_hooks import InstanceHook
+from daf_core.model.module_hooks import CallHooks, is_training_pass
 
 
 class ForwardTracer:
@@ -35,18 +33,10 @@ class ForwardTracer:
         self.unrecorded: set[str] = set()
         self._with_graph: set[str] = set()
         self._origins: list[str] = []
-        self._handles: list[RemovableHandle] = []
+        self._hooks = CallHooks()
+        self.stop = self._hooks.remove
         for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(InstanceHook(partial(self._enter, name))))
-            self._handles.append(
-                module.register_forward_hook(InstanceHook(partial(self._leave, name)), with_kwargs=True)
-            )
-
-    def stop(self) -> None:
-        """Removes its hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+            self._hooks.watch(module, partial(self._enter, name), partial(self._leave, name, module))
 
     def recorded(self, blocks: Sequence[Block], trained: Iterable[nn.Parameter]) -> list[Block]:
         """Returns blocks without those that ran in vain, such as a frozen tower's: no graph, and nothing is trained.
@@ -93,13 +83,13 @@ class ForwardTracer:
         functions = [getattr(hook, "func", hook) for hook in hooks]
         return [each for each in functions if not getattr(each, "__module__", "").startswith("daf_core")]
 
-    def _enter(self, name: str, _module: nn.Module, _inputs: object) -> None:
+    def _enter(self, name: str, _arguments: object) -> None:
         if is_training_pass():
             self.calls.setdefault(name, 0)
         elif not torch.is_grad_enabled():
             self.unrecorded.add(name)
 
-    def _leave(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+    def _leave(self, name: str, module: nn.Module, arguments: object, output: object) -> None:
         if not is_training_pass():
             return
         found = list(tensors_in(output))
@@ -107,6 +97,6 @@ class ForwardTracer:
         if not any(each.requires_grad for each in found):
             return
         self._with_graph.add(name)
-        given = any(each.requires_grad for each in tensors_in((args, kwargs)))
+        given = any(each.requires_grad for each in tensors_in(arguments))
         if not given and not any(each.requires_grad for each in module.parameters()):
             self._origins.append(name)

@@ -13,7 +13,7 @@ from torch import nn
 
 from daf_core import distributed
 from daf_core.config import ElasticConfig
-from daf_core.elastic.block_timer import BlockTimer, StepTimes, TimedSteps, is_training_pass
+from daf_core.elastic.block_timer import BlockTimer, StepTimes, TimedSteps
 from daf_core.elastic.call_order import ForwardTracer
 from daf_core.elastic.cost_model import StepCosts
 from daf_core.elastic.freeze import STALE, FrozenUnits, InputGradientHooks, forget_momentum
@@ -23,7 +23,7 @@ from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, u
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ElasticError
 from daf_core.model.blocks import layers_of
-from daf_core.model.module_hooks import InstanceHook
+from daf_core.model.module_hooks import InstanceHook, is_training_pass
 from daf_core.plan.plan_file import PlanFile
 from daf_core.state_checks import as_a_whole, count
 from daf_core.unsupported.elastic import ELASTIC, ELASTIC_FIRST_STEP, ELASTIC_OPTIMIZERS, ELASTIC_UNITS, FirstStep

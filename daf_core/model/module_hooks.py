@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from daf_core.autograd.torch_private import in_backward
+
 
 class InstanceHook:
-    """Calls a function, and does nothing in a copy: of a deep copy of a model, or one from a pickle, hooks are copies.
+    """Calls a function; does nothing in a copy, which deep copies and pickles of a model make of its hooks.
 
     Args:
         function: What is called, with a hook's arguments; its result is dropped.
@@ -23,3 +29,39 @@ class InstanceHook:
 
     def __reduce__(self) -> tuple[type[InstanceHook], tuple[()]]:
         return InstanceHook, ()
+
+
+class CallHooks:
+    """Watches the calls of modules until `remove`."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, module: nn.Module, enter: Callable[[Any], None], leave: Callable[[Any, Any], None]) -> None:
+        """Watches a module.
+
+        Args:
+            module: The module.
+            enter: Is called before its forward, with the pair of its arguments and keyword arguments.
+            leave: Is called after its forward, with this pair and the output.
+        """
+
+        def before(_module: nn.Module, *arguments: Any) -> None:
+            enter(arguments)
+
+        def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            leave((args, kwargs), output)
+
+        self._handles.append(module.register_forward_pre_hook(InstanceHook(before), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(InstanceHook(after), with_kwargs=True))
+
+    def remove(self) -> None:
+        """Removes all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def is_training_pass() -> bool:
+    """Whether a forward pass is one of training: not a recomputation, and not without gradients."""
+    return torch.is_grad_enabled() and not in_backward()

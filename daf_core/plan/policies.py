@@ -9,7 +9,7 @@ from typing_extensions import override
 from daf_core.model.blocks import Block
 from daf_core.model.recompute import RecomputedBlock
 from daf_core.plan.block_policy import BlockPolicy, ObservedCall
-from daf_core.plan.observe.trace import Phase
+from daf_core.plan.observe.block_trace import Phase
 
 RANDOM_STATES = 10_112
 """Bytes of the states of torch's generator that a recomputed block keeps: one of the checkpoint and one of
@@ -37,7 +37,7 @@ class Keep(BlockPolicy):
     @override
     def peaks(self, call: ObservedCall) -> tuple[float, float]:
         before = sum(phase.start.level for phase in call.forward)
-        inside = max((phase.peak - phase.start.level for phase in call.recompute), default=0)
+        inside = max((phase.end.peak - phase.start.level for phase in call.recompute), default=0)
         saved = sum(phase.end.level - phase.start.level for phase in call.recompute)
         forward = max(before + inside, _transient(call.forward_of_input))
         return forward, max(_transient(call.backward_again) - saved, 0)
@@ -154,7 +154,7 @@ def policy_named(name: str) -> BlockPolicy:
 
 
 def _seconds(phases: Sequence[Phase]) -> float:
-    return sum(phase.end.seconds - phase.start.seconds for phase in phases)
+    return sum(phase.seconds for phase in phases)
 
 
 def _packing_seconds(call: ObservedCall) -> float:

@@ -20,7 +20,12 @@ could be caught, it ends the process."""
 
 HEAD_ROOM = 1.3
 PATIENCE = 10
-"""A budget is lowered at once, and raised when there was this many times more room in as many steps in a row."""
+"""A budget falls at once, and rises after `PATIENCE` steps in a row with `HEAD_ROOM` times as much room."""
+
+TIGHTER = 0.8
+STEPS_BEFORE_RETRY = 100
+"""Where memory has run out, the next try may take `TIGHTER` times as much as planned; after `STEPS_BEFORE_RETRY` steps
+the ceiling rises by as much, as failing takes a step or two."""
 
 PROC = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
@@ -44,12 +49,15 @@ class AutoBudget:
         self._budget: int | None = None
         self._room = 0
         self._roomy_steps = 0
+        self._ceiling: int | None = None
+        self._steps_below = 0
 
-    def update(self, own: int) -> int:
+    def update(self, own: int, reserved: int = 0) -> int:
         """Returns the budget for the next forward pass.
 
         Args:
             own: Bytes on the device that saved activations hold or held: they may be used again.
+            reserved: Bytes of the budget that something else will take.
         """
         self._room = self._measure(own)
         lower = self._room < (self._most or 0) if self._budget is None else self._room < self._budget
@@ -58,21 +66,36 @@ class AutoBudget:
             self._room = self._measure(own)
         if self._budget is None or self._room < self._budget:
             self._budget, self._roomy_steps = self._room, 0
-        return self._budget
+        left = max(self._budget - reserved, 0)
+        return left if self._ceiling is None else min(left, self._ceiling)
+
+    def lower(self, ceiling: int) -> None:
+        """Sets a ceiling below the budget, as memory has run out; `finish_step` raises it again."""
+        self._ceiling, self._steps_below = ceiling, 0
+
+    def remove_ceiling(self) -> bool:
+        """Removes the ceiling; returns whether there was one."""
+        found, self._ceiling = self._ceiling, None
+        return found is not None
 
     def _measure(self, own: int) -> int:
         total, available = device_memory(self._device)
         room = beside_reserve(total, available + own)
         return room if self._most is None else min(room, self._most)
 
-    def finish_step(self) -> None:
-        """Ends a step: the budget is raised after `PATIENCE` steps with head-room."""
-        if self._budget is None or self._room <= HEAD_ROOM * self._budget:
-            self._roomy_steps = 0
-            return
-        self._roomy_steps += 1
+    def finish_step(self) -> bool:
+        """Ends a step, which may raise the budget or the ceiling; returns whether the ceiling has risen."""
+        roomy = self._budget is not None and self._room > HEAD_ROOM * self._budget
+        self._roomy_steps = self._roomy_steps + 1 if roomy else 0
         if self._roomy_steps >= PATIENCE:
             self._budget, self._roomy_steps = self._room, 0
+        self._steps_below += 1
+        if self._ceiling is None or self._steps_below < STEPS_BEFORE_RETRY:
+            return False
+        self.lower(int(self._ceiling / TIGHTER))
+        if self._most is not None and self._ceiling >= self._most:
+            self._ceiling = None
+        return True
 
 
 def beside_reserve(total: int, available: int) -> int:

@@ -13,7 +13,8 @@ from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS
 from daf_core.plan import policies
 from daf_core.plan.block_policy import BlockPolicy, ObservedCall
-from daf_core.plan.observe.trace import OUTSIDE, Observation, Phase
+from daf_core.plan.observe.block_trace import OUTSIDE, Phase
+from daf_core.plan.observe.trace import Observation
 
 NEVER = (np.inf,) * 4
 """Costs of what runs outside of blocks by a policy that is for blocks alone."""

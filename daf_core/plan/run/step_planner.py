@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
 from daf_core.errors import PlanError
-from daf_core.memory.system.available import HEAD_ROOM, AutoBudget
+from daf_core.memory.system.available import HEAD_ROOM, TIGHTER, AutoBudget
 from daf_core.model.blocks import Block
 from daf_core.model.treatments import Treatments
 from daf_core.plan.block_policy import AppliedPolicies
@@ -26,12 +26,6 @@ from daf_core.plan.search.planner import BatchSize, Plan, find_plan, least_budge
 
 BUCKETS = 4
 """Plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)."""
-
-TIGHTER = 0.8
-"""Of what a plan was expected to take, the next one may take this part where memory has run out."""
-
-PATIENCE = 100
-"""Steps after which a plan that memory has run out for may be followed again: failing takes a step or two."""
 
 log = getLogger("daf")
 
@@ -109,10 +103,8 @@ class StepPlanner:
         self._config = config
         self.applied = AppliedPolicies()
         self.plan: Plan | None = None
-        self._wanted = config.memory_budget if isinstance(config.memory_budget, int) else None
-        self._ceiling = self._wanted
-        self._steps_below = 0
-        self._available = AutoBudget(next(model.parameters()).device, self._wanted, relieve)
+        most = config.memory_budget if isinstance(config.memory_budget, int) else None
+        self._available = AutoBudget(next(model.parameters()).device, most, relieve)
         self._room = self._copied = 0
         self._limit: int | None = None
         self._profile: Profile | None = None
@@ -159,7 +151,7 @@ class StepPlanner:
         if self.plan is None or self._last is None:
             return False
         if self._file is not None and self._file.give_up(self._kind(*self._last)):
-            self._lower(int(self.plan.forecast.peak_bytes * TIGHTER))
+            self._available.lower(int(self.plan.forecast.peak_bytes * TIGHTER))
             self._limit = None  # the next attempt measures
             log.warning("the plan in %s does not hold, so that DAF makes another: %s", self._file.path, reason)
             return True
@@ -172,20 +164,13 @@ class StepPlanner:
         except PlanError:
             self._set_limit(before)
             return False
-        self._lower(after)
+        self._available.lower(after)
         log.warning("DAF plans for %s instead of %s: %s", format_size(after), format_size(before), reason)
         return True
 
     def finish_step(self) -> None:
-        """Ends a step: what memory has run out for once is tried again after `PATIENCE` steps."""
-        self._available.finish_step()
-        if self._ceiling == self._wanted:
-            return
-        self._steps_below += 1
-        if self._steps_below >= PATIENCE:
-            self._steps_below = 0
-            raised = int((self._ceiling or 0) / TIGHTER)
-            self._ceiling = raised if self._wanted is None else min(raised, self._wanted)
+        """Ends a step: some steps later DAF tries again what memory has run out for."""
+        if self._available.finish_step():
             self._limit = None
 
     def close(self) -> None:
@@ -199,13 +184,9 @@ class StepPlanner:
         # No part of what is planned: gradients that the step will add to memory, and the snapshot's copies of others.
         missing = sum(each.nbytes for each in trained if each.grad is None)
         self._copied = sum(each.grad.nbytes for each in trained if each.grad is not None)
-        available = max(self._available.update(self._engine.resident_bytes - missing) - self._copied, 0)
-        self._room = available if self._ceiling is None else min(available, self._ceiling)
+        self._room = self._available.update(self._engine.resident_bytes - missing, self._copied)
         if self._limit is None or self._room > HEAD_ROOM * self._limit:
             self._set_limit(self._room)
-
-    def _lower(self, ceiling: int) -> None:
-        self._ceiling, self._steps_below = ceiling, 0
 
     def _kind(self, batch: Batch, whole: str | None) -> StepKind:
         return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph)
@@ -227,9 +208,8 @@ class StepPlanner:
             try:
                 plan = self._find(profile, batch, whole)
             except PlanError:
-                if self._ceiling == self._wanted:
+                if not self._available.remove_ceiling():
                     raise
-                self._ceiling = self._wanted
                 self._limit = None
                 self._follow_available_memory()
                 plan = self._find(profile, batch, whole)

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from daf_core.memory.system import available
-from daf_core.memory.system.available import HEAD_ROOM, LEAST_RESERVE, PATIENCE, RESERVE_SHARE, AutoBudget, host_memory
+from daf_core.memory.system.available import (
+    HEAD_ROOM,
+    LEAST_RESERVE,
+    PATIENCE,
+    RESERVE_SHARE,
+    STEPS_BEFORE_RETRY,
+    TIGHTER,
+    AutoBudget,
+    host_memory,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -341,3 +350,38 @@ def test_own_bytes_count_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     first = budget.update(0)
     machine.free = 100 * MB
     assert budget.update(400 * MB) == first
+
+
+def test_what_something_else_takes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the budget is limited, and never below zero."""
+    Machine(monkeypatch, 1000 * MB, LEAST_RESERVE + 500 * MB)
+    assert AutoBudget(CPU).update(0, reserved=100 * MB) == 400 * MB
+    budget = AutoBudget(CPU, most=300 * MB)
+    assert [budget.update(0, size * MB) for size in (0, 100, 400)] == [300 * MB, 200 * MB, 0]
+
+
+@pytest.mark.parametrize("most", [None, 150 * MB])
+def test_a_ceiling_rises_after_enough_steps(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By as much as memory that ran out has lowered it, and up to the budget that the user has set."""
+    Machine(monkeypatch, 1000 * MB, LEAST_RESERVE + 500 * MB)
+    budget = AutoBudget(CPU, most)
+    whole = budget.update(0)
+    budget.finish_step()
+    budget.lower(100 * MB)
+    for ceiling in (100 * MB, int(100 * MB / TIGHTER)):
+        assert budget.update(0) == ceiling
+        assert [budget.finish_step() for _ in range(STEPS_BEFORE_RETRY)] == [False] * (STEPS_BEFORE_RETRY - 1) + [True]
+    assert budget.update(0) == (int(int(100 * MB / TIGHTER) / TIGHTER) if most is None else whole)
+    assert budget.remove_ceiling() is (most is None)
+    assert budget.update(0) == whole
+    assert not any(budget.finish_step() for _ in range(2 * STEPS_BEFORE_RETRY))
+
+
+def test_another_shortage_begins_the_count_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 1000 * MB, LEAST_RESERVE + 500 * MB)
+    budget = AutoBudget(CPU)
+    for ceiling in (100 * MB, 50 * MB):
+        budget.lower(ceiling)
+        assert not any(budget.finish_step() for _ in range(STEPS_BEFORE_RETRY - 1))
+        assert budget.update(0) == ceiling
+    assert budget.finish_step()

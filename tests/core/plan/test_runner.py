@@ -141,7 +141,7 @@ def _contrastive(model: nn.Module, batch: nets.Batch) -> Tensor:
 def test_batch_norms_keep_a_batch_whole() -> None:
     training = Training("resnet")
     training.run()
-    training.runner.planner._ceiling = training.runner.planner._wanted = 1000
+    training.runner.planner._available._most = 1000
     with pytest.raises(PlanError, match="BatchNorm2d"):
         training.run()
 
