@@ -1,4 +1,4 @@
-"""A file of what clocks and free memory have decided in a run, so that others decide the same."""
+"""A file of the plans and times of a run, so that other runs repeat its decisions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Entry:
 
 
 class PlanFile:
-    """Has a run make the decisions that are in a file, and notes there those that it makes itself.
+    """Gives a run the decisions of a file, and adds those that the run makes itself.
 
     A line of JSON says what the file was made for, and each after it a plan or the times of a measured step. Lines are
     only added, so that a run that is killed leaves all but the last one whole.
@@ -94,12 +94,12 @@ class PlanFile:
                 raise self._error(f"is damaged in line {number + 2}: {error!r}") from error
 
     def begin_batch(self) -> None:
-        """Begins a batch; a step has several where gradients are accumulated."""
+        """Begins a batch; a step with accumulated gradients has several."""
         step, (before, batch) = self._step(), self._now
         self._now = step, batch + 1 if step == before else 0
 
     def plan(self, kind: StepKind) -> NamedPlan | None:
-        """Returns the plan that the file has for this batch; None where this run is to decide.
+        """Returns the plan that the file has for this batch; None if this run decides.
 
         That is the one that was followed at this step, or the first one where such steps came later.
         """
@@ -107,7 +107,7 @@ class PlanFile:
         return None if entry is None or entry.own else entry.named
 
     def add_plan(self, kind: StepKind, named: NamedPlan) -> None:
-        """Notes what this run does from this batch on, unless that is what it does anyway."""
+        """Writes the plan that this run follows from this batch on, unless the run follows it already."""
         last = self._last(kind)
         if last is not None and last.named == named:
             return
@@ -116,7 +116,7 @@ class PlanFile:
         self._write({"plan": {**since, **kind._asdict(), **_plan_as_dict(named)}})
 
     def give_up(self, kind: StepKind) -> bool:
-        """Has this run decide from now on, as what the file has runs out of memory; False where it does already."""
+        """Drops the file's plan, which runs out of memory; returns False if this run decides already."""
         if self.plan(kind) is None:
             return False
         entries = self._plans[kind]
@@ -151,7 +151,6 @@ class PlanFile:
         entries.sort(key=lambda each: each.since)  # stable: of two in the same batch the first did not hold
 
     def _take(self, line: Mapping[str, Any]) -> None:
-        """Takes in a line of the file."""
         if "times" in line:
             times = dict(line["times"])
             self._times.setdefault(int(times.pop("measured")), times)
@@ -180,7 +179,6 @@ class PlanFile:
             raise self._error(f"cannot be read and written: {error}", "Name another file") from error
 
     def _check(self, first: str, header: dict[str, Any]) -> None:
-        """Checks what the file was made for."""
         try:
             found, wanted = json.loads(first), header["made_for"]
             if found["plan_file"] != FORMAT:

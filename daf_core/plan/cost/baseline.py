@@ -1,4 +1,4 @@
-"""What a step takes without DAF: measured on a few rows, as that of the whole batch may not fit."""
+"""Forecasts a step without DAF from a few rows, as the whole batch may not fit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ REPEATS = 2
 
 
 def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int, limit: int) -> Forecast:
-    """Returns what a step with the whole batch takes where autograd keeps everything as it is.
+    """Returns the forecast of a step with the whole batch in which autograd keeps everything.
 
-    Training is not disturbed. A pass of one row is measured, and one of as many as fit in the limit, up to half of the
-    batch; the whole batch is on the line through both.
+    Training is not disturbed. Two passes are measured, one of one row and one of as many rows as fit in the limit, up
+    to half of the batch; the forecast is on the line through both.
 
     Args:
         model: The model.
-        loss_of: Returns the loss of so many rows of the batch.
-        rows: Those of the batch.
+        loss_of: Returns the loss of the first N rows of the batch.
+        rows: Rows of the batch.
         limit: Bytes that a pass may take.
     """
     seconds, peak = _measured(model, loss_of, 1)

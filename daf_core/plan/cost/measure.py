@@ -24,21 +24,21 @@ REPEATS = 2
 """Passes with few rows whose shortest times count; of those with many rows one is enough."""
 
 LossOfRows = Callable[[int], Tensor]
-"""Returns the loss of so many rows of a batch."""
+"""Returns the loss of the first N rows of a batch."""
 
 
 def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int, limit: int) -> Profile:
     """Measures a pass of one row, and one of as many as fit in the limit twice, up to half of the batch.
 
-    More rows than one say what does not grow with them. Blocks that do not run alike in all passes, as experts do, are
-    none: the ones that they are in may be. Nor are blocks that a pass changes: a second one would find them changed.
-    Nothing may be compressed or recomputed in the model meanwhile.
+    The larger pass shows which costs do not grow with rows. Blocks that run differently from pass to pass, such as
+    experts, are left out, and the modules around them may be blocks instead. Blocks that a pass changes are left out
+    too: a second pass would find them changed. Nothing may be compressed or recomputed in the model meanwhile.
 
     Args:
         model: The model.
         config: How activations are stored.
-        loss_of: Returns the loss of so many rows of the batch.
-        rows: Those of the batch.
+        loss_of: Returns the loss of the first N rows of the batch.
+        rows: Rows of the batch.
         limit: Bytes that a pass may take.
 
     Raises:
@@ -59,17 +59,7 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
 
 
 class _Passes:
-    """Runs passes of a model, in which training is not disturbed.
-
-    Args:
-        model: The model.
-        blocks: Its blocks.
-        config: How activations are stored.
-        loss_of: Returns the loss of so many rows of the batch.
-
-    Attributes:
-        changed: See `Measurement.repeated_changes`.
-    """
+    """Runs passes of a model, which do not disturb its training; `changed`: see `Measurement.repeated_changes`."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], config: DAFConfig, loss_of: LossOfRows) -> None:
         self._model = model
@@ -101,7 +91,7 @@ class _Passes:
         return [few]
 
     def _observe_within(self, rows: int, repeats: int) -> Observed | None:
-        """Returns None where memory has run out, and gives back what was made until then."""
+        """Returns None, and releases memory, if memory has run out."""
         try:
             return self._observe(rows, repeats)
         except Exception as error:
@@ -136,12 +126,12 @@ class _Passes:
 
 
 def _exact_around(block: Block, left_out: Collection[str]) -> Block:
-    """Returns a block, marked if it holds experts: from an input that lost precision rows may be sent to others."""
+    """Marks a block that holds experts: an input that lost precision may send rows to other experts."""
     return replace(block, routes=any(name.startswith(f"{block.name}.") for name in left_out))
 
 
 def _unsteady(observed: Sequence[Observed]) -> set[int]:
-    """Returns the numbers of blocks that did not run in all passes alike, as experts that get no rows."""
+    """Returns the numbers of blocks that ran differently from pass to pass, such as experts without rows."""
     passes = [each.blocks for these in observed for pair in (these.metered, *these.timed) for each in pair]
     return {
         block for calls in passes for pair in zip_longest(passes[0], calls) if pair[0] != pair[1] for block in pair
@@ -149,12 +139,12 @@ def _unsteady(observed: Sequence[Observed]) -> set[int]:
 
 
 def _least_rows(model: nn.Module) -> int:
-    """Returns how many rows are measured: batch normalization has no statistics of one where maps have one value."""
+    """Returns the fewest rows to measure: batch normalization of one value has no statistics."""
     return 2 if any(isinstance(module, BATCH_NORMS) for module in model.modules()) else 1
 
 
 def _plain(config: DAFConfig) -> DAFConfig:
-    """Returns a configuration that takes the fewest bytes: what others would take is counted with it."""
+    """Returns the configuration that takes the fewest bytes; a pass with it counts those of others."""
     return replace(
         config,
         precision=planned_bits(config)[-1] or "exact",

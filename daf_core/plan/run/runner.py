@@ -131,7 +131,7 @@ class StepRunner:
         self.planner.finish_step()
 
     def close(self) -> None:
-        """Makes the model the one it was."""
+        """Undoes all changes of the model."""
         self.planner.close()
         self._rewrites.undo()
 

@@ -1,4 +1,4 @@
-"""The plan of each training step: made before it, changed when memory falls short, loosened when there is more."""
+"""Plans each training step, with less memory after a shortage, and with more as memory is freed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PartialTraining(Protocol):
 
 
 class StepPlanner:
-    """Has a model trained in steps that keep a memory budget.
+    """Gives each step of a model a plan that keeps a memory budget.
 
     Args:
         model: The model.
@@ -174,12 +174,12 @@ class StepPlanner:
             self._limit = None
 
     def close(self) -> None:
-        """Makes the model and the engine what they were."""
+        """Undoes all changes of the model and the engine."""
         self._stop_treating()
         self._engine.set_memory_budget(self._config.memory_budget)
 
     def _follow_available_memory(self) -> None:
-        """Asks what a step may take now; with more of it than before, plans are made anew."""
+        """Asks how much a step may take now, and drops all plans if that is much more than before."""
         trained = [each for each in self._model.parameters() if each.requires_grad or each.grad is not None]
         # No part of what is planned: gradients that the step will add to memory, and the snapshot's copies of others.
         missing = sum(each.nbytes for each in trained if each.grad is None)
@@ -192,7 +192,7 @@ class StepPlanner:
         return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph)
 
     def _made(self, batch: Batch, whole: str | None) -> NamedPlan:
-        """Returns the plan for a batch by what is measured now, or was before."""
+        """Returns the plan for a batch from a new or a known profile."""
         self._follow_available_memory()
         profile = self._profile_for(batch)
         plan = self._planned(profile, batch, whole)
@@ -202,7 +202,7 @@ class StepPlanner:
         return NamedPlan(tuple(profile.names), plan)
 
     def _planned(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
-        """Returns the plan for a batch. What memory has run out for once is tried again rather than given up."""
+        """Returns the plan for a batch; before it gives up, it tries again what memory has run out for."""
         key = self._kind(batch, whole)
         if key not in self._plans:
             try:
@@ -227,7 +227,7 @@ class StepPlanner:
         self._plans.clear()
 
     def _profile_for(self, batch: Batch) -> Profile:
-        """Returns a profile that serves a batch: the one there is, or a new one where its rows are longer."""
+        """Returns a profile that serves a batch: a new one if its rows are longer than those of the known one."""
         if self._profile is None or self._profiled is None or batch.bucket > self._profiled.bucket:
             self._stop_treating()
             with nullcontext() if self._elastic is None else self._elastic.everything():
@@ -258,7 +258,7 @@ class StepPlanner:
         self.plan = None  # in case that what follows fails
         blocks = [Block(name, self._model.get_submodule(name)) for name in names]
         self.applied.follow(dict(zip(blocks, plan.blocks, strict=True)))
-        self._engine.set_memory_budget(plan.activation_budget, plan.kept_bytes)
+        self._engine.set_memory_budget(plan.activation_budget, plan.forecast.kept_bytes)
         self.plan = plan
 
 

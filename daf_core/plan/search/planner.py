@@ -19,13 +19,13 @@ from daf_core.plan.policies import COMPRESS, KEEP, OFF
 from daf_core.plan.search.solver import Choice, choose, least
 
 MARGIN = 0.08
-"""Part of a budget that a plan leaves free, as most forecasts are off by up to 6%."""
+"""Share of a budget that a plan leaves free: most forecasts are off by up to 6%."""
 
-LAX = 1.06
-LAX_STEPS = 16
-"""The solver adds all that is held to the largest transient, as if they met. They do not: it is given budgets up to
-`LAX` ** `LAX_STEPS` (2.5) times as large, and the timeline says which of its answers fit. They are powers of `LAX`
-whatever the limit is, so that a larger limit has all plans of a smaller one that are fast."""
+RELAXATION = 1.06
+RELAXATION_STEPS = 16
+"""The solver adds all held bytes to the largest transient, which never meet. So it gets budgets up to `RELAXATION` **
+`RELAXATION_STEPS` (2.5) times as large, and `simulate` tells which of its answers fit. The budgets are powers of
+`RELAXATION` whatever the limit is, so that a larger limit has all fast plans of a smaller one."""
 
 SPLITTING = 0.03
 """Twice as many micro-batches have to save 2% (2 ** 0.03) of the time: clocks are no better, and dropout draws other
@@ -87,11 +87,6 @@ class Plan:
         return ", ".join(f"{self.blocks.count(each)} {each.words}" for each in chosen) or "none"
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes that a micro-batch keeps as they are."""
-        return self.forecast.kept_bytes
-
-    @property
     def exact(self) -> bool:
         """Whether nothing is compressed."""
         return not any(policy.packs for policy in (self.outside, *self.blocks))
@@ -105,12 +100,12 @@ class Plan:
 def find_plan(profile: Profile, batch: BatchSize, budget: int, config: DAFConfig, splits: bool) -> Plan | None:
     """Returns the fastest plan that keeps a budget with the most bits that have room; None where there is none.
 
-    With a `spill_dir`, what has no room may move there, if nothing else is left: it takes time that is not forecast.
+    If no other plan fits and there is a `spill_dir`, activations may move there; their transfers are not forecast.
 
     Args:
         profile: What policies cost.
         batch: The batch.
-        budget: Bytes that the step may take at once, beside parameters, their gradients and the optimizer.
+        budget: Bytes that the step may take at once, in addition to parameters, their gradients and the optimizer.
         config: How activations are stored.
         splits: Whether the batch may be split into micro-batches.
     """
@@ -177,7 +172,7 @@ def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
 
 
 def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
-    """Returns the plan that keeps everything, if there is room: it changes no number, whatever clocks say of others."""
+    """Returns the plan that keeps everything, if it fits: it changes no number, so no other plan is better."""
     blocks = _alike(profile, KEEP)
     forecast = simulate(profile.at(batch.of_part(1), None), [KEEP, *(blocks[block] for block in profile.calls)])
     room = forecast.held_bytes + budget - forecast.peak_bytes
@@ -187,7 +182,7 @@ def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
 
 
 def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int, splits: bool) -> Plan | None:
-    """Returns the plan with the fewest micro-batches that leaves activations enough room to come and go."""
+    """Returns the plan with the fewest micro-batches in which activations have room to be spilled and read."""
     bits, blocks = planned_bits(config)[0], _alike(profile, COMPRESS)
     for parts in _parts(batch.rows, splits):
         costs = profile.at(batch.of_part(parts), bits)
@@ -200,7 +195,7 @@ def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int,
 
 
 def _alike(profile: Profile, policy: BlockPolicy) -> tuple[BlockPolicy, ...]:
-    """Returns the same policy for all blocks, but for those that build no graph."""
+    """Returns one policy for all blocks that build a graph."""
     return tuple(OFF if block in profile.off else policy for block in range(len(profile.names)))
 
 
@@ -212,25 +207,22 @@ def _filled(profile: Profile, batch: BatchSize, plan: Plan, config: DAFConfig, l
 
 
 def _forecast(profile: Profile, batch: BatchSize, plan: Plan, bits: int | None) -> Forecast:
-    """Returns what is expected of one micro-batch of a plan at a precision."""
     costs = profile.at(batch.of_part(plan.parts), bits)
     return simulate(costs, [plan.outside, *(plan.blocks[block] for block in profile.calls)])
 
 
 def _parts(rows: int, splits: bool) -> list[int]:
-    """Returns the numbers of micro-batches that are tried."""
     if not splits:
         return [1]
     return sorted({*(1 << power for power in range(rows.bit_length()) if 1 << power <= rows), rows})
 
 
 def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, budget: int) -> Iterator[Plan]:
-    """Yields plans of a number of micro-batches that keep the budget."""
     limit = int(budget * (1 - MARGIN))
     costs = profile.at(batch.of_part(parts), bits)
     choices = _choices(profile, costs)
     tried: set[tuple[int, ...]] = set()
-    for allowed in _lax(limit):
+    for allowed in _relaxed(limit):
         picked = choose([[choice for choice, _ in block] for block in choices], allowed)
         if picked is None or (key := tuple(picked)) in tried:
             continue
@@ -245,15 +237,15 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
             yield Plan(parts, bits, outside, tuple(blocks), whole, room)
 
 
-def _lax(limit: int) -> Iterator[int]:
-    """Yields the budgets that the solver is given for a limit, beginning with that."""
+def _relaxed(limit: int) -> Iterator[int]:
+    """Yields the budgets that the solver gets for a limit, the limit first."""
     yield limit
-    first = math.floor(math.log(max(limit, 1), LAX)) + 1
-    yield from (int(LAX**power) for power in range(first, first + LAX_STEPS))
+    first = math.floor(math.log(max(limit, 1), RELAXATION)) + 1
+    yield from (int(RELAXATION**power) for power in range(first, first + RELAXATION_STEPS))
 
 
 def _choices(profile: Profile, costs: Costs) -> list[list[tuple[Choice, BlockPolicy]]]:
-    """Returns the policies outside of blocks, and of each block, with what they cost in all calls of the block."""
+    """Returns the policies outside of blocks, and of each block, with their costs in all calls of the block."""
     on = [policy for policy in policies.POLICIES if policy.selectable]
     choices = [_costs_of_calls(costs, [0], on)]
     for block in range(len(profile.names)):
