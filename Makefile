@@ -36,7 +36,7 @@ lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: $(STAMP)  ## measure time and memory of training, with DAF and with what one would use instead
+bench: $(STAMP)  ## measure time and memory of training, with DAF and with the usual alternatives
 	$(BIN)/daf bench benchmarks/zoo/models.py:roberta_base $(ARGS)
 
 clean:  ## remove build outputs and caches (the environment stays; to be rid of it, delete .venv)

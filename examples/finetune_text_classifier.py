@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from daf_integrations import DAFCallback
-from daf_integrations.cli.doctor import allocator_advice, loaded_allocator
-from support.child_runs import find_tcmalloc, run_in_child
+from daf_integrations.cli.doctor import allocator_advice, installed_tcmalloc, loaded_allocator
+from support.child_runs import run_in_child
 from support.classifier_data import load_task
 from support.classifier_options import build_parser, check_options, load_tokenizer
 from support.command_line import InputError
@@ -114,7 +114,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def compare(arguments: Sequence[str], options: argparse.Namespace, task: TextTask) -> None:
     """Trains in both roles, one process after the other, and shows the table and the picture."""
     console = Console()
-    tcmalloc = find_tcmalloc()
+    tcmalloc = installed_tcmalloc()
     if tcmalloc is None:
         console.print(f"No tcmalloc found: {allocator_advice()}")
     results: dict[str, RunResult] = {}

@@ -1,1 +1,1 @@
-"""What `daf bench` does: training steps with DAF and with what one would use instead, side by side."""
+"""`daf bench`: training steps with DAF and with the usual alternatives, side by side."""

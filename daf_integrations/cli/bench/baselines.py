@@ -1,4 +1,4 @@
-"""What one would use instead of DAF: saved tensors in bfloat16, in main memory, or in few bits by torch operators."""
+"""The alternatives to DAF: saved tensors in bfloat16, in main memory, or in few bits by torch operators."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Coding = Callable[[Tensor], Stored]
 
 
 class Stores:
-    """Has autograd keep activations in another form.
+    """Stores activations in another form.
 
-    The same tensors take it as with DAF: large ones of floating point that are no weights, no casts of them, and no
-    statistics. A tensor that is saved several times is stored once; views of it that differ in shape are not.
+    It stores the same tensors as DAF: large floating-point tensors other than weights, casts of weights and
+    statistics. It stores a tensor once that is saved several times, but each view of another shape by itself.
 
     Args:
         model: The model.
@@ -58,7 +58,7 @@ class Stores:
 
     @contextmanager
     def storing(self) -> Generator[None]:
-        """What is saved inside is stored; what was stored before is no longer looked at."""
+        """Stores what autograd saves inside, and forgets the tensors of the step before."""
         self._eligibility.refresh()
         self._known.clear()
         self._untouched.clear()
@@ -101,10 +101,10 @@ def in_bfloat16(tensor: Tensor) -> Stored:
 
 
 def in_bits(bits: int, device: torch.device) -> Coding:
-    """Returns what stores a tensor in few bits as GACT does, in torch operators.
+    """Returns a coding that stores a tensor in few bits as GACT does, in torch operators.
 
-    Minimum and step of each group of 256 elements are stored in float32, and elements in steps above the minimum,
-    rounded up or down at random so that the mean is right. Random numbers are not those of the model's dropout.
+    It stores minimum and step of each group of 256 elements in float32, and elements in steps above the minimum,
+    rounded up or down at random so that the mean is right. It does not use the random numbers of the model.
 
     Args:
         bits: 8, 4 or 2.
@@ -146,7 +146,7 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 
 
 class Offload:
-    """Has autograd keep what it saves, weights too, in main memory, as `torch.autograd.graph.save_on_cpu` does.
+    """Keeps saved tensors, weights too, in main memory, with `torch.autograd.graph.save_on_cpu`.
 
     Args:
         model: The model.
@@ -169,6 +169,6 @@ class Offload:
 
     @contextmanager
     def storing(self) -> Generator[None]:
-        """What is saved inside is moved."""
+        """Moves what autograd saves inside."""
         with save_on_cpu(pin_memory=True):
             yield

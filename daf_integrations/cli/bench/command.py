@@ -72,7 +72,7 @@ def bench(
     png: Path | None,
     **model: Any,
 ) -> None:
-    """Train MODEL for some steps with DAF and with what one would use instead, and compare memory, time and gradients.
+    """Train MODEL for a few steps with DAF and the usual alternatives, and compare memory, step time and gradients.
 
     MODEL is a name on the Hugging Face Hub, a folder with a config.json, or FILE.py:FUNCTION, where the function gets
     the rows of a batch and their length and returns (model, batch). Weights of the others are random, and their rows

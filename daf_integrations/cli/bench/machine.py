@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""Describes the machine of a benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine and the software that figures belong to; ``threads`` are those of torch."""
+    """The machine and the software of a measurement; ``threads`` counts the threads of torch."""
 
     cpu: str
     cores: int
@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuMachine(Machine):
-    """A machine whose GPU was measured; ``cuda`` is the version that torch was built with."""
+    """A machine with the GPU that was measured; ``cuda`` is the version that torch was built with."""
 
     gpu: str
     gpu_bytes: int

@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
 
@@ -55,7 +55,7 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBytes:
-    """What a step stored.
+    """Bytes that a step stored, and what storing cost.
 
     Attributes:
         raw_bytes: Bytes that autograd keeps of it without any method; 0 where the method does not know.
@@ -79,7 +79,7 @@ class StoredBytes:
 
 
 class Method(Protocol):
-    """What runs the passes of training steps."""
+    """Runs the passes of training steps."""
 
     def run(self, batch: Any, loss_of: Loss) -> Tensor:
         """Runs forward and backward pass of a step, which the optimizer's step ends; returns the loss, detached."""
@@ -90,7 +90,7 @@ class Method(Protocol):
         ...
 
     def figures(self) -> dict[str, float]:
-        """Returns what the method has to say of the run so far."""
+        """Returns what the method logs of the run so far."""
         ...
 
     def close(self) -> None:
@@ -100,12 +100,12 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class Traits:
-    """How a method is to be measured.
+    """How to measure a method.
 
     Attributes:
         exact: Whether its gradients are those of plain training.
-        settling: Steps that it needs before any that counts. The first three of DAF's have audits.
-        alternates: Whether its steps differ by design, so that means over many count, and not medians of a few.
+        settling: Steps before the first that counts. The first three steps of DAF have audits.
+        alternates: Whether its steps differ by design, so that means over many steps count and not medians.
         partial: Whether a step may train a part of the parameters.
         splits: Whether it splits a batch, whose parts then have other dropout masks than the whole.
     """
@@ -123,7 +123,7 @@ class Traits:
 
 
 def is_method(name: str) -> bool:
-    """Says whether `open_method` knows the name."""
+    """Whether `open_method` knows the name."""
     budgeted = _BUDGETED.fullmatch(name)
     if budgeted is not None:
         spills = budgeted["spill"] is not None
@@ -155,7 +155,7 @@ def parse_methods(
 
 
 def traits(name: str) -> Traits:
-    """Returns how the named method is to be measured."""
+    """Returns how to measure the named method."""
     if _ELASTIC.fullmatch(name):
         return Traits(exact=True, settling=12, alternates=True, partial=True)
     if name.startswith("daf-step@"):
@@ -249,7 +249,7 @@ class _Checkpointed(_Plain):
 
 
 def _recompute_blocks(model: nn.Module) -> Callable[[], object]:
-    """Switches activation checkpointing on; returns what switches it off."""
+    """Switches activation checkpointing on; returns a call that switches it off."""
     for prefix in ("activation_checkpointing", "gradient_checkpointing"):  # transformers, and its older versions
         enable = getattr(model, f"{prefix}_enable", None)
         if enable is not None and getattr(model, "supports_gradient_checkpointing", True):
@@ -264,7 +264,7 @@ def _recompute_blocks(model: nn.Module) -> Callable[[], object]:
 
 
 class _Store(Protocol):
-    """Keeps saved tensors in another form."""
+    """Another form of saved tensors."""
 
     @property
     def held_bytes(self) -> int:
@@ -272,7 +272,7 @@ class _Store(Protocol):
         ...
 
     def storing(self) -> AbstractContextManager[None]:
-        """What is saved inside is kept so."""
+        """Stores what autograd saves inside."""
         ...
 
 
@@ -298,33 +298,21 @@ class _DAF:
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self._model = api.prepare(model, **options)
+        training = training_of(self._model)
+        assert training is not None
+        self._training = training
 
     def run(self, batch: Any, loss_of: Loss) -> Tensor:
         return api.step(self._model, batch, loss_of)
 
     def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
-        training = training_of(self._model)
-        assert training is not None
-        step = training.session.last_step
-        assert step is not None
-        return StoredBytes(
-            raw_bytes=step.raw_bytes,
-            held_bytes=step.held_bytes,
-            pack_seconds=step.pack_seconds,
-            unpack_seconds=step.unpack_seconds,
-            dropped_bytes=step.dropped_bytes,
-            spilled_bytes=step.spilled_bytes,
-            pager_seconds=step.pager_seconds,
-            audited_error=training.session.totals.gradient_error,
-        )
+        session = self._training.session
+        measured = {field.name: getattr(session.last_step, field.name) for field in fields(StoredBytes)[:-1]}
+        return StoredBytes(**measured, audited_error=session.totals.gradient_error)
 
     def figures(self) -> dict[str, float]:
-        training = training_of(self._model)
-        assert training is not None
-        totals = training.session.totals
+        totals = self._training.session.totals
         return totals.metrics() | {"audits": totals.audits, "audits_above": totals.audits_above}
 
     def close(self) -> None:
-        training = training_of(self._model)
-        assert training is not None
-        training.stop()
+        self._training.stop()

@@ -29,7 +29,7 @@ PRINTED = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is to be compared.
+    """The methods to compare, and how.
 
     Attributes:
         workload: Model and batch.
@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What was measured.
+    """The figures of a comparison.
 
     Attributes:
         methods: Figures of those that ran, in the order in which they were asked for.
