@@ -1,19 +1,17 @@
-"""How an activation is stored.
+"""How an activation is stored: one form a file, in the order of `registry.CODECS`.
 
-raw, verbatim, bitmask and narrow_int are exact, planes and slopes are lossy, product, normalized, sum and attended are
-not stored themselves but follow from others; signs are all that a ReLU asks of its result, which is rectified where
-others ask for more. rehearsed are planes or slopes, tried out.
+raw, verbatim, bitmask and narrow_int are exact; planes, logarithms and slopes are codes of few bits; shape, sides and
+signs keep what one operator reads. product, normalized, sum and attended follow from other activations.
 """
 
 from daf_core.codecs.attended import AttendedActivation
-from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.byte_copy import ByteCopyActivation
 from daf_core.codecs.gelu_derivative import GeluDerivativeActivation
-from daf_core.codecs.kept import KeptActivation
 from daf_core.codecs.logarithms import LogarithmsActivation
 from daf_core.codecs.narrow_int import NarrowIntActivation
-from daf_core.codecs.planes import PlanesActivation
+from daf_core.codecs.planes import LossyStore, PlanesActivation
 from daf_core.codecs.probed import ProbedActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
@@ -26,9 +24,10 @@ __all__ = [
     "AttendedActivation",
     "BitmaskActivation",
     "ByteCopyActivation",
+    "EncodeContext",
     "GeluDerivativeActivation",
-    "KeptActivation",
     "LogarithmsActivation",
+    "LossyStore",
     "NarrowIntActivation",
     "NormalizedActivation",
     "PlanesActivation",
@@ -41,4 +40,5 @@ __all__ = [
     "SidesActivation",
     "StoredActivation",
     "SumActivation",
+    "encode_first",
 ]

@@ -1,4 +1,4 @@
-"""Not stored at all: what a fused attention computes again from its query, key and value."""
+"""The result of a fused attention, which backward computes again from query, key and value."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from daf_core.codecs.base import StoredActivation
 class AttendedActivation(StoredActivation):
     """The result of an attention, for its own backward, which gets it and the logsumexp from `AttentionAgain`.
 
-    Others that save the result store it on their own: backward needs it to belong to what query, key and value decode
-    to, while its own codes are closer to what it was.
+    Other operators that save the result store it by themselves: backward needs a result that belongs to the decoded
+    query, key and value, while codes of the result are closer to the original.
     """
 
-    codec: ClassVar[str] = "attended"
-    whole = False
+    name: ClassVar[str] = "attended"
+    readable_by_any_op = False
+    values_gone = True
 
     @override
     def decode_into(self, out: Tensor) -> None:
-        # Never reached through autograd: unpacking gives what runs again, and refuses all other readers.
         raise NotImplementedError("it has no values without the attention that made it")

@@ -1,40 +1,140 @@
-"""The contract of a codec."""
+"""The contract of a codec.
+
+A codec is a subclass of `StoredActivation` in the tuple `daf_core.codecs.registry.CODECS`. The first one there that
+accepts a saved tensor and encodes it wins.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 from typing_extensions import override
 
+from daf_core.codecs.saved_tensor import SavedTensor
+from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Kind, Reading
+from daf_kernels import Backend, Seed
+
+if TYPE_CHECKING:
+    from daf_core.codecs.deferred_check import PendingChecks
+    from daf_core.codecs.planes import LossyStore
+    from daf_core.codecs.relu_signs import ReluSignsActivation
 
 
 class StoredActivation(ABC):
-    """The values of one activation, encoded. Its bytes are held as long as the object lives, and freed with it.
-
-    A codec is a subclass with a class method ``encode(values, ...)`` that returns None where it cannot hold the values.
+    """The values of one activation, encoded. It holds its bytes as long as it lives.
 
     Attributes:
-        codec: Its name.
-        whole: Whether it gives the values to whoever asks, or only what the operator that saved them makes of them.
-        lossy: Whether what it gives is not bit by bit what was stored.
+        name: Name of the codec in statistics.
+        readable_by_any_op: Whether it gives its values to every operator. Others keep only what the backward of the
+            operator makes of the values that saved them.
+        lossy: Whether it may decode to other bits than those that were stored. A lossy codec that accepts a tensor and
+            declines its values leaves them to exact codecs.
+        values_gone: Whether nothing is left to decode, since backward computes the values otherwise.
     """
 
-    codec: ClassVar[str]
-    whole: bool = True
+    name: ClassVar[str]
+    readable_by_any_op: bool = True
     lossy: bool = True
+    values_gone: bool = False
+
+    @classmethod
+    def accepts(cls, saved: SavedTensor) -> bool:
+        """Says whether the codec is made for a tensor; called before anything looks at its values."""
+        return False
+
+    @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> StoredActivation | None:
+        """Encodes the values of a context; None where the codec cannot hold them.
+
+        Raises:
+            ActivationBudgetError: The pages do not fit in the budget.
+            SpillError: The next tier takes nothing more.
+        """
+        raise NotImplementedError
 
     def serves(self, reading: Reading) -> bool:
-        """Says whether it gives an operator what that reads."""
-        return not self.lossy or reading.kind is Kind.SHAPE or (self.whole and reading.takes_approximations)
+        """Says whether an operator gets what it reads."""
+        return (
+            not self.lossy or reading.kind is Kind.SHAPE or (self.readable_by_any_op and reading.takes_approximations)
+        )
 
     @abstractmethod
     def decode_into(self, out: Tensor) -> None:
-        """Writes the values into a tensor of the shape and type that was encoded. May be called any number of times."""
+        """Writes the values into a tensor of the shape and type that was encoded; may be called any number of times."""
+
+
+class Sources(Protocol):
+    """What earlier tensors of the pass tell about the result of a ReLU; see `Derivation`."""
+
+    def signs_of(self, saved: SavedTensor) -> ReluSignsActivation | None:
+        """Returns the signs that the ReLU has saved already."""
+        ...
+
+    def argument_of(self, saved: SavedTensor) -> StoredActivation | None:
+        """Returns a recipe for the argument of the ReLU."""
+        ...
+
+
+@dataclass(slots=True)
+class EncodeContext:
+    """What a codec encodes, and what it encodes with.
+
+    Attributes:
+        values: The saved tensor in its compact form (`Geometry.compact`), on the device of the backend.
+        pager: Where pages come from.
+        backend: Kernels.
+        groups: Scaling groups of the values; None where the values cannot be grouped.
+        require_finite: Whether a lossy codec declines values with a NaN or an infinity. Otherwise the scaling groups
+            that have one decode to NaN.
+        precision: Bits of a code at most: 8, 4, 2, 1, or 0 for the means of scaling groups alone.
+        seed: Random stream of stochastic rounding; None rounds to nearest.
+        errors: Squared error of the gradient at 0 bits and at each of `PRECISIONS`, in a unit that all activations
+            share; None estimates it from the range of the values, where there is a budget.
+        checks: Keeps values while a device works out whether they are finite; None waits for the device.
+        lossy: Chooses the precision of codes.
+        sources: Earlier tensors of the pass.
+        codecs: The registry.
+    """
+
+    values: Tensor
+    pager: Pager
+    backend: Backend
+    groups: Grouping | None = None
+    require_finite: bool = True
+    precision: int = 8
+    seed: Seed | None = None
+    errors: Sequence[float] | None = None
+    checks: PendingChecks | None = None
+    lossy: LossyStore | None = None
+    sources: Sources | None = None
+    codecs: tuple[type[StoredActivation], ...] = ()
+
+
+def encode_first(
+    codecs: Sequence[type[StoredActivation]], saved: SavedTensor, ctx: EncodeContext, lossy: bool = True
+) -> StoredActivation | None:
+    """Returns a tensor in the form of the first codec that accepts and holds it; None keeps the tensor itself.
+
+    Args:
+        codecs: The codecs, in order.
+        saved: The tensor.
+        ctx: Its values, and what they are encoded with.
+        lossy: Whether lossy codecs may take part.
+    """
+    for codec in codecs:
+        if (lossy or not codec.lossy) and codec.accepts(saved):
+            stored = codec.encode(saved, ctx)
+            if stored is not None:
+                return stored
+            lossy = lossy and not codec.lossy
+    return None
 
 
 class PagedActivation(StoredActivation):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from daf_core.codecs.base import PagedActivation
+from daf_core.codecs.base import EncodeContext, PagedActivation
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_kernels import Backend, TwoValues, mask_pages
@@ -18,7 +19,7 @@ from daf_kernels import Backend, TwoValues, mask_pages
 class BitmaskActivation(PagedActivation):
     """A boolean, a dropout mask (float32 of two values on CPUs), or any tensor of at most two bit patterns."""
 
-    codec: ClassVar[str] = "bitmask"
+    name: ClassVar[str] = "bitmask"
     lossy = False
 
     def __init__(self, pager: Pager, lease: Lease, backend: Backend, two: TwoValues) -> None:
@@ -26,9 +27,19 @@ class BitmaskActivation(PagedActivation):
         self._backend = backend
         self._two = two
 
+    @override
     @classmethod
-    def encode(cls, values: Tensor, pager: Pager, backend: Backend) -> Self | None:
-        """Packs `values`; None where they are not two-valued.
+    def accepts(cls, saved: SavedTensor) -> bool:
+        return saved.form is not TensorKind.INTEGER
+
+    @override
+    @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> Self | None:
+        return cls.pack(ctx.values, ctx.pager, ctx.backend)
+
+    @classmethod
+    def pack(cls, values: Tensor, pager: Pager, backend: Backend) -> Self | None:
+        """Packs `values`; None where they have more than two values.
 
         Raises:
             ActivationBudgetError: The pages do not fit in the budget.
@@ -42,7 +53,7 @@ class BitmaskActivation(PagedActivation):
         return stored if exact else None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Returns the two values, as `dtype`, which is that of the mask, of shape (2,)."""
+        """Returns the two values as a tensor of shape (2,); `dtype` is that of the mask."""
         signed = np.array(self._two, f"u{dtype.itemsize}").view(f"i{dtype.itemsize}")
         return torch.from_numpy(signed).view(dtype)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Self, override
 
-from daf_core.codecs.base import PagedActivation
+from daf_core.codecs.base import EncodeContext, PagedActivation
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 
@@ -18,14 +19,25 @@ CHUNK_PAGES = 256
 
 
 class ByteCopyActivation(PagedActivation):
-    """What would be kept raw, on pages, from where it can move to the next tier; the tensor itself cannot move."""
+    """A tensor on pages, from where it can move to the next tier; a tensor that stays as it is cannot move."""
 
-    codec: ClassVar[str] = "verbatim"
+    name: ClassVar[str] = "verbatim"
     lossy = False
 
     def __init__(self, pager: Pager, lease: Lease, dtype: torch.dtype) -> None:
         super().__init__(pager, lease)
         self._dtype = dtype
+
+    @override
+    @classmethod
+    def accepts(cls, saved: SavedTensor) -> bool:
+        return True
+
+    @override
+    @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> Self | None:
+        movable = ctx.pager.spills and ctx.pager.budget is not None
+        return cls.copy(ctx.values, ctx.pager) if movable else None
 
     @classmethod
     def copy(cls, values: Tensor, pager: Pager) -> Self:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from daf_core.codecs.deferred_check import PendingChecks
+from daf_core.codecs.base import EncodeContext
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import KeptStorage
-from daf_core.codecs.scaling_groups import Grouping, Rows
+from daf_core.codecs.saved_tensor import SavedTensor
+from daf_core.codecs.scaling_groups import Rows
 from daf_core.memory.lease import Lease
-from daf_core.memory.pager import Pager
 from daf_core.readers.table import Kind, Reading
-from daf_kernels import Backend, Seed
 
 LARGEST = 8
 """Logarithms of a row that stay exact: the target is among them wherever its probability matters."""
@@ -37,41 +37,33 @@ class LogarithmsActivation(PlanesActivation):
     Decoded, the others are scaled to their sum, so that all probabilities of a row sum to 1.
     """
 
-    codec = "logarithms"
-
-    @classmethod
-    def beside(cls, rows: Rows, element_size: int) -> int:
-        """Returns the bytes that are held beside the planes."""
-        count = rows.outer * rows.inner
-        return count * (min(LARGEST, rows.length - 1) * (element_size + 4) + 4)
+    name: ClassVar[str] = "logarithms"
 
     @override
     @classmethod
-    def encode(
-        cls,
-        values: Tensor,
-        grouping: Grouping,
-        precision: int,
-        pager: Pager,
-        backend: Backend,
-        seed: Seed | None,
-        finite: bool = True,
-        errors: Sequence[float] | None = None,
-        doubts: PendingChecks | None = None,
-    ) -> Self | None:
-        """See `PlanesActivation.encode`; the rows are those of the grouping."""
-        rows = grouping.logarithms
-        assert rows is not None
-        least = cls.sizes(values.numel(), grouping.row, values.element_size(), pager.pool.page_bytes)[0]
-        beside = cls.beside(rows, values.element_size())
-        if rows.length < 2 or least + beside >= values.nbytes:
+    def accepts(cls, saved: SavedTensor) -> bool:
+        return saved.reading is not None and saved.reading.kind is Kind.LOGARITHMS
+
+    @override
+    @classmethod
+    def sizes(cls, ctx: EncodeContext) -> list[int]:
+        *sizes, raw = super().sizes(ctx)
+        beside = _bytes_beside(_rows_of(ctx), ctx.values.element_size())
+        return [*(min(size + beside, raw) for size in sizes), raw]
+
+    @override
+    @classmethod
+    def write(cls, ctx: EncodeContext) -> Self | None:
+        rows, values = _rows_of(ctx), ctx.values
+        beside = _bytes_beside(rows, values.element_size())
+        if rows.length < 2 or super().sizes(ctx)[0] + beside >= values.nbytes:
             return None
         shaped = values.view(rows.shape)
         best, places = shaped.topk(min(LARGEST, rows.length - 1) + 1, dim=1)
         next_best = best[:, -1:]
         others = shaped.clamp(best[:, :1] - DEPTH, next_best)
-        # What is kept raw besides is no part of what a device may still doubt: it is waited for.
-        stored = super().encode(others.view(-1), grouping, precision, pager, backend, seed, finite, errors, None)
+        # A pending check would keep only the values of the planes, and not the exact logarithms.
+        stored = super().write(replace(ctx, values=others.view(-1), checks=None))
         if stored is None:
             return None
         count = best.shape[1] - 1
@@ -80,7 +72,7 @@ class LogarithmsActivation(PlanesActivation):
         stored._best = best[:, :-1].clone()
         stored._places = places[:, :-1].int()
         stored._log_sum = total.clamp_min_(0).log_()
-        stored._kept = KeptStorage(pager, beside)
+        stored._kept = KeptStorage(ctx.pager, beside)
         return stored
 
     _rows: Rows
@@ -92,7 +84,7 @@ class LogarithmsActivation(PlanesActivation):
     @property
     @override
     def held_bytes(self) -> int:
-        return super().held_bytes + self.beside(self._rows, self._best.element_size())
+        return super().held_bytes + _bytes_beside(self._rows, self._best.element_size())
 
     @override
     def serves(self, reading: Reading) -> bool:
@@ -112,3 +104,14 @@ class LogarithmsActivation(PlanesActivation):
         count = max(1, CHUNK_BYTES // max(1, out[0].nbytes))
         parts = (out, self._best, self._places.long(), self._log_sum)
         return zip(*(part.split(count) for part in parts), strict=True)
+
+
+def _rows_of(ctx: EncodeContext) -> Rows:
+    assert ctx.groups is not None
+    assert ctx.groups.logarithms is not None
+    return ctx.groups.logarithms
+
+
+def _bytes_beside(rows: Rows, element_size: int) -> int:
+    """Returns the bytes that are held beside the planes: the largest logarithms, their places, and a sum a row."""
+    return rows.outer * rows.inner * (min(LARGEST, rows.length - 1) * (element_size + 4) + 4)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
+from daf_core.codecs.base import EncodeContext
 from daf_core.codecs.byte_copy import ByteCopyActivation
-from daf_core.memory.pager import Pager
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 
 _TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
@@ -17,18 +17,19 @@ _TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 class NarrowIntActivation(ByteCopyActivation):
     """Indices, such as those of max-pooling, saved as 64-bit integers."""
 
-    codec: ClassVar[str] = "narrow_int"
+    name: ClassVar[str] = "narrow_int"
 
+    @override
     @classmethod
-    def encode(cls, values: Tensor, pager: Pager) -> Self | None:
-        """Narrows `values`; None where no smaller integer type holds them all.
+    def accepts(cls, saved: SavedTensor) -> bool:
+        return saved.form is TensorKind.INTEGER
 
-        Raises:
-            ActivationBudgetError: The narrow copy does not fit in the budget.
-        """
-        low, high = (int(bound) for bound in values.aminmax())
+    @override
+    @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> Self | None:
+        low, high = (int(bound) for bound in ctx.values.aminmax())
         for dtype in _TYPES:
             limits = torch.iinfo(dtype)
-            if dtype.itemsize < values.element_size() and limits.min <= low and high <= limits.max:
-                return cls.copy(values.to(dtype), pager)
+            if dtype.itemsize < ctx.values.element_size() and limits.min <= low and high <= limits.max:
+                return cls.copy(ctx.values.to(dtype), ctx.pager)
         return None

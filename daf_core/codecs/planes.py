@@ -2,46 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from daf_core.codecs.base import PagedActivation
-from daf_core.codecs.deferred_check import PendingCheck, PendingChecks
+from daf_core.autograd.sites import Site
+from daf_core.codecs.base import EncodeContext, PagedActivation, StoredActivation
+from daf_core.codecs.deferred_check import PendingCheck
 from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
-from daf_core.memory.pages.pool import PagePool
-from daf_kernels import Backend, DeviceFlag, Pages, PlaneLayout, Seed, plane_layout, planes_for
+from daf_kernels import Backend, DeviceFlag, PlaneLayout, plane_layout, planes_for
+from daf_kernels.layout import shares_groups
 
 TYPICAL_RANGE = 32.0
 """Squared range of a scaling group over its variance: that of 256 normal values. Without a budget nothing is dropped,
-and what a range is goes without asking; should a budget be set later, it counts for what is held then."""
+and nobody asks for the range; a budget that is set later counts it for what is held then."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels encode."""
+
+LARGEST_SPREAD_RATIO = 16
+"""Between rows that share a scaling group and are normalized: at 4 bits an error is 1/30 of the group's spread, and
+where a row spreads 1/16 of that, half of what its normalization returns. A token of zeros, such as a new class token,
+returns noise alone."""
+
+
+class LossyStore(Protocol):
+    """Stores activations at the precision of their site, in training, or keeps them to try precisions."""
+
+    def codec(self, site: Site) -> str | None:
+        """Returns the name of the codec that a calibration has chosen for a site; None where it has chosen none."""
+        ...
+
+    def store(self, codec: type[PlanesActivation], saved: SavedTensor, ctx: EncodeContext) -> StoredActivation | None:
+        """Stores a tensor with a codec; None keeps it as it is."""
+        ...
+
+    def sharpens(self, site: Site, deviation: float) -> bool:
+        """Says whether a query or key takes more bits where the scores have a deviation."""
+        ...
+
+    def withdraw(self, site: Site) -> None:
+        """Takes back what was stored last of a site: it is stored otherwise now."""
+        ...
 
 
 class PlanesActivation(PagedActivation):
     """Codes between the minimum and maximum of their scaling group; decoding restores the group's mean and deviation.
 
     Its layout is `daf_kernels.layout`, its numerics `daf_kernels.reference.codec`. Planes may be dropped at any time;
-    what is left decodes at a lower precision.
+    the planes that are left decode at a lower precision.
+
+    Attributes:
+        only_reader: The autograd node that alone may read the codes; "" for every node. A codec with one is taken where
+            a calibration has found no other reader, and a smaller error.
     """
 
-    codec: ClassVar[str] = "planes"
+    name: ClassVar[str] = "planes"
+    only_reader: ClassVar[str] = ""
 
-    def __init__(self, pager: Pager, lease: Lease, backend: Backend, layout: PlaneLayout, grouping: Grouping) -> None:
+    def __init__(self, pager: Pager, lease: Lease, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
         super().__init__(pager, lease)
         self._backend = backend
         self._layout = layout
-        self._grouping = grouping
-        self._doubt: PendingCheck | None = None
+        self._groups = groups
+        self._check: PendingCheck | None = None
 
     @property
     def precision(self) -> int:
@@ -53,93 +84,95 @@ class PlanesActivation(PagedActivation):
         """Bytes of its pages, in memory or in the next tier."""
         return self.lease.size * self.pager.pool.page_bytes
 
-    @staticmethod
-    @lru_cache(maxsize=4096)
-    def sizes(elements: int, row: int, element_size: int, page_bytes: int) -> list[int]:
-        """Returns the bytes of so many elements at each of `LEVELS`, and as they are, which is the most."""
-        layout = plane_layout(elements, row, page_bytes)
-        raw = elements * element_size
-        return [*(min(layout.pages(planes) * page_bytes, raw) for planes in range(len(LEVELS))), raw]
+    @override
+    @classmethod
+    def accepts(cls, saved: SavedTensor) -> bool:
+        return saved.form is TensorKind.LOSSY
+
+    @override
+    @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> StoredActivation | None:
+        """See `StoredActivation.encode`; None where a normalization would enlarge the error of a row."""
+        if ctx.groups is None:
+            return None
+        if saved.normalizes and shares_groups(ctx.groups.row) and _spreads_differ(ctx.values, ctx.groups.row):
+            return None
+        assert ctx.lossy is not None
+        return ctx.lossy.store(cls, saved, ctx)
 
     @classmethod
-    def encode(
-        cls,
-        values: Tensor,
-        grouping: Grouping,
-        precision: int,
-        pager: Pager,
-        backend: Backend,
-        seed: Seed | None,
-        finite: bool = True,
-        errors: Sequence[float] | None = None,
-        doubts: PendingChecks | None = None,
-    ) -> Self | None:
-        """Encodes `values` straight into pages, at the precision that the budget leaves them.
+    def groups_of(cls, ctx: EncodeContext) -> Grouping:
+        """Returns the scaling groups of its codes."""
+        assert ctx.groups is not None
+        return ctx.groups
 
-        Args:
-            values: Tensor of one of `DTYPES`.
-            grouping: Which of them share a scaling group.
-            precision: Bits of a code at most: 8, 4, 2, 1, or 0 for the means of scaling groups alone.
-            pager: Where the pages come from.
-            backend: Kernels of the tensor's device.
-            seed: Random stream for stochastic rounding; None rounds to nearest.
-            finite: Whether scaling groups with a NaN or an infinity are refused; otherwise all their values decode to
-                NaN.
-            errors: What the values' error does at 0 bits and at each of `PRECISIONS`, squared and in any unit that is
-                the same for all activations; None estimates it from their range, where there is a budget.
-            doubts: Keeps values while a device works out whether they are finite. None waits for it.
+    @classmethod
+    def sizes(cls, ctx: EncodeContext) -> list[int]:
+        """Returns the bytes of the values at each of `LEVELS`, and as they are, which is the most."""
+        values = ctx.values
+        return _sizes(values.numel(), cls.groups_of(ctx).row, values.element_size(), ctx.pager.pool.page_bytes)
+
+    @classmethod
+    def write(cls, ctx: EncodeContext) -> Self | None:
+        """Encodes the values of a context straight into pages, at the precision that the budget leaves them.
 
         Returns:
-            None where pages would take no less than the values themselves, or where a value is not finite: an overflow
-            under fp16, or a logit masked with -inf, must reach backward as it is. Where that turns out later, the
-            values are kept beside the pages.
+            None where pages would take no less than the values themselves, or where a value is not finite and the
+            context requires it: an overflow under fp16, or a logit masked with -inf, must reach backward as it is.
+            Where that turns out later, the values are kept beside the pages.
 
         Raises:
             ActivationBudgetError: Not even the header fits in the budget.
         """
+        values, pager, groups = ctx.values, ctx.pager, cls.groups_of(ctx)
         page_bytes = pager.pool.page_bytes
-        layout, planes = plane_layout(values.numel(), grouping.row, page_bytes), planes_for(precision)
+        layout, planes = plane_layout(values.numel(), groups.row, page_bytes), planes_for(ctx.precision)
         if layout.pages(planes) * page_bytes >= values.numel() * values.element_size():
             return None
-        arranged = grouping.arrange(values)
+        arranged, errors = groups.arrange(values), ctx.errors
         pages = [layout.plane_pages(plane) for plane in range(planes)]
-        sizes = [page_bytes * count for count in pages]
         if errors is None:
-            known = pager.budget is not None
-            relative_range = cls._relative_range(backend, arranged, layout) if known else TYPICAL_RANGE
+            relative_range = TYPICAL_RANGE if pager.budget is None else cls._relative_range(ctx, arranged, layout)
             errors = rounding_errors(relative_range, values.numel())
-        importances = plane_importances(errors, sizes)
+        importances = plane_importances(errors, [page_bytes * count for count in pages])
         with pager.writing(layout.header_pages, pages, importances) as lease:
-            usable = cls._write(backend, arranged, layout, lease.planes, pager.pool, lease.pages, seed)
-        stored = cls(pager, lease, backend, layout, grouping)
-        if finite and doubts is not None and not isinstance(usable, bool):
-            stored._doubt = doubts.add(values, usable, pager)
-        return stored if not finite or stored._doubt is not None or usable else None
+            finite = cls._write(ctx, arranged, layout, lease)
+        stored = cls(pager, lease, ctx.backend, layout, groups)
+        if not ctx.require_finite:
+            return stored
+        if ctx.checks is not None and not isinstance(finite, bool):
+            stored._check = ctx.checks.add(values, finite, pager)
+        return stored if stored._check is not None or finite else None
 
     @override
     def decode_into(self, out: Tensor) -> None:
-        exact = None if self._doubt is None else self._doubt.settle()
-        if exact is None:
-            super().decode_into(out)
-        else:
-            out.copy_(exact.unpack())
+        exact = None if self._check is None else self._check.settle()
+        (super() if exact is None else exact).decode_into(out)
 
-    @staticmethod
-    def _relative_range(backend: Backend, values: Tensor, layout: PlaneLayout) -> float:
-        return backend.relative_range(values, layout)
+    @classmethod
+    def _relative_range(cls, ctx: EncodeContext, values: Tensor, layout: PlaneLayout) -> float:
+        return ctx.backend.relative_range(values, layout)
 
-    @staticmethod
-    def _write(
-        backend: Backend,
-        values: Tensor,
-        layout: PlaneLayout,
-        planes: int,
-        pool: PagePool,
-        pages: Pages,
-        seed: Seed | None,
-    ) -> bool | DeviceFlag:
-        return backend.encode(values, layout, planes, pool, pages, seed)
+    @classmethod
+    def _write(cls, ctx: EncodeContext, values: Tensor, layout: PlaneLayout, lease: Lease) -> bool | DeviceFlag:
+        return ctx.backend.encode(values, layout, lease.planes, ctx.pager.pool, lease.pages, ctx.seed)
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        self._backend.decode(self._grouping.arrange(out), self._layout, lease.planes, self.pager.pool, lease.pages)
+        self._backend.decode(self._groups.arrange(out), self._layout, lease.planes, self.pager.pool, lease.pages)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(elements: int, row: int, element_size: int, page_bytes: int) -> list[int]:
+    layout = plane_layout(elements, row, page_bytes)
+    raw = elements * element_size
+    return [*(min(layout.pages(planes) * page_bytes, raw) for planes in range(len(LEVELS))), raw]
+
+
+def _spreads_differ(values: Tensor, row: int) -> bool:
+    """Says whether some rows spread so little beside others that a code shared with them hides them."""
+    if values.numel() % row:
+        return False
+    rows = values.reshape(-1, row)
+    spreads = rows.amax(1) - rows.amin(1)
+    return bool(spreads.min() * LARGEST_SPREAD_RATIO < spreads.max())

@@ -1,4 +1,4 @@
-"""An activation in a rehearsal: exact, or as a codec would give it back."""
+"""An activation in a probe: exact, or as a codec would give it back."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from torch import Tensor
 from typing_extensions import override
 
 from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.readers.table import Kind, Reading
 
-Encode = Callable[[Tensor, int, bool], StoredActivation | None]
-"""Stores values at a precision, or GELU's derivative at them; None where they would stay as they are."""
+Variant = type[PlanesActivation] | None
+"""A codec that a calibration may choose; None for the one that is taken without a calibration."""
+
+Encode = Callable[[Tensor, int, Variant], StoredActivation | None]
+"""Encodes values at a precision; None where they would stay as they are."""
 
 
 class ProbedActivation(StoredActivation):
     """Keeps the values, and encodes them each time they are asked for.
 
     Args:
-        values: The values, flat or with holes, as a codec gets them.
-        encode: Stores them.
-        reads: Gets the activation each time its values are asked for, itself or through what is derived from it.
+        values: The values in their compact form.
+        encode: Encodes them.
+        reads: Gets the activation each time an operator reads it, directly or through what is derived from it.
 
     Attributes:
         precision: Code bits to encode them with; None gives them exactly.
-        slopes: Whether GELU's derivative is encoded.
+        variant: The codec that encodes them.
     """
 
-    codec: ClassVar[str] = "rehearsed"
+    name: ClassVar[str] = "rehearsed"
 
     def __init__(self, values: RawActivation, encode: Encode, reads: list[ProbedActivation]) -> None:
         self._values = values
         self._reads = reads
         self._encode = encode
         self.precision: int | None = None
-        self.slopes = False
+        self.variant: Variant = None
 
     @override
     def serves(self, reading: Reading) -> bool:
@@ -46,8 +50,5 @@ class ProbedActivation(StoredActivation):
     def decode_into(self, out: Tensor) -> None:
         self._reads.append(self)
         values = self._values.unpack()
-        stored = None if self.precision is None else self._encode(values, self.precision, self.slopes)
-        if stored is None:
-            out.copy_(values)
-        else:
-            stored.decode_into(out)
+        stored = None if self.precision is None else self._encode(values, self.precision, self.variant)
+        (self._values if stored is None else stored).decode_into(out)

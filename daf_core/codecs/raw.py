@@ -6,12 +6,16 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from daf_core.autograd.torch_private import storage_id
+from daf_core.codecs.base import StoredActivation
 from daf_core.errors import ModifiedInPlaceError
 from daf_core.memory import forks
 from daf_core.memory.pager import Pager
 from daf_core.memory.system.mortal import WeakValues
+from daf_core.readers.places import Place
+from daf_core.readers.table import Reading
 
 
 class KeptStorage:
@@ -42,38 +46,37 @@ class KeptStorages:
             return kept
 
 
-class RawActivation:
+class RawActivation(StoredActivation):
     """A reference to the saved tensor, with the check for changes that torch gives up when hooks are active.
 
-    Only ``detach()`` is kept: keeping the tensor itself would tie an operator's output to the graph that saves it, and
-    a graph that never runs backward would leak.
+    It is what autograd keeps of a tensor that stays as it is (see `Packed`), or what a `Handle` has stored.
 
     Args:
-        tensor: The saved tensor.
+        tensor: The saved tensor. Only ``detach()`` is kept: the tensor itself would tie an operator's output to the
+            graph that saves it, and a graph that never runs backward would leak.
         kept: Accounts for its storage; None for parameters, which are no activations.
-        version: Its version when it was saved; by default that of now.
-
-    Attributes:
-        gone: Whether it was given up.
+        version: Its version when it was saved; by default the present one.
     """
 
-    codec: ClassVar[str] = "raw"
+    name: ClassVar[str] = "raw"
+    lossy = False
+    place: Place | None = None
+    reading: Reading | None = None
 
     def __init__(self, tensor: Tensor, kept: KeptStorage | None, version: int | None = None) -> None:
         self._tensor = tensor.detach()
         self._version = tensor._version if version is None else version
-        self._kept = kept
-        self.gone = False
+        self.holder = kept
 
     def let_go(self) -> None:
-        """Gives up the tensor: whoever saved it gets another one in its place."""
-        self._tensor, self._kept, self.gone = self._tensor.new_empty(0), None, True
+        """Gives up the tensor: the operator that saved it gets another one in its place."""
+        self._tensor, self.holder, self.values_gone = self._tensor.new_empty(0), None, True
         self._version = self._tensor._version
 
     @property
-    def kept(self) -> KeptStorage | None:
-        """Accounts for its storage."""
-        return self._kept
+    def stored(self) -> RawActivation:
+        """Itself."""
+        return self
 
     @property
     def elements(self) -> int:
@@ -101,6 +104,10 @@ class RawActivation:
         if not self.is_unchanged:
             raise modified_in_place(tuple(self._tensor.shape), self._version, self._tensor._version)
         return self._tensor
+
+    @override
+    def decode_into(self, out: Tensor) -> None:
+        out.copy_(self.unpack().view(out.shape))
 
 
 def modified_in_place(shape: tuple[int, ...], saved: int, now: int) -> ModifiedInPlaceError:

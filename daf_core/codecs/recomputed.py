@@ -11,11 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from daf_core.codecs.base import StoredActivation
-from daf_core.codecs.raw import RawActivation
-
-Source = StoredActivation | RawActivation
-"""What an activation is derived from: the same number of elements, dense, in the same order."""
-
 
 Unpack = Callable[[], Tensor]
 """Gives a small exact tensor."""
@@ -32,19 +27,19 @@ class ProductActivation(StoredActivation):
         scale: What the elements that a mask of bools keeps are multiplied with; None where the mask has that in it.
     """
 
-    codec: ClassVar[str] = "product"
+    name: ClassVar[str] = "product"
 
-    def __init__(self, factor: Source, mask: Source, scale: float | None = None) -> None:
-        self.lossy = isinstance(factor, StoredActivation) and factor.lossy
+    def __init__(self, factor: StoredActivation, mask: StoredActivation, scale: float | None = None) -> None:
+        self.lossy = factor.lossy
         self._factor = factor
         self._mask = mask
         self._scale = scale
 
     @override
     def decode_into(self, out: Tensor) -> None:
-        _load(self._factor, out)
+        self._factor.decode_into(out)
         mask = torch.empty_like(out, dtype=out.dtype if self._scale is None else torch.bool)
-        _load(self._mask, mask)
+        self._mask.decode_into(mask)
         out.mul_(mask)
         if self._scale is not None:
             out.mul_(self._scale)
@@ -79,15 +74,15 @@ class NormalizedActivation(StoredActivation):
     Lossy even where the input is exact: the operator itself rounds in another order.
     """
 
-    codec: ClassVar[str] = "normalized"
+    name: ClassVar[str] = "normalized"
 
-    def __init__(self, source: Source, normalization: Normalization) -> None:
+    def __init__(self, source: StoredActivation, normalization: Normalization) -> None:
         self._source = source
         self._normalization = normalization
 
     @override
     def decode_into(self, out: Tensor) -> None:
-        _load(self._source, out)
+        self._source.decode_into(out)
         found = self._normalization
         mean, scale = (part().view(found.statistics) for part in (found.mean, found.scale))
         weight, bias = (part().view(found.parameters) for part in (found.weight, found.bias))
@@ -105,9 +100,9 @@ class SumActivation(StoredActivation):
         sums: Sums that are computed to decode it: one of them may be a sum itself.
     """
 
-    codec: ClassVar[str] = "sum"
+    name: ClassVar[str] = "sum"
 
-    def __init__(self, first: StoredActivation, second: Source, sums: int) -> None:
+    def __init__(self, first: StoredActivation, second: StoredActivation, sums: int) -> None:
         self._first, self._second = first, second
         self.sums = sums
 
@@ -115,12 +110,5 @@ class SumActivation(StoredActivation):
     def decode_into(self, out: Tensor) -> None:
         self._first.decode_into(out)
         second = torch.empty_like(out)
-        _load(self._second, second)
+        self._second.decode_into(second)
         out.add_(second)
-
-
-def _load(source: Source, out: Tensor) -> None:
-    if isinstance(source, RawActivation):
-        out.copy_(source.unpack().view(-1))
-    else:
-        source.decode_into(out)

@@ -7,28 +7,41 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from daf_core.codecs.base import StoredActivation
-from daf_core.codecs.relu_signs import ReluSignsActivation
+from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
+from daf_core.codecs.relu_signs import RELU, ReluSignsActivation
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.readers.table import Reading
 
 
 class ReluOutputActivation(StoredActivation):
-    """Values at any precision, and the signs that they shall have.
-
-    Args:
-        signs: Which of them are positive.
-        values: Codes of them, or of what the ReLU was taken of.
+    """Codes of the result of a ReLU, or a recipe for its argument, and the exact signs.
 
     Attributes:
-        values: The same.
+        values: Values at any precision.
     """
 
-    codec: ClassVar[str] = "rectified"
+    name: ClassVar[str] = "rectified"
 
     def __init__(self, signs: ReluSignsActivation, values: StoredActivation) -> None:
         self._signs = signs
         self.values = values
-        self.whole = values.whole
+        self.readable_by_any_op = values.readable_by_any_op
+
+    @override
+    @classmethod
+    def accepts(cls, saved: SavedTensor) -> bool:
+        return saved.form is TensorKind.LOSSY and saved.site.op == RELU
+
+    @override
+    @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> StoredActivation | None:
+        """Takes signs, and values in the form of the next lossy codec; values alone where some are negative."""
+        signs = None if ctx.sources is None else ctx.sources.signs_of(saved)
+        if signs is None and ctx.values.min() >= 0:
+            signs = ReluSignsActivation.pack(ctx.values, ctx.pager, ctx.backend, saved.version)
+        following = [codec for codec in ctx.codecs[ctx.codecs.index(cls) + 1 :] if codec.lossy]
+        values = encode_first(following, saved, ctx)
+        return values if values is None or signs is None else cls(signs, values)
 
     @override
     def serves(self, reading: Reading) -> bool:

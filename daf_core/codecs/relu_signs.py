@@ -7,7 +7,9 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import Self, override
 
-from daf_core.codecs.base import PagedActivation, StoredActivation
+from daf_core.autograd.torch_private import is_being_saved
+from daf_core.codecs.base import EncodeContext, PagedActivation, StoredActivation
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_kernels import Backend, bits_of_number, mask_pages
@@ -17,18 +19,18 @@ RELU = "ReluBackward0"
 
 
 class ReluSignsActivation(PagedActivation):
-    """All that the backward of a ReLU asks of its result; it decodes to 1 and 0.
+    """All that the backward of a ReLU reads of its result; it decodes to 1 and 0.
 
     Codes alone lose it: half of the elements are exactly 0 and decode to a little more or less, which let gradients
     through at random (ResNet-18: an error of 4 times the gradient at 8 bits, and 0.004 with the bit).
 
     Attributes:
         version: The tensor's version when its signs were taken.
-        argument: What the ReLU was taken of, where that follows from what is stored.
+        argument: Recipe for the argument of the ReLU, where it follows from what is stored.
     """
 
-    codec: ClassVar[str] = "signs"
-    whole = False
+    name: ClassVar[str] = "signs"
+    readable_by_any_op = False
 
     def __init__(self, pager: Pager, lease: Lease, backend: Backend, version: int) -> None:
         super().__init__(pager, lease)
@@ -36,8 +38,20 @@ class ReluSignsActivation(PagedActivation):
         self.version = version
         self.argument: StoredActivation | None = None
 
+    @override
     @classmethod
-    def encode(cls, values: Tensor, pager: Pager, backend: Backend, version: int) -> Self:
+    def accepts(cls, saved: SavedTensor) -> bool:
+        return saved.form is TensorKind.LOSSY and saved.site.op == RELU and is_being_saved(saved.node, "result")
+
+    @override
+    @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> Self:
+        signs = cls.pack(ctx.values, ctx.pager, ctx.backend, saved.version)
+        signs.argument = None if ctx.sources is None else ctx.sources.argument_of(saved)
+        return signs
+
+    @classmethod
+    def pack(cls, values: Tensor, pager: Pager, backend: Backend, version: int) -> Self:
         """Takes the signs of `values`, none of which is negative.
 
         Raises:

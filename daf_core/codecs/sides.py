@@ -9,41 +9,42 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.base import EncodeContext, StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.memory.pager import Pager
+from daf_core.codecs.relu_signs import RELU
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.readers.table import Bounds, Kind, Reading
-from daf_kernels import Backend
 
 
 class SidesActivation(StoredActivation):
-    """All that the backward of a `leaky_relu` or a `clamp` asks of its input: whether it lies inside of its bounds.
+    """All that the backward of a `leaky_relu` or a `clamp` reads of its input: whether it lies inside of its bounds.
 
     Codes lose it close to a bound, where gradients then pass, or do not, at random (MobileNetV2 at 4 bits: an error of
     1.06 of the gradient; 0.22 with ReLUs, whose signs are kept).
-
-    Args:
-        inside: True for each element inside; stored.
-        bounds: The bounds.
     """
 
-    codec: ClassVar[str] = "sides"
-    whole = False
+    name: ClassVar[str] = "sides"
+    readable_by_any_op = False
 
     def __init__(self, inside: BitmaskActivation, bounds: Bounds) -> None:
         self._inside = inside
         self._bounds = bounds
 
+    @override
     @classmethod
-    def encode(cls, values: Tensor, bounds: Bounds, pager: Pager, backend: Backend) -> Self | None:
-        """Takes the sides of `values`; None where one is not finite, or of a type that does not hold the bounds.
+    def accepts(cls, saved: SavedTensor) -> bool:
+        reading = saved.reading
+        return reading is not None and reading.kind is Kind.SIDES and reading.reader != RELU
 
-        Raises:
-            ActivationBudgetError: The bits do not fit in the budget.
-        """
+    @override
+    @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> Self | None:
+        assert saved.reading is not None
+        values, bounds = ctx.values, saved.reading.bounds
+        assert bounds is not None
         if not math.isfinite(values.sum(dtype=torch.float64)) or bounds.are_rounded(values.dtype):
             return None
-        inside = BitmaskActivation.encode(bounds.inside(values), pager, backend)
+        inside = BitmaskActivation.pack(bounds.inside(values), ctx.pager, ctx.backend)
         return None if inside is None else cls(inside, bounds)
 
     @override

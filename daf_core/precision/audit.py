@@ -61,7 +61,7 @@ class Auditor:
     def __init__(self, config: DAFConfig, policy: PrecisionPolicy) -> None:
         self._every = config.audit_every
         self._learns = config.precision == "auto" or config.memory_budget is not None
-        self._slopes = config.precision == "auto"
+        self._auto = config.precision == "auto"
         self._own_share = OWN_SHARE if config.max_gradient_error is None else 0.0
         self._bound = config.max_gradient_error
         self._policy = policy
@@ -125,7 +125,7 @@ class Auditor:
             self._misses.append(math.log(measured.error**2 / predicted))
 
     def _calibrate(self, rehearsal: ProbePass) -> None:
-        found = calibrate(rehearsal, self._slopes, own_share=self._own_share)
+        found = calibrate(rehearsal, self._auto, own_share=self._own_share)
         if found is not None:
             self._policy.learn(found, replace=self._step <= SETTLED)
 

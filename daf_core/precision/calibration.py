@@ -22,8 +22,8 @@ through the next `HOPS` operators, and only from there on by their gains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,9 @@ from torch import Tensor
 from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import all_nodes, is_leaf_node, leaf_of, order_of, output_count, run_again
 from daf_core.codecs import ProbedActivation
-from daf_core.codecs.gelu_derivative import GELU
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
+from daf_core.codecs.probed import Variant
+from daf_core.codecs.registry import calibrated_codecs
 from daf_core.precision.probe import Gradients, ProbePass
 
 HOPS = 4
@@ -73,24 +74,25 @@ class Calibration:
 
     Attributes:
         errors: The error of the gradient that each site alone is predicted to cause.
-        slopes: Sites that take codes of GELU's derivative: nothing but its backward reads them, and the error is less.
+        codecs: Sites that take a codec for one reader alone, by its name: nothing else reads them, and the error is
+            less.
     """
 
     errors: SiteErrors
-    slopes: frozenset[Site] = frozenset()
+    codecs: Mapping[Site, str] = field(default_factory=dict)
 
 
 def calibrate(
-    rehearsal: ProbePass, slopes: bool = True, hops: int = HOPS, own_share: float = 0.0
+    rehearsal: ProbePass, variants: bool = True, hops: int = HOPS, own_share: float = 0.0
 ) -> Calibration | None:
     """Predicts the error of the gradient that each site alone causes.
 
-    All occurrences of a site are taken together. Sites that backward does not read get errors of 0. What inputs of
-    checkpoints do is measured, each in a backward pass of its own, as whole blocks are computed again from them.
+    All occurrences of a site are taken together. Sites that backward does not read get errors of 0. The effect of
+    inputs of checkpoints is measured, each in a backward pass of its own, as whole blocks are computed again from them.
 
     Args:
         rehearsal: A forward pass.
-        slopes: Whether codes of GELU's derivative may be taken; where they are, `rehearsal` takes them from then on.
+        variants: Whether a site may take a codec for one reader alone; where one does, `rehearsal` does from then on.
         hops: Operators through which errors are led on.
         own_share: Share of the error that is counted parameter by parameter, each relative to its own gradient.
 
@@ -104,10 +106,10 @@ def calibrate(
     if gains is None:
         return None
     sites = {id(activation): site for site, activation in rehearsal.activations}
-    of_gelu = _sites_of_gelu(rehearsal, readers) if slopes else frozenset[Site]()
-    of_values: SiteErrors = {site: [0.0] * len(LEVELS) for site in sites.values()}
-    of_slopes: SiteErrors = {site: [0.0] * len(LEVELS) for site in of_gelu}
-
+    found: dict[Site, dict[Variant, list[float]]] = {
+        site: {variant: [0.0] * len(LEVELS) for variant in tried}
+        for site, tried in _variants(rehearsal, readers, variants).items()
+    }
     unknown: set[Site] = set()
 
     def inject(node: Node, inputs: Gradients, outputs: Gradients) -> None:
@@ -116,22 +118,40 @@ def calibrate(
             if not rehearsal.may_run_again(node):  # a checkpoint recomputes a whole block from it
                 unknown.add(site)
                 continue
-            for errors in (of_values, of_slopes):
-                if site in errors:
-                    source.slopes = errors is of_slopes
-                    found = _errors_through(rehearsal, source, node, inputs, outputs, gains, hops)
-                    errors[site] = [known + more for known, more in zip(errors[site], found, strict=True)]
+            for source.variant, errors in found[site].items():
+                more = _errors_through(rehearsal, source, node, inputs, outputs, gains, hops)
+                found[site][source.variant] = [one + other for one, other in zip(errors, more, strict=True)]
         rehearsal.take_reads()  # those of running nodes again
 
     _backward(rehearsal, inject)
-    better = frozenset(site for site in of_gelu if _is_less(of_slopes[site], of_values[site]))
+    chosen = {site: _best(tried) for site, tried in found.items()}
     for site, activation in rehearsal.activations:
-        activation.slopes = site in better
-    known = [site for site in of_values if site not in unknown]
-    errors = {site: of_slopes[site] if site in better else of_values[site] for site in known}
+        activation.variant = chosen[site]
+    errors = {site: tried[chosen[site]] for site, tried in found.items() if site not in unknown}
     errors |= {site: _measured(rehearsal, site) for site in unknown}
     finite = all(math.isfinite(value) for values in errors.values() for value in values)
-    return Calibration(errors, better) if finite else None
+    codecs = {site: variant.name for site, variant in chosen.items() if variant is not None}
+    return Calibration(errors, codecs) if finite else None
+
+
+def _variants(rehearsal: ProbePass, readers: Readers, variants: bool) -> dict[Site, list[Variant]]:
+    """Returns the codecs that each site may take; None stands for the usual one."""
+    of_sites: dict[Site, set[str]] = {}
+    for site, activation in rehearsal.activations:
+        # Where one of a site's activations is read by nothing, "" stands for that.
+        of_sites.setdefault(site, set()).update(readers[id(activation)] or {""})
+    codecs = calibrated_codecs() if variants else []
+    return {
+        site: [None, *(codec for codec in codecs if names == {codec.only_reader})] for site, names in of_sites.items()
+    }
+
+
+def _best(errors: Mapping[Variant, list[float]]) -> Variant:
+    best: Variant = None
+    for variant in errors:
+        if variant is not None and _is_less(errors[variant], errors[best]):
+            best = variant
+    return best
 
 
 def _measured(rehearsal: ProbePass, site: Site) -> list[float]:
@@ -146,11 +166,6 @@ def _is_less(errors: list[float], others: list[float]) -> bool:
         (error, other) for bits, error, other in zip(LEVELS, errors, others, strict=True) if bits and error and other
     ]
     return bool(known) and math.prod(error / other for error, other in known) < 1
-
-
-def _sites_of_gelu(rehearsal: ProbePass, readers: Readers) -> frozenset[Site]:
-    sites = {site for site, _ in rehearsal.activations}
-    return frozenset(sites - {site for site, activation in rehearsal.activations if readers[id(activation)] != {GELU}})
 
 
 def _gains(rehearsal: ProbePass, readers: Readers, own_share: float) -> Gains | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
+from daf_core.codecs.registry import calibrated_codecs
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError
 from daf_core.precision.allocation import Choices, fewest_bytes, least_error
@@ -71,7 +72,7 @@ class PrecisionPolicy:
     def __init__(self, config: DAFConfig) -> None:
         self._config = config
         self._errors: SiteErrors = {}
-        self._slopes: set[Site] = set()
+        self._codecs: dict[Site, str] = {}
         self._plan: dict[Site, int | None] = {}
         self._recent: deque[Pass] = deque(maxlen=RECENT)
         self._planned: Pass | None = None
@@ -102,9 +103,9 @@ class PrecisionPolicy:
         unbounded = self._config.memory_budget is None and self._config.max_gradient_error is None
         return bits_for(max(UNIFORM, self._config.min_precision or 0) if unbounded else MOST, deviation)
 
-    def takes_slopes(self, site: Site) -> bool:
-        """Says whether a site's activations are stored as codes of GELU's derivative: nothing else reads them."""
-        return self._config.precision == "auto" and site in self._slopes
+    def codec(self, site: Site) -> str | None:
+        """Returns the name of the codec that a calibration has chosen for a site; None where it has chosen none."""
+        return self._codecs.get(site) if self._config.precision == "auto" else None
 
     def errors(self, site: Site) -> Sequence[float] | None:
         """Returns the squared gradient error of a site at each of `LEVELS`; None where no site is calibrated.
@@ -120,7 +121,8 @@ class PrecisionPolicy:
 
         Sites that are not in it keep what is known of them.
         """
-        self._slopes = (self._slopes - found.errors.keys()) | found.slopes
+        kept = {site: name for site, name in self._codecs.items() if site not in found.errors}
+        self._codecs = {**kept, **found.codecs}
         for site, errors in _filled(found.errors).items():
             known = errors if replace else self._errors.get(site, errors)
             self._errors[site] = [(1 - NEWEST) * old + NEWEST * new for old, new in zip(known, errors, strict=True)]
@@ -128,7 +130,7 @@ class PrecisionPolicy:
 
     def forget(self) -> None:
         """Forgets all calibrations, and the plan."""
-        self._errors, self._slopes, self._plan, self._planned = {}, set(), {}, None
+        self._errors, self._codecs, self._plan, self._planned = {}, {}, {}, None
 
     def predict(self, precisions: Mapping[Site, int | None]) -> float:
         """Returns the squared gradient error that these precisions are expected to give."""
@@ -172,7 +174,10 @@ class PrecisionPolicy:
         """Returns what is known, as JSON-able values."""
         return {
             "errors": [[*site, *errors] for site, errors in self._errors.items()],
-            "slopes": [[*site] for site in sorted(self._slopes)],
+            **{
+                codec.name: [[*site] for site in sorted(self._codecs) if self._codecs[site] == codec.name]
+                for codec in calibrated_codecs()
+            },
             "plan": [[*site, bits] for site, bits in self._plan.items()],
             "planned": self._planned is not None,
             **_state_of([*(each for each in (self._planned,) if each is not None), *self._recent]),
@@ -186,13 +191,15 @@ class PrecisionPolicy:
         """
         try:
             errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
-            slopes = {Site.from_state(entry) for entry in state["slopes"]}
+            codecs = {
+                Site.from_state(entry): codec.name for codec in calibrated_codecs() for entry in state[codec.name]
+            }
             plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
             recent = _passes_of(state)
             planned = recent.pop(0) if flag(state.get("planned", False)) else None
         except DAMAGED as error:
             raise StateError(f"this is no saved state of DAF's precision: {error!r}") from error
-        self._errors, self._slopes, self._plan = errors, slopes, plan
+        self._errors, self._codecs, self._plan = errors, codecs, plan
         self._recent, self._planned = deque(recent, maxlen=RECENT), planned
 
     def _choose(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from daf_core.codecs import RawActivation
 from daf_core.codecs.relu_signs import RELU
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.errors import ConfigError, DAFError, shown
 from daf_core.memory import forks
 from daf_core.memory.devices import DevicePagers
@@ -31,7 +32,6 @@ from daf_core.memory.pager import Pager
 from daf_core.memory.system.mortal import at_death
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.pending import PackJob, PendingActivation
-from daf_core.saved_tensors.saved_tensor import SavedTensor
 from daf_kernels import HostBridge
 
 IN_FLIGHT_BYTES = 64 << 20

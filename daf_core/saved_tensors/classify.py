@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from daf_core.autograd.torch_private import skip_nodes, storage_id
 from daf_core.codecs.planes import DTYPES
+from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.readers.table import STATISTIC_SHARE
 
 LEAST_ELEMENTS = 4096
@@ -19,16 +19,6 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WIDE = (torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
-
-
-class TensorKind(enum.Enum):
-    """The form a saved tensor may take."""
-
-    PARAMETER = "no activation: passed through and not counted"
-    RAW = "exact, as it is"
-    INTEGER = "exact, narrowed"
-    MASK = "exact, as one bit where two-valued"
-    LOSSY = "exact where two-valued, otherwise compressible"
 
 
 class Eligibility:

@@ -22,12 +22,12 @@ from daf_core.codecs import (
     SumActivation,
 )
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.recomputed import Normalization, Source
+from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.readers.attention import INPUTS, kernel_of
-from daf_core.saved_tensors.handle import Handle
+from daf_core.saved_tensors.handle import Packed
 from daf_core.saved_tensors.pending import PendingActivation
-from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 UnpackHook = Callable[[Any], Tensor]
 
@@ -93,7 +93,9 @@ class Derivation:
         if kernel is None:
             return None
         query, key, value = (_packed(saved.node, name, self._unpack) for name in INPUTS)
-        if not all(map(_gives_values, (query, key, value))) or (_is_exact(query) and _is_exact(key)):
+        if query is None or key is None or value is None or not (query.stored.lossy or key.stored.lossy):
+            return None
+        if not all(packed.stored.readable_by_any_op for packed in (query, key, value)):
             return None
         logsumexp = _packed(saved.node, kernel.logsumexp, self._unpack)
         if isinstance(logsumexp, RawActivation):  # some save it later; it then stays, and is not asked for
@@ -104,8 +106,9 @@ class Derivation:
         """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
         if saved.node is None or saved.node.name() != RELU:
             return None
-        signs = _signs(saved.node, self._unpack)
-        return signs if signs is not None and signs.version == saved.version else None
+        packed = _packed(saved.node, "result", self._unpack)
+        signs = None if packed is None else packed.stored
+        return signs if isinstance(signs, ReluSignsActivation) and signs.version == saved.version else None
 
     def argument_of(self, saved: SavedTensor) -> StoredActivation | None:
         """Returns a recipe for what a ReLU was taken of, while it saves its result."""
@@ -131,7 +134,7 @@ class Derivation:
         if first is None or second is None or node._saved_alpha != 1:
             return None
         known = self._batch_normalized(first, saved.tensor)
-        added: Source | None = None
+        added: StoredActivation | None = None
         if second.name() not in _BATCH_NORMS:
             added = self._block_input(first, start, saved.tensor)
         elif _is_unchanged(second, saved, saved.tensor.shape):
@@ -140,7 +143,7 @@ class Derivation:
             return None
         return SumActivation(known, added, 1 + _sums(added))
 
-    def _block_input(self, node: Node, start: tuple[Node, int], tensor: Tensor) -> Source | None:
+    def _block_input(self, node: Node, start: tuple[Node, int], tensor: Tensor) -> StoredActivation | None:
         """Returns what the first operator of a block has saved of its input.
 
         Args:
@@ -163,7 +166,7 @@ class Derivation:
         return packed is not None and packed.is_unchanged
 
     def _product(
-        self, node: Node, saved: SavedTensor, mask: Source | None, scale: float | None, exact: bool
+        self, node: Node, saved: SavedTensor, mask: StoredActivation | None, scale: float | None, exact: bool
     ) -> ProductActivation | None:
         factor_node = skip_nodes(node.next_functions[0][0], _VIEWS)
         if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
@@ -205,7 +208,7 @@ class Derivation:
         packed = _packed(node, name, self._unpack)
         return None if packed is None else packed.unpack
 
-    def _source(self, node: Node, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Source | None:
+    def _source(self, node: Node, name: str, like: Tensor, dtype: torch.dtype | None = None) -> StoredActivation | None:
         """Returns what is stored for a node's saved tensor, if it is dense and as long as `like`, and of its type.
 
         Args:
@@ -217,8 +220,7 @@ class Derivation:
         packed = _packed(node, name, self._unpack)
         if packed is None or not packed.is_dense(like, dtype or like.dtype):
             return None
-        source = packed.stored if isinstance(packed, Handle) else packed
-        return source if isinstance(source, RawActivation) or source.whole else None
+        return packed.stored if packed.stored.readable_by_any_op else None
 
 
 def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
@@ -249,27 +251,12 @@ def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
     return False
 
 
-def _packed(node: Node, name: str, unpack: UnpackHook) -> Handle | RawActivation | None:
-    packed = packed_for(node, name, unpack)
-    if isinstance(packed, PendingActivation):
-        packed = packed.packed
-    return packed if isinstance(packed, Handle | RawActivation) else None
+def _packed(node: Node, name: str, unpack: UnpackHook) -> Packed | None:
+    packed: Any = packed_for(node, name, unpack)
+    return packed.packed if isinstance(packed, PendingActivation) else packed
 
 
-def _gives_values(packed: Handle | RawActivation | None) -> bool:
-    return packed is not None and (isinstance(packed, RawActivation) or packed.stored.whole)
-
-
-def _is_exact(packed: Handle | RawActivation | None) -> bool:
-    return not isinstance(packed, Handle) or not packed.stored.lossy
-
-
-def _signs(relu: Node, unpack: UnpackHook) -> ReluSignsActivation | None:
-    packed = _packed(relu, "result", unpack)
-    return packed.stored if isinstance(packed, Handle) and isinstance(packed.stored, ReluSignsActivation) else None
-
-
-def _sums(stored: Source) -> int:
+def _sums(stored: StoredActivation) -> int:
     """Returns how many sums are computed to decode an activation."""
     values = stored.values if isinstance(stored, ReluOutputActivation) else stored
     return values.sums if isinstance(values, SumActivation) else 0
@@ -285,7 +272,9 @@ def _dropout_scale(p: float, result: Tensor) -> float:
     return float(np.float32(1.0) / np.float32(kept))
 
 
-def _agree(tensor: Tensor, factor: Source, mask: BitmaskActivation | RawActivation, scale: float | None) -> bool:
+def _agree(
+    tensor: Tensor, factor: StoredActivation, mask: BitmaskActivation | RawActivation, scale: float | None
+) -> bool:
     """Compares some elements of a product with its factors, where they are raw, bit by bit.
 
     This finds what was changed behind autograd's back, as through ``tensor.data``.

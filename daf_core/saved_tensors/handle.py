@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from daf_core.codecs import StoredActivation
+from daf_core.codecs import RawActivation, StoredActivation
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.tensor_layout import Geometry
-from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 
 class Handle:
@@ -42,6 +42,11 @@ class Handle:
         return self._geometry.shape
 
     @property
+    def holder(self) -> StoredActivation:
+        """Holds its bytes as long as it exists."""
+        return self.stored
+
+    @property
     def elements(self) -> int:
         """Different elements in memory of the saved tensor."""
         return math.prod(self._geometry.compact_shape)
@@ -69,3 +74,7 @@ class Handle:
         tensor, compact = self._geometry.allocate(self._dtype, self._device)
         self.stored.decode_into(compact)
         return tensor
+
+
+Packed = Handle | RawActivation
+"""What autograd keeps in place of a tensor; a `RawActivation` where the tensor stays as it is."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from daf_core.autograd.sites import ModuleScopes
 from daf_core.autograd.torch_private import in_backward, running_node, skip_dynamo
 from daf_core.codecs import (
-    AttendedActivation,
     GeluDerivativeActivation,
     RawActivation,
     ReluOutputActivation,
@@ -24,6 +23,7 @@ from daf_core.codecs import (
     StoredActivation,
 )
 from daf_core.codecs.gelu_derivative import GELU
+from daf_core.codecs.saved_tensor import SavedTensor, capture
 from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.learning import Readers
@@ -37,7 +37,6 @@ from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.itemize import ItemizingStore, Items
 from daf_core.saved_tensors.pending import PendingActivation
-from daf_core.saved_tensors.saved_tensor import SavedTensor, capture
 from daf_core.saved_tensors.store import ActivationStore
 from daf_core.telemetry import StepRecorder
 
@@ -203,7 +202,7 @@ class Packer:
 
     def _decode(self, packed: Packed) -> Tensor:
         result = packed.result() if isinstance(packed, PendingActivation) else packed
-        if result.gone if isinstance(result, RawActivation) else isinstance(result.stored, AttendedActivation):
+        if result.stored.values_gone:
             raise ReaderError(OF_ATTENTION)
         if isinstance(result, RawActivation):
             return result.unpack()
@@ -224,13 +223,13 @@ class Packer:
             return
         node = running_node()
         name = None if node is None else node.name()
-        if stored.whole and reading is not None and reading.is_certain_for(name):
+        if stored.readable_by_any_op and reading is not None and reading.is_certain_for(name):
             return
         found = None
         if node is not None:
             found = self._readers.read(packed, handle.place, node, self.unpack)
         # Where the first to ask for what a checkpoint recomputes is a node, the checkpoint's input is read meanwhile.
-        if stored.whole if found is None else stored.serves(found):
+        if stored.readable_by_any_op if found is None else stored.serves(found):
             return
         raise ReaderError(_refusal(stored, reading, name, own=found is not None))
 
@@ -260,7 +259,7 @@ def _refusal(stored: StoredActivation, reading: Reading | None, name: str | None
         )
     known = "it was not known yet who reads it" if reading is None else f"{reading.reader} had read it until now"
     return (
-        f"{reader} asks for the values of a tensor that was stored as {stored.codec}, when {known}. From the next "
+        f"{reader} asks for the values of a tensor that was stored as {stored.name}, when {known}. From the next "
         "forward pass on it is kept as that needs it: run the step again, or set precision to 'exact'"
     )
 

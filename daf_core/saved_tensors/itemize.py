@@ -12,14 +12,13 @@ from torch import Tensor
 
 from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import all_nodes, all_packed
-from daf_core.codecs import RawActivation
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Reading
 from daf_core.saved_tensors.derive import Derivation
-from daf_core.saved_tensors.handle import Handle
+from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.pending import PendingActivation
-from daf_core.saved_tensors.saved_tensor import SavedTensor
 from daf_core.saved_tensors.store import ActivationStore
 from daf_core.telemetry import StepRecorder
 
@@ -62,7 +61,7 @@ class _Entry:
     """
 
     item: SavedItem
-    packed: weakref.ref[Handle | RawActivation]
+    packed: weakref.ref[Packed]
     device: torch.device
     holder: weakref.ref[Any] | None = None
     end: int | None = None
@@ -93,7 +92,7 @@ class Items:
         self._entries: list[_Entry] = []
         self._peaks: dict[torch.device, _Peak] = {}
 
-    def add(self, item: SavedItem, packed: Handle | RawActivation, device: torch.device, peak: int) -> None:
+    def add(self, item: SavedItem, packed: Packed, device: torch.device, peak: int) -> None:
         """Takes the next item.
 
         Args:
@@ -103,7 +102,7 @@ class Items:
             peak: The most bytes that were held there at once so far.
         """
         entry, place = _Entry(item, weakref.ref(packed), device), len(self._entries)
-        holder = packed.stored if isinstance(packed, Handle) else packed.kept
+        holder = packed.holder
         if item.held_bytes and holder is not None:
             entry.holder = weakref.ref(holder, lambda _: self._end(entry))
         self._entries.append(entry)
@@ -115,7 +114,7 @@ class Items:
         """Takes that an item is stored otherwise now, which has added so many bytes to those that are held."""
         entry = next(entry for entry in self._entries if entry.packed() is handle)
         held = entry.item.held_bytes + grown
-        entry.item = replace(entry.item, codec=handle.stored.codec, held_bytes=held)
+        entry.item = replace(entry.item, codec=handle.stored.name, held_bytes=held)
         entry.end, entry.holder = None, weakref.ref(handle.stored, lambda _: self._end(entry)) if held else None
 
     def name_operators(self, loss: Tensor) -> None:
@@ -164,7 +163,7 @@ class ItemizingStore:
         self._recorder = recorder
         self._items = items
 
-    def store(self, saved: SavedTensor, derivation: Derivation) -> Handle | RawActivation:
+    def store(self, saved: SavedTensor, derivation: Derivation) -> Packed:
         """See `ActivationStore.store`."""
         recorder, device = self._recorder, saved.tensor.device
         pager: Pager = self._pagers.on(device)

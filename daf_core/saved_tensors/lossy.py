@@ -1,28 +1,23 @@
-"""How activations are stored that may lose precision: in training, and in a rehearsal."""
+"""How activations are stored that may lose precision: in training, and in a probe."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from torch import Tensor
 
 from daf_core.autograd.sites import Site
-from daf_core.codecs import (
-    GeluDerivativeActivation,
-    LogarithmsActivation,
-    PlanesActivation,
-    ProbedActivation,
-    RawActivation,
-)
+from daf_core.codecs import EncodeContext, PlanesActivation, ProbedActivation, RawActivation, StoredActivation
 from daf_core.codecs.deferred_check import PendingChecks
-from daf_core.codecs.gelu_derivative import UNGROUPED
+from daf_core.codecs.probed import Variant
 from daf_core.codecs.raw import KeptStorage
-from daf_core.codecs.scaling_groups import Grouping
+from daf_core.codecs.registry import calibrated_codecs
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.config import DAFConfig
-from daf_core.memory.pager import Pager
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.site_stats import SiteStatistics
-from daf_kernels import Backend, Seed
+from daf_kernels import Seed
 
 
 class RandomStreams:
@@ -44,12 +39,12 @@ class RandomStreams:
 
 
 class TrainingStore(threading.local):
-    """Stores activations at the precision that their site has now.
+    """Stores activations at the present precision of their site; a `LossyStore`.
 
     Args:
         policy: Knows that precision.
         streams: Random numbers.
-        doubts: Keeps what may not be finite.
+        doubts: Keeps values that may not be finite.
 
     Attributes:
         census: What was stored in this thread since `begin_pass`.
@@ -62,30 +57,23 @@ class TrainingStore(threading.local):
         self.census = SiteStatistics()
 
     def begin_pass(self) -> None:
-        """Starts counting anew."""
+        """Begins to count another pass."""
         self.census = SiteStatistics()
         self._doubts.settle_known()
 
-    def __call__(
-        self,
-        values: Tensor,
-        grouping: Grouping,
-        site: Site,
-        pager: Pager,
-        backend: Backend,
-        finite: bool,
-        deviation: float = 0.0,
-    ) -> PlanesActivation | None:
+    def codec(self, site: Site) -> str | None:
         """See `LossyStore`."""
-        precision = self._policy.precision(site, deviation)
-        # Slopes would hide what is not finite.
-        codec, grouping = _codec(grouping, slopes=finite and self._policy.takes_slopes(site))
-        stored = None
+        return self._policy.codec(site)
+
+    def store(self, codec: type[PlanesActivation], saved: SavedTensor, ctx: EncodeContext) -> PlanesActivation | None:
+        """See `LossyStore`."""
+        site, stored = saved.site, None
+        precision = self._policy.precision(site, 0.0 if saved.reading is None else saved.reading.deviation)
         if precision is not None:
-            errors = None if pager.budget is None else self._policy.errors(site)
-            seed = self._streams.seed(site)
-            stored = codec.encode(values, grouping, precision, pager, backend, seed, finite, errors, self._doubts)
-        self.census.add(site, _sizes(values, grouping, pager), stored)
+            ctx.precision, ctx.seed, ctx.checks = precision, self._streams.seed(site), self._doubts
+            ctx.errors = None if ctx.pager.budget is None else self._policy.errors(site)
+            stored = codec.write(ctx)
+        self.census.add(site, codec.sizes(ctx), stored)
         return stored
 
     def sharpens(self, site: Site, deviation: float) -> bool:
@@ -98,16 +86,16 @@ class TrainingStore(threading.local):
 
 
 class RehearsalStore:
-    """Keeps activations as they are, and how they would be stored.
+    """Keeps activations as they are, and how they would be stored; a `LossyStore`.
 
     Args:
-        policy: Knows which sites take codes of GELU's derivative.
+        policy: Knows the codec that a calibration has chosen for a site.
         streams: Random numbers.
 
     Attributes:
         activations: What was stored, with its sites.
         reads: Gets each of them when it is read.
-        census: What they would take.
+        census: Bytes that they would take.
     """
 
     def __init__(self, policy: PrecisionPolicy, streams: RandomStreams) -> None:
@@ -117,32 +105,28 @@ class RehearsalStore:
         self.reads: list[ProbedActivation] = []
         self.census = SiteStatistics()
 
-    def __call__(
-        self,
-        values: Tensor,
-        grouping: Grouping,
-        site: Site,
-        pager: Pager,
-        backend: Backend,
-        finite: bool,
-        deviation: float = 0.0,
-    ) -> ProbedActivation:
+    def codec(self, site: Site) -> str | None:
+        """See `LossyStore`: the calibration may change the codec, so the tensor is kept for the usual one."""
+        return None
+
+    def store(self, codec: type[PlanesActivation], saved: SavedTensor, ctx: EncodeContext) -> StoredActivation:
         """See `LossyStore`."""
-        seed = self._streams.seed(site)
+        # Neither the saved tensor nor its context may be kept: they know the graph.
+        plain = EncodeContext(ctx.values, ctx.pager, ctx.backend, ctx.groups, seed=self._streams.seed(saved.site))
 
-        def encode(values: Tensor, precision: int, slopes: bool) -> PlanesActivation | None:
-            codec, groups = _codec(grouping, slopes)
-            return codec.encode(values, groups, precision, pager, backend, seed)
+        def encode(values: Tensor, precision: int, variant: Variant) -> PlanesActivation | None:
+            return (variant or codec).write(replace(plain, values=values, precision=precision))
 
-        kept = RawActivation(values, KeptStorage(pager, values.nbytes))
+        kept = RawActivation(ctx.values, KeptStorage(ctx.pager, ctx.values.nbytes))
         activation = ProbedActivation(kept, encode, self.reads)
-        activation.slopes = self._policy.takes_slopes(site)
-        self.activations.append((site, activation))
-        self.census.add(site, _sizes(values, grouping, pager))
+        chosen = self._policy.codec(saved.site)
+        activation.variant = next((variant for variant in calibrated_codecs() if variant.name == chosen), None)
+        self.activations.append((saved.site, activation))
+        self.census.add(saved.site, codec.sizes(ctx))
         return activation
 
     def sharpens(self, site: Site, deviation: float) -> bool:
-        """See `LossyStore`: it measures the bits that it is told to."""
+        """See `LossyStore`: a probe measures the bits that it is told to."""
         return False
 
     def withdraw(self, site: Site) -> None:
@@ -152,18 +136,3 @@ class RehearsalStore:
                 del self.activations[place]
                 self.census.withdraw(site)
                 return
-
-
-def _codec(grouping: Grouping, slopes: bool) -> tuple[type[PlanesActivation], Grouping]:
-    """Returns the codec of values, or of GELU's derivative at them, and the grouping that it takes."""
-    if grouping.logarithms is not None:
-        return LogarithmsActivation, grouping
-    return (GeluDerivativeActivation, UNGROUPED) if slopes else (PlanesActivation, grouping)
-
-
-def _sizes(values: Tensor, grouping: Grouping, pager: Pager) -> list[int]:
-    sizes = PlanesActivation.sizes(values.numel(), grouping.row, values.element_size(), pager.pool.page_bytes)
-    if grouping.logarithms is None:
-        return sizes
-    beside = LogarithmsActivation.beside(grouping.logarithms, values.element_size())
-    return [*(min(size + beside, sizes[-1]) for size in sizes[:-1]), sizes[-1]]

@@ -10,8 +10,8 @@ from torch import Tensor
 from daf_core.autograd.torch_private import version_counter
 from daf_core.codecs import RawActivation
 from daf_core.codecs.raw import modified_in_place
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.saved_tensors.handle import Handle
-from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 
 class PackJob:

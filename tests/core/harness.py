@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -13,8 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.autograd.sites import Site
 from daf_core.codecs import RawActivation
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.memory.pager import Pager
+from daf_core.readers.table import Reading
 
 LARGE = (128, 64)
 """A shape that is compressed: 8192 elements in rows of 64."""
@@ -30,6 +34,14 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
     """Returns int64 numbers below `high`, the same every time."""
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def saved_as(
+    tensor: Tensor, form: TensorKind = TensorKind.LOSSY, op: str = "leaf", reading: Reading | None = None
+) -> SavedTensor:
+    """Returns what a codec is told of a tensor that an operator saves."""
+    place = (Site("block", op, 0), None, reading, False, False)
+    return SavedTensor(tensor, weakref.ref(tensor), tensor._version, tensor.grad_fn, form, *place, [])
 
 
 class Scale(nn.Module):
@@ -233,8 +245,8 @@ def watch(engine: ActivationEngine, keep: Callable[[Any], None] = lambda packed:
 def form_of(packed: Any) -> str:
     """Names the form of what the pack hook returned."""
     if isinstance(packed, RawActivation):
-        return "raw" if packed._kept is not None else "parameter"
-    return packed.stored.codec
+        return "raw" if packed.holder is not None else "parameter"
+    return packed.stored.name
 
 
 def forms(seen: list[Saved], *shape: int) -> list[str]:

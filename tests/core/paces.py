@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.pending import PackJob, PendingActivation
-from daf_core.saved_tensors.saved_tensor import SavedTensor
 
 Pace = Callable[[pytest.MonkeyPatch], None]
 

@@ -108,7 +108,7 @@ def _note(stored: Any, seen: set[int], found: list[str]) -> None:
     """Counts what is shared once."""
     if isinstance(stored, ReluOutputActivation) and id(stored) not in seen:
         seen.add(id(stored))
-        found.append(stored.values.codec)
+        found.append(stored.values.name)
 
 
 def gradients_of(net: Net) -> list[Tensor]:

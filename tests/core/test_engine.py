@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig, NothingToTrainError, UnsupportedDeviceError
-from daf_core.saved_tensors.saved_tensor import SavedTensor
+from daf_core.codecs.saved_tensor import SavedTensor
 from tests.core.harness import (
     LARGE,
     Scale,

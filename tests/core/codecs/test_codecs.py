@@ -15,19 +15,32 @@ from torch import Tensor, nn
 from daf_core.codecs import (
     BitmaskActivation,
     ByteCopyActivation,
+    EncodeContext,
     NarrowIntActivation,
     PlanesActivation,
     ReluOutputActivation,
     ReluSignsActivation,
     StoredActivation,
 )
+from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.tiers.disk import SpillFile
 from daf_core.saved_tensors.classify import LEAST_ELEMENTS
 from daf_kernels import load_backend
-from tests.core.harness import LARGE, Scale, assert_empty, engine_for, error, integers, normal, spill_all, watch
+from tests.core.harness import (
+    LARGE,
+    Scale,
+    assert_empty,
+    engine_for,
+    error,
+    integers,
+    normal,
+    saved_as,
+    spill_all,
+    watch,
+)
 
 CPU = torch.device("cpu")
 ROWS = Grouping(64)
@@ -36,17 +49,24 @@ GROUP = 4
 
 
 def _planes(values: Tensor, precision: int, pager: Pager, finite: bool = True) -> PlanesActivation | None:
-    return PlanesActivation.encode(values, ROWS, precision, pager, load_backend(CPU), None, finite)
+    ctx = EncodeContext(values, pager, load_backend(CPU), ROWS, require_finite=finite, precision=precision)
+    return PlanesActivation.write(ctx)
 
 
 def _signs(values: Tensor, pager: Pager) -> ReluSignsActivation:
-    return ReluSignsActivation.encode(values, pager, load_backend(CPU), values._version)
+    return ReluSignsActivation.pack(values, pager, load_backend(CPU), values._version)
 
 
 def _rectified(values: Tensor, precision: int, pager: Pager, finite: bool = True) -> ReluOutputActivation | None:
     """Returns planes together with signs; None where there are no planes."""
     planes = _planes(values, precision, pager, finite)
     return None if planes is None else ReluOutputActivation(_signs(values, pager), planes)
+
+
+def _narrow(values: Tensor, pager: Pager) -> NarrowIntActivation | None:
+    return NarrowIntActivation.encode(
+        saved_as(values, TensorKind.INTEGER), EncodeContext(values, pager, load_backend(CPU))
+    )
 
 
 def _decoded(stored: StoredActivation | None, like: Tensor) -> Tensor:
@@ -186,7 +206,7 @@ INTEGERS: dict[str, tuple[Tensor, torch.dtype | None]] = {
 def test_integers_are_narrowed_exactly_or_not_at_all(values: Tensor, dtype: torch.dtype | None) -> None:
     """The smallest type that holds all values; None where none is smaller than the one they have."""
     pager = Pager(PagePool(CPU))
-    stored = NarrowIntActivation.encode(values, pager)
+    stored = _narrow(values, pager)
     if dtype is None:
         assert stored is None
         return
@@ -203,7 +223,7 @@ def test_narrow_integers_come_back_from_the_spill_file(values: Tensor, tmp_path:
     """Also where they end within a page."""
     values, file = values.flatten()[:-100], SpillFile(tmp_path, PAGE_BYTES)
     pager = Pager(PagePool(CPU), 1 << 20, spill=file)
-    stored = NarrowIntActivation.encode(values, pager)
+    stored = _narrow(values, pager)
     held = pager.settle()
     pager.hold(1 << 20)
     assert (file.used_slots * PAGE_BYTES, pager.leased_pages) == (held, 0)
@@ -289,7 +309,7 @@ def test_signs_take_a_bit_an_element(dtype: torch.dtype, elements: int) -> None:
 def test_declined_values_leave_no_page_behind() -> None:
     """A codec that finds out while encoding that it cannot hold the values gives its pages back."""
     pager, backend = Pager(PagePool(CPU)), load_backend(CPU)
-    assert BitmaskActivation.encode(_third_value_late(), pager, backend) is None
+    assert BitmaskActivation.pack(_third_value_late(), pager, backend) is None
     assert _planes(_with(float("nan")), 4, pager) is None
     assert _rectified(_with(float("inf")).relu(), 4, pager) is None
     assert (pager.leased_pages, pager.settle()) == (0, 0)

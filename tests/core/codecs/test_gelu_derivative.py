@@ -179,7 +179,7 @@ def test_inputs_of_many_shapes(function: Function, monkeypatch: pytest.MonkeyPat
     model = _Between(function)
     plain = backward(model, _loss)
     engine = _engine(model)
-    assert engine._policy._slopes
+    assert engine._policy._codecs
     assert error(backward(model, _loss, engine), plain) < 0.01
     assert_empty(engine)
 
@@ -204,7 +204,7 @@ def test_input_with_another_reader_keeps_its_values(function: Function) -> None:
     """Whichever of the two saves it first."""
     model = _Between(function)
     engine = _engine(model)
-    assert not engine._policy._slopes
+    assert not engine._policy._codecs
     assert "slopes" not in _stored(engine, model)
 
 
@@ -274,8 +274,8 @@ def test_site_of_which_one_call_has_another_reader_is_not_taken() -> None:
         z = model[0](y) * (y if read else 1)
         return z.square().mean()
 
-    assert not _engine(model, loss_of)._policy._slopes
-    assert _engine(model, partial(loss_of, read=False))._policy._slopes
+    assert not _engine(model, loss_of)._policy._codecs
+    assert _engine(model, partial(loss_of, read=False))._policy._codecs
 
 
 @pytest.mark.parametrize("times", [2, 3])
@@ -320,7 +320,7 @@ def test_loss_with_a_gradient_in_it_keeps_values() -> None:
         return outputs.square().mean() + slope.square().mean()
 
     model = nn.Sequential(_Between(F.gelu))
-    assert _engine(model)._policy._slopes
+    assert _engine(model)._policy._codecs
     engine = _engine(model, loss_of)
     with engine.compress():
         loss = loss_of(model, 0)
@@ -540,7 +540,7 @@ def test_audit_measures_what_is_stored(
     engine = _engine(model)
     plain = backward(model, _loss)
     found = error(backward(model, _loss, engine), plain)
-    assert engine._policy._slopes
+    assert engine._policy._codecs
     measured = engine.audit(lambda: _loss(model, 0))
     assert measured is not None
     assert measured.error == pytest.approx(found, rel=1e-3)

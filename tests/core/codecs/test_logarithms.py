@@ -183,7 +183,7 @@ def test_all_bytes_are_counted(bits: int) -> None:
             gc.collect()
         beside = outside_bytes(engine)
         stored = node._raw_saved_result.data.stored
-        assert stored.codec == "logarithms"
+        assert stored.name == "logarithms"
         assert stored.held_bytes == engine.held_bytes - beside + rows * (8 * 8 + 4)
         assert beside >= rows * (8 * 8 + 4)
         assert engine.leased_pages > 0

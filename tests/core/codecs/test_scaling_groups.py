@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_core.codecs import PlanesActivation
+from daf_core.codecs import EncodeContext, PlanesActivation
 from daf_core.codecs.scaling_groups import LEAST_MAP, Grouping, grouping_of
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.memory.pager import Pager
@@ -121,7 +121,9 @@ def test_means_of_channels_are_restored(
     values = normal(16, 32, 6, 6) * deviations.view(-1, 1, 1) + means.view(-1, 1, 1)
     values = layout(values).to(dtype)
     pager, grouping, flat = Pager(PagePool(CPU)), _grouping(values, CONVOLUTION), _flat(values)
-    stored = PlanesActivation.encode(flat, grouping, precision, pager, load_backend(CPU, backend), None)
+    stored = PlanesActivation.write(
+        EncodeContext(flat, pager, load_backend(CPU, backend), grouping, precision=precision)
+    )
     assert stored is not None
     decoded = torch.full_like(values, torch.nan)
     stored.decode_into(_flat(decoded))
@@ -134,7 +136,7 @@ def test_means_of_channels_are_restored(
 def test_values_come_back_to_their_places(tensor: Tensor, op: str) -> None:
     """Whatever the order they are taken in."""
     pager, grouping, flat = Pager(PagePool(CPU, page_bytes=128)), _grouping(tensor, op), _flat(tensor)
-    stored = PlanesActivation.encode(flat, grouping, 8, pager, load_backend(CPU), None)
+    stored = PlanesActivation.write(EncodeContext(flat, pager, load_backend(CPU), grouping))
     assert stored is not None
     decoded = torch.full_like(tensor, torch.nan)
     stored.decode_into(_flat(decoded))

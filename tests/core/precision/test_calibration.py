@@ -451,11 +451,13 @@ def test_slopes_are_taken_where_their_error_is_less(width: float, better: bool) 
         model[0].weight *= width * 3**0.5
 
     with _rehearsal(model, lambda: model(normal(*LARGE)).square().mean()) as rehearsal:
-        values, chosen = calibrate(rehearsal, slopes=False), calibrate(rehearsal)
+        values, chosen = calibrate(rehearsal, variants=False), calibrate(rehearsal)
         assert values is not None
         assert chosen is not None
-        assert values.slopes == frozenset()
-        assert len(chosen.slopes) == better
-        assert all(activation.slopes == (site in chosen.slopes) for site, activation in rehearsal.activations)
-        for site in chosen.slopes:
+        assert values.codecs == {}
+        assert list(chosen.codecs.values()) == ["slopes"] * better
+        assert all(
+            (activation.variant is not None) == (site in chosen.codecs) for site, activation in rehearsal.activations
+        )
+        for site in chosen.codecs:
             assert chosen.errors[site][LEVELS.index(2)] < values.errors[site][LEVELS.index(2)]

@@ -251,13 +251,13 @@ class TestState:
         """Errors, slopes and plan, to the last bit, sites that stay exact among them."""
         policy, other = _policy(), PrecisionPolicy(DAFConfig())
         found = {site: [0.1 + value / 3 for value in errors] for site, errors in ERRORS.items()}
-        policy.learn(Calibration(found, frozenset({SOFTMAX, GELU})))
+        policy.learn(Calibration(found, dict.fromkeys((SOFTMAX, GELU), "slopes")))
         policy.keep_error(_sizes(), 0.0)
         assert None in policy.plan.values()
         other.load(json.loads(json.dumps(policy.state())))
         assert other.state() == policy.state()
         assert other.plan == policy.plan
-        assert [other.takes_slopes(site) for site in sites] == [True, False, True]
+        assert [other.codec(site) for site in sites] == ["slopes", None, "slopes"]
         assert [other.errors(site) for site in sites] == [policy.errors(site) for site in sites]
 
     def test_of_a_new_policy_comes_back(self) -> None:

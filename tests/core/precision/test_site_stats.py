@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from daf_core.autograd.sites import Site
-from daf_core.codecs import PlanesActivation
+from daf_core.codecs import EncodeContext, PlanesActivation
 from daf_core.codecs.plane_importance import LEVELS
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.pager import Pager
@@ -28,9 +28,13 @@ def _pager(page_bytes: int = PAGE) -> Pager:
     return Pager(PagePool(CPU, AdaptiveGrowth(), page_bytes))
 
 
+def _context(pager: Pager, elements: int, precision: int = 8) -> EncodeContext:
+    backend = load_backend(CPU, "auto")
+    return EncodeContext(normal(elements), pager, backend, Grouping(LARGE[-1]), precision=precision)
+
+
 def _store(pager: Pager, precision: int, elements: int = 8192) -> PlanesActivation | None:
-    grouping = Grouping(LARGE[-1])
-    return PlanesActivation.encode(normal(elements), grouping, precision, pager, load_backend(CPU, "auto"), None)
+    return PlanesActivation.write(_context(pager, elements, precision))
 
 
 def _stored(pager: Pager, precision: int) -> PlanesActivation:
@@ -136,7 +140,7 @@ def test_activations_are_not_kept_alive() -> None:
 @pytest.mark.parametrize("elements", [128, 200, 1000, 4096, 8192, 100_000])
 def test_sizes_of_a_codec_are_what_it_takes(page_bytes: int, elements: int) -> None:
     """At each level, and as the values are, which is the most: a level that takes no less leaves them so."""
-    *sizes, raw = PlanesActivation.sizes(elements, LARGE[-1], 4, page_bytes)
+    *sizes, raw = PlanesActivation.sizes(_context(_pager(page_bytes), elements))
     assert raw == 4 * elements
     for precision, size in zip(LEVELS, sizes, strict=True):
         pager = _pager(page_bytes)

@@ -174,7 +174,7 @@ def gradients_of(
 
 def _bits(packed: Any) -> int | None:
     stored = getattr(getattr(packed, "packed", packed), "stored", None)
-    return getattr(stored, "precision", None) if stored is not None and stored.codec == "planes" else None
+    return getattr(stored, "precision", None) if stored is not None and stored.name == "planes" else None
 
 
 def fresh(bits: Any, **options: Any) -> ActivationEngine:

@@ -177,7 +177,7 @@ def test_storage_that_is_kept_already_counts_once() -> None:
 
 def test_slopes_are_sent_off(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """Codes for a GELU too; not finite inputs of one stay as they are."""
-    monkeypatch.setattr(PrecisionPolicy, "takes_slopes", lambda policy, site: site.op == "leaf")
+    monkeypatch.setattr(PrecisionPolicy, "codec", lambda policy, site: "slopes" if site.op == "leaf" else None)
     for value in (0.0, float("inf")):
         results, stored = [], []
         for packing in ("device", "workers"):

@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf_core import ActivationEngine
 from daf_core.codecs import PlanesActivation
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.pending import PackJob, PendingActivation
-from daf_core.saved_tensors.saved_tensor import SavedTensor
 from tests.core import pressure
 from tests.core.harness import (
     LARGE,

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core.codecs.relu_signs import RELU
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.pending import PackJob
-from daf_core.saved_tensors.saved_tensor import SavedTensor
 from daf_core.saved_tensors.store import ActivationStore
 from tests.core.harness import LARGE, Scale, assert_empty, engine_for, normal
 from tests.core.paces import Gate, late

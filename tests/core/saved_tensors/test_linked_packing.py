@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
 from daf_core.autograd.sites import ModuleScopes, Site
 from daf_core.codecs import RawActivation
+from daf_core.codecs.saved_tensor import SavedTensor, capture
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pages.host_linked_pool import LinkedPool
 from daf_core.memory.pages.pool import PAGE_BYTES
@@ -23,7 +24,6 @@ from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.classify import TensorKind
 from daf_core.saved_tensors.pending import PackJob, PendingActivation
-from daf_core.saved_tensors.saved_tensor import SavedTensor, capture
 from daf_kernels.reference.backend import ReferenceBackend
 from tests.core import pressure
 from tests.core.harness import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,16 @@ from daf_core.readers.attention import KERNELS, can_attend_again
 from daf_core.readers.places import Place
 from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import Sighting
-from daf_core.saved_tensors.classify import TensorKind
+
+
+class TensorKind(enum.Enum):
+    """The form a saved tensor may take."""
+
+    PARAMETER = "no activation: passed through and not counted"
+    RAW = "exact, as it is"
+    INTEGER = "exact, narrowed"
+    MASK = "exact, as one bit where two-valued"
+    LOSSY = "exact where two-valued, otherwise compressible"
 
 
 class NormalizedResult(NamedTuple):
@@ -52,6 +62,7 @@ class SavedTensor:
         normalized: Where it may be derived, the latest results of normalizations, the newest first.
         ordered: Inside what it returns, the device does what this thread gives it after it has made the tensor.
         fetch: Copies values of the tensor to where they are encoded, until the next call; None where that is in place.
+        codec: Name of the codec that a calibration has chosen for its site; None where it has chosen none.
     """
 
     tensor: Tensor
@@ -67,6 +78,12 @@ class SavedTensor:
     normalized: list[NormalizedResult]
     ordered: Callable[[], AbstractContextManager[None]] = nullcontext
     fetch: Callable[[Tensor], Tensor] | None = None
+    codec: str | None = None
+
+    @property
+    def takes_approximations(self) -> bool:
+        """Whether it may be stored in few bits, as far as is known of its reader."""
+        return self.form is TensorKind.LOSSY and (self.reading is None or self.reading.takes_approximations)
 
 
 def capture(tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, scopes: ModuleScopes) -> SavedTensor:
