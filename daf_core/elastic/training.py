@@ -18,6 +18,7 @@ from daf_core.elastic.call_order import ForwardTracer
 from daf_core.elastic.cost_model import StepCosts
 from daf_core.elastic.freeze import STALE, FrozenUnits, InputGradientHooks, forget_momentum
 from daf_core.elastic.importance import Update
+from daf_core.elastic.learned import Learned
 from daf_core.elastic.schedule import Choice, ElasticStep, StepSchedule
 from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of, warn_of_deepest
 from daf_core.engine import ActivationEngine
@@ -28,9 +29,6 @@ from daf_core.plan.plan_file import PlanFile
 from daf_core.state_checks import as_a_whole, count
 from daf_core.unsupported.elastic import ELASTIC, ELASTIC_FIRST_STEP, ELASTIC_OPTIMIZERS, ELASTIC_UNITS, FirstStep
 from daf_core.unsupported.table import Context, check_supported
-
-LEARNED = ("_trained", "_unused", "_units", "_mask", "_idle", "_costs", "_course")
-"""What is known of each set of parameters that the user has trained."""
 
 log = getLogger("daf")
 
@@ -66,12 +64,10 @@ class ElasticTraining:
         self._model, self._outer, self._engine, self._config = model, outer, engine, config
         self._blocks = layers_of(model)
         check_supported(ELASTIC, Context(outer, blocks=len(self._blocks)))
-        self._trained = self._user_trains()
-        self._others: dict[tuple[int, ...], dict[str, Any]] = {}
-        self._unused: set[int] = set()
+        self._others: dict[tuple[int, ...], Learned] = {}
         self._aside = self._inside = False
-        self._follow(registered_calls(model))
-        check_supported(ELASTIC_UNITS, self._units)
+        self._follow(registered_calls(model), self._user_trains(), set())
+        check_supported(ELASTIC_UNITS, self._learned.units)
         self._checked = self._begun = self._stepped = False
         self._updated: set[int] = set()
         self._choice: Choice | None = None
@@ -97,7 +93,7 @@ class ElasticTraining:
             # The user may have switched checkpoints on since.
             check_supported(ELASTIC, Context(self._outer, blocks=len(self._blocks)))
             self._begun = True
-        self._choice = self._course.choose()
+        self._choice = self._learned.schedule.choose()
         self._updated, self._stepped = set(), False
         if self._choice.measured or not self._checked:
             self._watch = ForwardTracer(self._model)
@@ -118,8 +114,8 @@ class ElasticTraining:
         if self._choice is None:
             return
         self._updated |= {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
-        on = [self._units.units[number] for number in sorted(self._choice.on)]
-        back = [unit for unit in on if self._idle[unit.name] > STALE and not self._choice.probe]
+        on = [self._learned.units.units[number] for number in sorted(self._choice.on)]
+        back = [unit for unit in on if self._learned.idle[unit.name] > STALE and not self._choice.probe]
         forget_momentum(optimizers, [parameter for unit in back for parameter in unit.parameters])
         if self._choice.probe and self._update is None:  # of several optimizers the first
             self._update = Update(on)
@@ -135,11 +131,13 @@ class ElasticTraining:
         if self._choice is None:
             return None
         self._stepped = True
-        self._mask.unfreeze()
+        self._learned.frozen.unfreeze()
         if self._update is not None:  # gradients may be gone when the last of several optimizers has stepped
             found, before = self._update.gains(), self._gains or []
             self._gains = [new or old for new, old in zip_longest(found, before, fillvalue=0.0)]
-        if self._updated and not all(id(each) in self._updated for each in self._trained if each.grad is not None):
+        if self._updated and not all(
+            id(each) in self._updated for each in self._learned.trained if each.grad is not None
+        ):
             return None
         return self.finish_stepped()
 
@@ -156,17 +154,22 @@ class ElasticTraining:
         clock, self._clock = self._clock, None
         times = None if clock is None else self._timed.add(clock.stop())
         gains, self._gains, self._update = self._gains, None, None
-        self._mask.unfreeze()
+        self._learned.frozen.unfreeze()
         choice, times = self._look(choice, times)
-        for number, unit in enumerate(self._units.units):
+        for number, unit in enumerate(self._learned.units.units):
             # What comes back to be measured alone, with the momentum that it had, has not come back.
-            back = number in choice.on and not (choice.probe and self._idle[unit.name] > STALE)
-            self._idle[unit.name] = 0 if back else self._idle[unit.name] + 1
-        due = self._course.finish(choice, times, gains)
-        step = ElasticStep(len(self._units.blocks) - self._units.depth(choice.on), self._course.share(choice.on))
-        if not self._course.is_planned:  # what was seen by the first process decides what the next step may train
-            state, due = distributed.broadcast((self._course.state(), due), self._outer)
-            self._course.load(state)
+            back = number in choice.on and not (choice.probe and self._learned.idle[unit.name] > STALE)
+            self._learned.idle[unit.name] = 0 if back else self._learned.idle[unit.name] + 1
+        due = self._learned.schedule.finish(choice, times, gains)
+        step = ElasticStep(
+            len(self._learned.units.blocks) - self._learned.units.depth(choice.on),
+            self._learned.schedule.share(choice.on),
+        )
+        if (
+            not self._learned.schedule.is_planned
+        ):  # what was seen by the first process decides what the next step may train
+            state, due = distributed.broadcast((self._learned.schedule.state(), due), self._outer)
+            self._learned.schedule.load(state)
         if due:
             self._plan()
         return step
@@ -187,7 +190,7 @@ class ElasticTraining:
     def _hold(self, *_: object) -> None:
         """Marks again what is off: PEFT's switches of adapters mark all as trained, and trainers install hooks anew."""
         if self._choice is not None and self._inside and not self._aside and is_training_pass():
-            self._mask.apply(self._choice.on)
+            self._learned.frozen.apply(self._choice.on)
             self._hooks.take()
 
     def unfreeze(self) -> None:
@@ -196,7 +199,7 @@ class ElasticTraining:
         Not while a graph is alive: its checkpoints would be recomputed with another choice.
         """
         if not self._engine.held_bytes:
-            self._mask.unfreeze()
+            self._learned.frozen.unfreeze()
 
     @contextmanager
     def apart(self) -> Generator[None]:
@@ -217,36 +220,32 @@ class ElasticTraining:
             yield
             return
         with self.apart():
-            self._mask.apply(self._course.most)
+            self._learned.frozen.apply(self._learned.schedule.most)
             self._aside = True
             try:
                 yield
             finally:
                 self._aside = False
-                self._mask.apply(self._choice.on)
+                self._learned.frozen.apply(self._choice.on)
 
     @property
     def trains_most(self) -> bool:
         """Whether this step trains all that any step may train."""
-        return self._choice is None or self._choice.on == self._course.most
+        return self._choice is None or self._choice.on == self._learned.schedule.most
 
     @property
     def without_graph(self) -> frozenset[str]:
         """Names of the blocks that build no graph in this step."""
         if self._choice is None:
             return frozenset()
-        return frozenset(block.name for block in self._units.blocks[: self._units.depth(self._choice.on)])
+        return frozenset(
+            block.name for block in self._learned.units.blocks[: self._learned.units.depth(self._choice.on)]
+        )
 
     @property
     def summary(self) -> str:
         """What is trained now, in words."""
-        blocks, pair = len(self._units.blocks), self._course.pair
-        if not self._course.is_planned:
-            return f"the best of {blocks} blocks, once it is known"
-        if pair[0] == self._course.most:
-            return f"{blocks - self._units.depth(pair[0])} of {blocks} blocks in every step"
-        parts = [f"{len(on)} of {len(self._units.units)} units in {blocks - self._units.depth(on)}" for on in pair]
-        return f"{' and '.join(dict.fromkeys(parts))} of {blocks} blocks"
+        return self._learned.summary
 
     def close(self) -> None:
         """Makes the model the one it was."""
@@ -259,9 +258,9 @@ class ElasticTraining:
         return {
             "calls": [*self._calls.items()],
             "trained": self._names(),
-            "unused": sorted(self._unused),
-            "idle": dict(self._idle),
-            "course": self._course.state(),
+            "unused": sorted(self._learned.unused),
+            "idle": dict(self._learned.idle),
+            "course": self._learned.schedule.state(),
             "timed": self._timed.count,
         }
 
@@ -272,29 +271,29 @@ class ElasticTraining:
             ElasticError, StateError: A new share cannot be kept, or it is something else; all is as before then.
         """
         self._leave_step()
-        with as_a_whole(self, (*LEARNED, "_blocks", "_calls"), "elastic training of this model"):
+        with as_a_whole(self, ("_learned", "_blocks", "_calls"), "elastic training of this model"):
             timed, calls = count(state.get("timed", 0)), {str(name): count(size) for name, size in state["calls"]}
             if self._trained_something_else(calls, state["trained"]):
                 self._timed.count = timed
                 log.info("other parameters were trained when this state was saved: DAF measures anew what pays")
                 return
-            self._unused = {range(len(self._trained))[count(number)] for number in state["unused"]}
+            trained = self._learned.trained
             self._blocks = [block for block in self._blocks if block.name in calls]
-            self._follow(calls)
-            if state["idle"].keys() != self._idle.keys():
+            self._follow(calls, trained, {range(len(trained))[count(number)] for number in state["unused"]})
+            if state["idle"].keys() != self._learned.idle.keys():
                 raise ValueError("the model's units are others")
-            self._idle = {name: count(steps) for name, steps in state["idle"].items()}
-            self._course.load(state["course"])
+            self._learned.idle = {name: count(steps) for name, steps in state["idle"].items()}
+            self._learned.schedule.load(state["course"])
         self._timed.count = timed
 
     def _leave_step(self) -> None:
         self._stop_watching()
-        self._mask.unfreeze()
+        self._learned.frozen.unfreeze()
         self._choice = self._update = self._gains = None
         self._stepped = False
 
     def _names(self) -> list[str]:
-        known = set(map(id, self._trained))
+        known = set(map(id, self._learned.trained))
         return [name for name, each in self._model.named_parameters() if id(each) in known]
 
     def _trained_something_else(self, calls: Calls, names: Sequence[str]) -> bool:
@@ -311,27 +310,24 @@ class ElasticTraining:
 
         Says whether there is something to choose from, which may not be so where the user trains a head alone.
         """
-        now, before = self._user_trains(), self._trained
-        if list(map(id, now)) == list(map(id, before)):
+        now, before = self._user_trains(), self._learned
+        if list(map(id, now)) == list(map(id, before.trained)):
             return True
-        learned = {name: getattr(self, name) for name in LEARNED}
         known = self._others.get(tuple(map(id, now)))
         if known is None:
-            unused = {id(before[number]) for number in self._unused}
+            unused = {id(before.trained[number]) for number in before.unused}
             used = [each for each in now if id(each) not in unused]
             if not units_of(self._model, self._blocks, used, self._calls).is_choice:
                 return False
-            self._trained = now
-            self._unused = {number for number, each in enumerate(now) if id(each) in unused}
-            self._follow(self._calls)
+            self._follow(self._calls, now, {number for number, each in enumerate(now) if id(each) in unused})
             log.info("what is trained has changed: DAF measures anew what pays")
         else:
-            vars(self).update(known)
-        self._others[tuple(map(id, before))] = learned
+            self._learned = known
+        self._others[tuple(map(id, before.trained))] = before
         return True
 
     def _started_clock(self) -> BlockTimer:
-        return BlockTimer(self._model, self._units.blocks, lambda: self._engine.held_bytes)
+        return BlockTimer(self._model, self._learned.units.blocks, lambda: self._engine.held_bytes)
 
     def _stop_watching(self) -> None:
         if self._clock is not None:
@@ -340,15 +336,15 @@ class ElasticTraining:
             self._watch.stop()
         self._clock = self._watch = None
 
-    def _follow(self, calls: Calls) -> None:
-        """Orders units by how modules are called."""
+    def _follow(self, calls: Calls, trained: list[nn.Parameter], unused: set[int]) -> None:
+        """Orders units by how modules are called, and forgets what was learned."""
         self._calls = calls
-        used = [parameter for number, parameter in enumerate(self._trained) if number not in self._unused]
-        self._units = units_of(self._model, self._blocks, used, calls)
-        self._mask = FrozenUnits(self._units)
-        self._idle = {unit.name: 0 for unit in self._units.units}
-        self._costs = StepCosts(self._units, [calls.get(block.name, 0) for block in self._units.blocks])
-        self._course = self._make_course(self._units, self._costs, self._config)
+        used = [parameter for number, parameter in enumerate(trained) if number not in unused]
+        units = units_of(self._model, self._blocks, used, calls)
+        costs = StepCosts(units, [calls.get(block.name, 0) for block in units.blocks])
+        schedule = self._make_course(units, costs, self._config)
+        idle = {unit.name: 0 for unit in units.units}
+        self._learned = Learned(trained, unused, units, schedule, FrozenUnits(units), idle)
 
     def _look(self, choice: Choice, times: StepTimes | None) -> tuple[Choice, StepTimes | None]:
         """Looks at what was watched in a step, until there was one whose lowest blocks were not trained.
@@ -364,21 +360,21 @@ class ElasticTraining:
         if any(self._calls.values()):
             in_order = True
         else:
-            before = self._units
-            always = set(map(id, units_of(self._model, self._blocks, self._trained, watch.calls).always))
-            trained = enumerate(self._trained)
-            self._unused = {number for number, each in trained if id(each) in always and each.grad is None}
-            self._blocks = watch.recorded(self._blocks, self._trained)
-            self._follow(watch.calls)
-            names = [block.name for block in self._units.blocks]
+            before = self._learned.units
+            always = set(map(id, units_of(self._model, self._blocks, self._learned.trained, watch.calls).always))
+            trained = self._learned.trained
+            unused = {number for number, each in enumerate(trained) if id(each) in always and each.grad is None}
+            self._blocks = watch.recorded(self._blocks, trained)
+            self._follow(watch.calls, trained, unused)
+            names = [block.name for block in self._learned.units.blocks]
             check_supported(ELASTIC_FIRST_STEP, FirstStep(names, watch.calls, watch.unrecorded))
-            check_supported(ELASTIC_UNITS, self._units)
-            warn_of_deepest(self._units)
-            choice = replace(choice, on=renumbered(choice.on, before, self._units))
-            in_order = before.blocks == self._units.blocks
+            check_supported(ELASTIC_UNITS, self._learned.units)
+            warn_of_deepest(self._learned.units)
+            choice = replace(choice, on=renumbered(choice.on, before, self._learned.units))
+            in_order = before.blocks == self._learned.units.blocks
         if in_order:
-            depth = self._units.depth(choice.on)
-            watch.check_graphs(self._units.blocks[:depth])
+            depth = self._learned.units.depth(choice.on)
+            watch.check_graphs(self._learned.units.blocks[:depth])
             self._checked = self._checked or depth > 0
         return choice, times if in_order else None
 
@@ -386,11 +382,11 @@ class ElasticTraining:
         """Has all processes follow the plan of the first one: they measure different times."""
         error: ElasticError | None = None
         try:
-            self._course.plan()
+            self._learned.schedule.plan()
         except ElasticError as raised:
             error = raised
-        state, error = distributed.broadcast((self._course.state(), error), self._outer)
+        state, error = distributed.broadcast((self._learned.schedule.state(), error), self._outer)
         if error is not None:
             raise error
-        self._course.load(state)
+        self._learned.schedule.load(state)
         log.info("DAF trains %s", self.summary)

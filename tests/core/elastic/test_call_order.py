@@ -145,16 +145,16 @@ def test_a_frozen_tower_is_left_out() -> None:
     model = TwoTowers()
     model.frozen.requires_grad_(False)
     run = Run(model, nets._squares, time=0.8)
-    assert len(run.training._units.blocks) == 6
+    assert len(run.training._learned.units.blocks) == 6
     steps = run.steps(8, {"x": torch.randn(4, 32)})
-    names = [block.name for block in run.training._units.blocks]
+    names = [block.name for block in run.training._learned.units.blocks]
     assert names == ["own.0", "own.1", "own.2"]
     assert {step.elastic.depth for step in steps} <= {1, 2, 3}
     state = run.training.state()
     run.close()
     after = Run(model, nets._squares, time=0.8)
     after.training.load(state)
-    assert [block.name for block in after.training._units.blocks] == names
+    assert [block.name for block in after.training._learned.units.blocks] == names
     after.close()
 
 

@@ -143,7 +143,7 @@ def test_momentum_begins_anew_after_many_idle_steps(idle: int, probe: bool) -> N
     lower = [each for name, each in model.named_parameters() if ".h.0." in name and "lora" in name]
     run.steps(1 + probe, nets.tokens(2))  # the second step trains everything, the third is measured too
     steps = {id(each): float(optimizer.state[each]["step"]) for each in lower}
-    run.training._idle = dict.fromkeys(run.training._idle, idle)
+    run.training._learned.idle = dict.fromkeys(run.training._learned.idle, idle)
     seen: list[bool] = []
 
     def look(*_: object) -> None:
@@ -154,19 +154,19 @@ def test_momentum_begins_anew_after_many_idle_steps(idle: int, probe: bool) -> N
     optimizer.register_step_pre_hook(look)
     run.step(nets.tokens(2))
     assert seen == [idle > STALE and not probe]
-    assert set(run.training._idle.values()) == {idle + 1 if idle > STALE and probe else 0}
+    assert set(run.training._learned.idle.values()) == {idle + 1 if idle > STALE and probe else 0}
     run.close()
 
 
 def test_idle_steps_are_counted() -> None:
     model = deep_gpt2(4)
     run = Run(model, nets._tokens, time=0.75)
-    expected = dict.fromkeys(run.training._idle, 0)
+    expected = dict.fromkeys(run.training._learned.idle, 0)
     for _ in range(14):
         step = run.step(nets.tokens(2))
         for name in expected:
             on = any(each.startswith(f"{name}.") for each in step.names)
             expected[name] = 0 if on else expected[name] + 1
-        assert run.training._idle == expected
+        assert run.training._learned.idle == expected
     assert max(expected.values()) > 1
     run.close()

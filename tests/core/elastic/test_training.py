@@ -35,7 +35,7 @@ def test_gradients_of_what_is_trained_are_those_of_plain_training(kind: str, ada
 
     def compare(*_: object) -> None:
         assert run.training._choice is not None
-        units = run.training._units
+        units = run.training._learned.units
         on = [*units.always, *(each for number in run.training._choice.on for each in units.units[number].parameters)]
         known = set(map(id, on))
         found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -56,7 +56,7 @@ def test_models_that_are_trained_as_a_whole(kind: str) -> None:
     before = [parameter.requires_grad for parameter in model.parameters()]
     run = Run(model, loss, precision=4, time=0.8)
     steps = run.steps(10, batch)
-    assert max(step.elastic.depth for step in steps) == len(run.training._units.blocks)
+    assert max(step.elastic.depth for step in steps) == len(run.training._learned.units.blocks)
     assert len({step.names for step in steps}) >= 2
     assert [parameter.requires_grad for parameter in model.parameters()] == before
     run.close()
@@ -67,7 +67,7 @@ def test_models_with_adapters(kind: str) -> None:
     model, batch, loss = make(kind)
     run = Run(model, loss, precision=4, time=0.85)
     steps = run.steps(12, batch)
-    blocks = len(run.training._units.blocks)
+    blocks = len(run.training._learned.units.blocks)
     assert {step.elastic.depth for step in steps} >= {steps[0].elastic.depth, blocks}
     assert steps[0].elastic.depth < blocks
     assert sum(step.elastic.share for step in steps[4:]) / 8 <= 0.86
@@ -77,7 +77,7 @@ def test_models_with_adapters(kind: str) -> None:
 def held_by_blocks(run: Run, batch: nets.Batch) -> list[int]:
     """Trains a step and returns the bytes that each block's activations hold."""
     levels: list[int] = []
-    blocks = run.training._units.blocks
+    blocks = run.training._learned.units.blocks
 
     def note(*_: object) -> None:
         levels.append(run.engine.held_bytes)
@@ -129,7 +129,7 @@ def test_micro_batches() -> None:
     for _ in range(10):
         step = run.step(*batches)
         assert depth_of(step) == step.elastic.depth
-    assert run.training._course.is_planned
+    assert run.training._learned.schedule.is_planned
     run.close()
 
 
@@ -208,17 +208,17 @@ def test_several_optimizers() -> None:
     run = Run(model, nets._tokens, optimizers=[torch.optim.SGD(part, lr=0.1) for part in parts], time=0.75)
     run.steps(2, nets.tokens(2))
     found: list[list[float]] = []
-    finish = run.training._course.finish
+    finish = run.training._learned.schedule.finish
 
     def note(choice: Any, times: Any, gains: Any) -> bool:
         found.append(gains)
         return finish(choice, times, gains)
 
-    run.training._course.finish = note
+    run.training._learned.schedule.finish = note
     gradient = [0.0] * 4
 
     def measure(*_: object) -> None:
-        for number, unit in enumerate(run.training._units.units):
+        for number, unit in enumerate(run.training._learned.units.units):
             gradient[number] = sum(0.1 * float(each.grad.square().sum()) for each in unit.parameters)
 
     run.optimizers[0].register_step_pre_hook(measure)
@@ -241,7 +241,7 @@ def test_state_goes_on_with_the_same_choices(steps: int) -> None:
     other.model.load_state_dict(first.model.state_dict())
     other.optimizers[0].load_state_dict(copy.deepcopy(first.optimizers[0].state_dict()))
     other.training.load(state)
-    assert other.training._units.units[0].name == "base_model.model.transformer.h.10"
+    assert other.training._learned.units.units[0].name == "base_model.model.transformer.h.10"
     for _ in range(12):
         one, two = first.step(nets.tokens(2)), other.step(nets.tokens(2))
         assert (one.names, one.elastic) == (two.names, two.elastic)
@@ -290,14 +290,14 @@ def test_copies_of_the_model_are_not_trained_elastically(make_copy: Callable[[nn
     run.optimizers[0].register_step_pre_hook(lambda *_: copies.append(make_copy(model)))
     run.steps(5, batch)
     copies.append(make_copy(model))
-    pair = run.training._course.pair
+    pair = run.training._learned.schedule.pair
     run.training.begin_step()
     for each in copies:
         each.requires_grad_(True)
         with run.training.holding():
             loss(each, batch).backward()
         assert all(parameter.grad is not None for parameter in each.parameters())
-    assert run.training._course.pair == pair
+    assert run.training._learned.schedule.pair == pair
     run.close()
 
 
@@ -327,11 +327,11 @@ def test_what_the_user_freezes_in_a_step_stays_frozen() -> None:
     for step in run.steps(8, nets.tokens(2)):
         assert not any(".h.1." in name for name in step.names)
     assert not any(parameter.requires_grad for parameter in frozen)
-    assert len(run.training._units.units) == 3
+    assert len(run.training._learned.units.units) == 3
     for parameter in frozen:
         parameter.requires_grad_(True)
     run.step(nets.tokens(2))
-    assert len(run.training._units.units) == 4
+    assert len(run.training._learned.units.units) == 4
     run.close()
 
 
@@ -348,10 +348,10 @@ def test_gains_are_known_where_an_optimizer_lacks_something() -> None:
         run.training.before_update([optimizer])
         optimizer.step()
         assert run.training.finish_step() is None
-        assert len(trained(model)) == len(run.training._trained)
+        assert len(trained(model)) == len(run.training._learned.trained)
         optimizer.zero_grad()
         run.training.finish_stepped()
-    gains = run.training._course._gains
+    gains = run.training._learned.schedule._gains
     assert gains is not None
     assert all(gain > 0 for gain in gains)
     run.close()
@@ -394,9 +394,9 @@ def test_what_takes_turns_is_known_in_each() -> None:
             for parameter in [*on, *off]:
                 parameter.requires_grad_(any(parameter is each for each in on))
             run.step(nets.tokens(2))
-            assert run.training._trained == [each for each in model.parameters() if each.requires_grad]
+            assert run.training._learned.trained == [each for each in model.parameters() if each.requires_grad]
     assert len(run.training._others) == 3
-    assert run.training._course.is_planned
+    assert run.training._learned.schedule.is_planned
     run.close()
 
 
