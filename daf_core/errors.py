@@ -74,7 +74,7 @@ class ProfileError(DAFError, RuntimeError):
 
 
 class ModelError(DAFError, ValueError):
-    """A model that is to be planned for or profiled cannot be made, or does not run on the batch."""
+    """A model is a ScriptModule; or a command cannot build the model, or run it on its batch."""
 
 
 class ElasticError(DAFError, RuntimeError):

@@ -42,7 +42,7 @@ def test_every_block_is_of_a_kind_that_is_checked() -> None:
 @pytest.mark.parametrize("block", of_kind("python", "diff"))
 def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "_endings", [])  # what is said of each training when the interpreter ends
+    monkeypatch.setattr(training, "_exit_summaries", [])  # what is said of each training when the interpreter ends
     Path("daf.yaml").write_text("precision: 4\n")
     for version in versions_of(block.text) if block.kind == "diff" else [block.text]:
         exec(compile(version, block.place, "exec"), names_for_blocks())

@@ -124,9 +124,9 @@ def _compress(accelerator: Any, model: nn.Module) -> None:
 
 
 def _announce(accelerator: Any, training: Training) -> None:
-    training.ending.shown = accelerator.is_main_process
+    training.exit_summary.shown = accelerator.is_main_process
     if accelerator.is_main_process:
-        print(f"DAF active via Accelerate: {training.ending.title}", flush=True)
+        print(f"DAF active via Accelerate: {training.exit_summary.title}", flush=True)
     if accelerator not in _saved:
         _saved.add(accelerator)
         accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator.process_index))

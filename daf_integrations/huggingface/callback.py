@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import traceback
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -103,29 +105,18 @@ class DAFCallback(TrainerCallback, ExportableState):
             tqdm.write(self._session.start_line())
 
     @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        with self._uninstalled_on_error():
-            self._session.begin_step()
-
-    @override
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         with self._uninstalled_on_error():
-            self._session.before_update([kwargs["optimizer"]])
+            self._session.before_optimizer([kwargs["optimizer"]])
 
     @override
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         with self._uninstalled_on_error():
-            self._session.after_update()
-
-    @override
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._session.finish_step()
+            self._session.after_optimizer()
 
     @override
     def on_train_end(
@@ -146,18 +137,15 @@ class DAFCallback(TrainerCallback, ExportableState):
                 "DAF did not find the Trainer that calls it, so it covers the model's forward alone: a loss computed "
                 "outside of it (label smoothing, compute_loss_func) is not compressed, and nothing is logged"
             )
-            self._patches = [_Patch(model, "forward", self._compressed)]
+            self._patches = [_Patch(model, "forward", self._compressed_forward)]
             return
-        compute_loss = trainer.compute_loss
+        step = self._planned if self.config.plans_steps else self._guarded
+        arguments = trainer.compute_loss, weakref.ref(trainer)
         self._patches = [
-            _Patch(trainer, "compute_loss", functools.partial(self._audited, weakref.ref(trainer))),
+            _Patch(trainer, "compute_loss", functools.partial(self._compressed, arguments[1])),
+            _Patch(trainer, "training_step", functools.partial(step, *arguments)),
             _Patch(trainer, "log", self._logged),
         ]
-        if self._session.runner is not None:
-            step = functools.partial(self._planned, compute_loss, weakref.ref(trainer))
-            self._patches.append(_Patch(trainer, "training_step", step))
-        elif self.config.elastic is not None or self._session.chunks_loss:
-            self._patches.append(_Patch(trainer, "training_step", self._guarded))
 
     @contextmanager
     def _uninstalled_on_error(self) -> Generator[None]:
@@ -174,31 +162,40 @@ class DAFCallback(TrainerCallback, ExportableState):
         self._patches = []
         self._session.detach()
 
-    def _compressed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
+    def _compressed_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
         def compressed(*args: Any, **kwargs: Any) -> Any:
-            with self._session.scope():
-                return function(*args, **kwargs)
+            with self._session.forward():
+                return forward(*args, **kwargs)
 
         return compressed
 
-    def _audited(self, trainer: weakref.ref[Trainer], compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        compressed = self._compressed(compute_loss)
-
+    def _compressed(self, trainer: weakref.ref[Trainer], compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compute_loss)
-        def audited(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def compressed(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             def loss_of(rows: Any) -> Any:
                 # The audit's gradients are its own, on every rank, and so are tokens and metrics that trainers count.
                 counted = attributes_kept(trainer(), private=True, others=unwrap_model(model))
                 with counted, getattr(model, "no_sync", nullcontext)():
                     return compute_loss(model, rows, *args, **kwargs)
 
-            if model.training:
-                self._session.audit(model, inputs, loss_of)
-            loss = compressed(model, inputs, *args, **kwargs)
+            with self._session.forward(inputs, loss_of if model.training else None):
+                loss = compute_loss(model, inputs, *args, **kwargs)
             return loss if self._weight == 1 else loss * self._weight
 
-        return audited
+        return compressed
+
+    def _guarded(
+        self, _compute_loss: object, _trainer: object, training_step: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(training_step)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self._uninstalled_on_error():
+                loss = training_step(*args, **kwargs)
+                self._session.after_backward()
+            return loss
+
+        return guarded
 
     def _planned(
         self, compute_loss: Callable[..., Any], reference: weakref.ref[Trainer], training_step: Callable[..., Any]
@@ -207,14 +204,13 @@ class DAFCallback(TrainerCallback, ExportableState):
 
         @functools.wraps(training_step)
         def planned(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            trainer, runner = reference(), self._session.runner
+            trainer = reference()
             assert trainer is not None
-            assert runner is not None
 
             def loss_of(rows: Any) -> Any:
                 # Not through DistributedDataParallel, which would wait for other processes.
                 kept = attributes_kept(trainer, private=True, others=unwrap_model(model))
-                with self._session.suppress_nested(), kept, trainer.compute_loss_context_manager():
+                with kept, trainer.compute_loss_context_manager():
                     prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
                     return compute_loss(unwrap_model(model), prepared, num_items_in_batch=num_items_in_batch)
 
@@ -227,28 +223,11 @@ class DAFCallback(TrainerCallback, ExportableState):
 
             model.train()
             # Tokens and metrics that trainers count are those of the attempt that had enough memory.
-            try:
-                with self._uninstalled_on_error():
-                    return runner.run(
-                        inputs, loss_of, step, Attributes(trainer, private=True, others=unwrap_model(model)).restore
-                    )
-            finally:
-                self._session.unfreeze()
+            counted = Attributes(trainer, private=True, others=unwrap_model(model))
+            with self._uninstalled_on_error():
+                return self._session.run_step(inputs, loss_of, step, counted.restore)
 
         return planned
-
-    def _guarded(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives the model back as it was after a step, also one that fails: what it does not train is marked so."""
-
-        @functools.wraps(training_step)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with self._uninstalled_on_error():
-                    return training_step(*args, **kwargs)
-            finally:
-                self._session.unfreeze()
-
-        return guarded
 
     def _logged(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -296,13 +275,9 @@ def _check_single_callback(trainer: Trainer | None) -> None:
 
 
 def _calling_trainer(callback: DAFCallback) -> Trainer | None:
-    """Finds the Trainer among the callers: its events do not pass it on."""
-    frame = inspect.currentframe()
-    for _ in range(FRAMES):
-        if frame is None:
-            break
+    """Finds the Trainer that calls an event, which passes the model and the optimizer, but not the Trainer itself."""
+    for frame, _ in itertools.islice(traceback.walk_stack(inspect.currentframe()), FRAMES):
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
             return caller
-        frame = frame.f_back
     return None

@@ -1,4 +1,4 @@
-"""What DAF adds to a strategy of Lightning, whichever it is, in both of Lightning's packages."""
+"""DAF in a strategy of Lightning, for both of Lightning's packages."""
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # A strategy becomes another one where devices are known, and Lightning lets strategies take part in that under private
@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -17,15 +17,15 @@ from typing_extensions import override
 
 from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
 from daf_core.unsupported.table import check_supported, unsupported_reasons
-from daf_integrations.lightning.dry_run import loss_aside
-from daf_integrations.lightning.split_step import StepInParts
+from daf_integrations.lightning.dry_run import loss_without_trace
+from daf_integrations.lightning.split_step import SplitStep
 from daf_integrations.lightning.unsupported import (
     LIGHTNING_AUDITS,
     LIGHTNING_ELASTIC,
     LIGHTNING_PLANS,
     LightningContext,
 )
-from daf_integrations.session.options import configured
+from daf_integrations.session.options import configured, naming_options
 from daf_integrations.session.saved_state import SavedState
 from daf_integrations.session.session import DAFSession
 
@@ -39,17 +39,17 @@ NAME = "daf"
 """The strategy's name: ``Trainer(strategy="daf")``."""
 
 CHECKPOINT_KEY = "daf"
-"""Where a checkpoint holds the totals and what the engine has learned, as plain values."""
+"""Key of a checkpoint that holds the totals and what the engine has learned, as plain values."""
 
 
 class CompressingStrategy(Strategy):
     """Compresses what the forward pass and the loss save in `training_step`, and adds DAF's state to checkpoints."""
 
+    _daf_package: str
     _daf_config: DAFConfig
     _daf_session: DAFSession
     _daf_restored: dict[str, Any] | None
-    _daf_reporter: Callback
-    _daf_callbacks: list[Callback]
+    _daf_reporter: Callback | None
 
     @property
     def last_step(self) -> StepStatistics | None:
@@ -63,36 +63,30 @@ class CompressingStrategy(Strategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         session, module = self._daf_session, self._training
-        session.begin_step()
         if session.runner is not None:
-            return StepInParts(self, module, session.runner, self._compressed_step)(*args, **kwargs)
+            return SplitStep(self, module, session.run_step, self._compressed_step)(*args, **kwargs)
         output = self._compressed_step(*args, **kwargs)
         if not module.automatic_optimization:
-            session.finish_step()
+            session.after_optimizer()
         return output
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().backward(*args, **kwargs)
-        self._daf_session.finish_backward()
-        self._daf_session.unfreeze()
+        self._daf_session.after_backward()
         return output
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         if self._training.automatic_optimization:
-            self._daf_session.finish_step()
+            self._daf_session.after_optimizer()
         return output
-
-    def before_update(self, optimizer: Any) -> None:
-        """Is called between backward and the step of this optimizer."""
-        self._daf_session.before_update([optimizer])
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._leave()
+        self._detach()
         restored, self._daf_restored = self._daf_restored, None
         self._daf_session = DAFSession(self._daf_config, "LightningModule.training_step")
         if restored:
@@ -103,19 +97,19 @@ class CompressingStrategy(Strategy):
         if self._daf_config.elastic is not None:
             check_supported(LIGHTNING_ELASTIC, context)
         self._daf_session.attach(self._training, self.model)
-        self._daf_callbacks = self._training.trainer.callbacks
-        self._daf_callbacks.insert(0, self._daf_reporter)  # before the progress bar, which shows what is logged
+        self._daf_reporter = _reporter(importlib.import_module(self._daf_package).Callback, self._daf_session)
+        self._training.trainer.callbacks.insert(0, self._daf_reporter)  # before the progress bar, which shows the log
         self._say(self._daf_session.start_line())
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._leave()
+        self._detach()
         self._say(self._daf_session.report())
 
     @override
     def teardown(self) -> None:
-        self._leave()
+        self._detach()
         self._daf_restored = None  # of what is evaluated, nothing is resumed
         super().teardown()
 
@@ -150,30 +144,29 @@ class CompressingStrategy(Strategy):
     def _training(self) -> LightningModule:
         return cast("LightningModule", self.lightning_module)
 
-    def _compressed_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._audit(self._training, *args, **kwargs)
-        with self._daf_session.scope():
-            return super().training_step(*args, **kwargs)
+    def _compressed_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self._training
 
-    def _audit(self, module: LightningModule, batch: Any, *rest: Any, **options: Any) -> None:
-        for reason in unsupported_reasons(LIGHTNING_AUDITS, LightningContext(self, module, batch)):
-            self._daf_session.give_up_audits(reason)
-            return
-        self._daf_session.audit(module, batch, lambda rows: loss_aside(self, module, rows, *rest, **options))
+        def loss_of(rows: Any) -> torch.Tensor:
+            return loss_without_trace(self, module, rows, *args, **kwargs)
 
-    def _leave(self) -> None:
+        reasons = unsupported_reasons(LIGHTNING_AUDITS, LightningContext(self, module, batch))
+        with self._daf_session.forward(batch, loss_of, next(iter(reasons), None)):
+            return super().training_step(batch, *args, **kwargs)
+
+    def _detach(self) -> None:
         """Removes everything from the model and the trainer."""
         self._daf_session.detach()
-        if self._daf_reporter in self._daf_callbacks:
-            self._daf_callbacks.remove(self._daf_reporter)
-        self._daf_callbacks = []
+        if self._daf_reporter is not None:
+            self._training.trainer.callbacks.remove(self._daf_reporter)
+            self._daf_reporter = None
 
     def _say(self, text: str) -> None:
         if self.is_global_zero:
             tqdm.write(text)
 
-    def _become(self, base: Strategy) -> None:
-        """Goes on as a strategy of the class of `base`, with what that has, and with DAF."""
+    def _turn_into(self, base: Strategy) -> None:
+        """Becomes a strategy of the class of `base`, with DAF: the Trainer keeps the object that it was given."""
         own = {name: value for name, value in vars(self).items() if name.startswith("_daf_")}
         vars(self).clear()
         self.__class__ = compressing(type(base))
@@ -181,10 +174,30 @@ class CompressingStrategy(Strategy):
 
 
 class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
-    """One device, or DDP for several: decided when a Trainer has found the devices, unless a base is given."""
+    """Compresses the activations of a training run; nothing else in the script changes.
 
-    _several: ClassVar[type[DDPStrategy]]
-    _kinds: ClassVar[type[Strategy]]
+    It is a strategy for one device, or DDP for several: the Trainer's `accelerator`, `devices` and `num_nodes` decide.
+    It covers `LightningModule.training_step`, that is the forward pass and the loss. Each optimizer step logs
+    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms``, ``daf/unpack_ms``, ``daf/dropped_mb``,
+    ``daf/spilled_mb`` and ``daf/audit_ms``, and after the first audit ``daf/gradient_error`` and
+    ``daf/gradient_cosine``. Audits call `training_step` once more, with a part of the batch, and keep what it logs and
+    counts out of logs and metrics. With manual optimization there are none.
+
+    Example:
+        >>> Trainer(strategy=DAFStrategy(precision=4)).fit(module, data)
+
+    Args:
+        config: A configuration, or a mapping of its fields, instead of options.
+        base: A strategy of the same package to add DAF to, such as ``DDPStrategy(static_graph=True)``; the object
+            itself is left as it is.
+        options: The fields of `DAFConfig`, such as ``precision=4``.
+
+    Raises:
+        ConfigError: An option is unknown, its value is not allowed or without effect, both a configuration and options
+            are given, or `base` is no strategy of this package of Lightning, or one of DAF's.
+    """
+
+    _strategies: ClassVar[Any]
 
     # The Trainer fills these in where a strategy has them.
     parallel_devices: Any = None
@@ -192,35 +205,25 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
     num_nodes: int = 1
     _layer_sync: Any = None
 
-    def _begin(
-        self,
-        config: DAFConfig | Mapping[str, Any] | None,
-        options: dict[str, Any],
-        base: Strategy | None,
-        reporter: Callback,
+    def __init__(
+        self, config: DAFConfig | dict[str, Any] | None = None, base: Strategy | None = None, **options: Any
     ) -> None:
-        """Takes the arguments.
-
-        Raises:
-            ConfigError: An option is unknown, its value is not allowed or without effect, both a configuration and
-                options are given, or `base` is no strategy of this package of Lightning, or one of DAF's.
-        """
-        if isinstance(config, self._kinds):
+        kinds = self._strategies.Strategy
+        if isinstance(config, kinds):
             raise ConfigError(f"a strategy to add DAF to is given by name: base={type(config).__name__}(...)")
+        self._strategies.SingleDeviceStrategy.__init__(self)
+        self._daf_package = self._strategies.__name__.rpartition(".")[0]
         self._daf_config = configured(config, options)
         self._daf_session = DAFSession(self._daf_config)
-        self._daf_restored = None
-        self._daf_reporter = reporter
-        self._daf_callbacks = []
+        self._daf_restored = self._daf_reporter = None
         if base is None:
             return
-        if not isinstance(base, self._kinds) or isinstance(base, CompressingStrategy):
-            package = self._kinds.__module__.rpartition(".")[0]
+        if not isinstance(base, kinds) or isinstance(base, CompressingStrategy):
             raise ConfigError(
-                f"base={base!r} is not allowed; give a strategy object of {package} that is not DAF's own, such as "
-                "DDPStrategy(), or leave it out"
+                f"base={base!r} is not allowed; give a strategy object of {self._strategies.__name__} that is not "
+                "DAF's own, such as DDPStrategy(), or leave it out"
             )
-        self._become(base)
+        self._turn_into(base)
 
     @override
     def _configure_launcher(self) -> None:
@@ -231,8 +234,8 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
             return
         nodes, layer_sync = self.num_nodes, self._layer_sync
         reducer: dict[str, Any] = {} if self._daf_config.elastic is None else {"find_unused_parameters": True}
-        self._become(
-            self._several(
+        self._turn_into(
+            self._strategies.DDPStrategy(
                 accelerator=self._accelerator,
                 parallel_devices=devices,
                 cluster_environment=self.cluster_environment,
@@ -248,26 +251,50 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
         distributed._configure_launcher()
 
 
-def announce_update(trainer: Trainer, optimizer: Any) -> None:
-    """Tells a strategy that backward is over and this optimizer is about to step."""
-    cast("CompressingStrategy", trainer.strategy).before_update(optimizer)
+def strategy_class(strategies: Any, home: str) -> type[ChoosingStrategy]:
+    """Returns `DAFStrategy` for one of Lightning's packages.
+
+    Args:
+        strategies: ``lightning.pytorch.strategies`` or ``pytorch_lightning.strategies``.
+        home: The module that exports the class.
+    """
+
+    def __init__(self: Any, config: Any = None, base: Any = None, **options: Any) -> None:
+        ChoosingStrategy.__init__(self, config, base, **options)
+
+    # LightningCLI builds the strategy from these types.
+    __init__.__annotations__ = {"config": DAFConfig | dict[str, Any] | None, "base": strategies.Strategy | None}
+    contents = {
+        "__init__": naming_options(__init__),
+        "__doc__": ChoosingStrategy.__doc__,
+        "__module__": home,
+        "_strategies": strategies,
+    }
+    return type("DAFStrategy", (ChoosingStrategy, strategies.SingleDeviceStrategy), contents)
 
 
-def report_metrics(trainer: Trainer, module: LightningModule) -> None:
-    """Logs the figures of the optimizer step that a batch ended, if it did."""
-    strategy = cast("CompressingStrategy", trainer.strategy)
-    if trainer.barebones:
-        return
-    for name, value in strategy.take_metrics().items():
-        # On the CPU, as a copy to a GPU would cost more; the size is asked for where training_step takes an iterator.
-        scalar = torch.tensor(value)
-        module.log(name, scalar, prog_bar=name == "daf/ratio", on_step=True, on_epoch=False, batch_size=1)
-
-
-def register(registry: Any, strategy: type[Strategy]) -> None:
+def register_strategy(registry: Any, strategy: type[Strategy]) -> None:
     """Registers a strategy under DAF's name in one of Lightning's registries, unless the name is known there."""
     if NAME not in registry:
         registry.register(NAME, strategy, description="Saved activations in a few bits, on one device or several")
+
+
+def _reporter(callback: type[Callback], session: DAFSession) -> Callback:
+    """Returns a callback that logs the session's figures and prepares the steps of optimizers."""
+
+    def on_before_optimizer_step(_self: object, _trainer: Trainer, _module: LightningModule, optimizer: Any) -> None:
+        session.before_optimizer([optimizer])
+
+    def on_train_batch_end(_self: object, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.barebones:
+            return
+        for name, value in session.take_metrics().items():
+            # On the CPU: a copy to a GPU costs more. Where training_step takes an iterator, log needs the batch's size.
+            scalar = torch.tensor(value)
+            module.log(name, scalar, prog_bar=name == "daf/ratio", on_step=True, on_epoch=False, batch_size=1)
+
+    hooks = {"on_before_optimizer_step": on_before_optimizer_step, "on_train_batch_end": on_train_batch_end}
+    return type("Reporter", (callback,), {**hooks, "__module__": __name__})()
 
 
 @functools.cache

@@ -1,11 +1,11 @@
-"""Audits of a LightningModule: how its training_step runs without a trace."""
+"""The loss of a LightningModule for an audit, whose training_step leaves no trace."""
 
 # pyright: reportPrivateUsage=false
 # Torch keeps a module's children under a private name.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 
-def loss_aside(strategy: Strategy, module: LightningModule, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the loss of `training_step`, called for its value alone.
+def loss_without_trace(strategy: Strategy, module: LightningModule, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns the loss of `training_step`, and takes back what it logs and what metrics count.
 
-    The module is called without the wrapper of a distributed strategy, as nothing is exchanged with other processes.
+    It runs without the wrapper of a distributed strategy: other processes do not take part.
 
     Raises:
         AuditError: There is none.
     """
-    with _aside(module), strategy.precision_plugin.train_step_context():
+    with _untraced(module), strategy.precision_plugin.train_step_context():
         output: Any = module.training_step(*args, **kwargs)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -36,20 +36,21 @@ def loss_aside(strategy: Strategy, module: LightningModule, *args: Any, **kwargs
 
 
 @contextmanager
-def _aside(module: nn.Module) -> Generator[None]:
-    """Leaves no trace of what runs inside in logs and metrics; what else it changes is the engine's affair."""
+def _untraced(module: nn.Module) -> Generator[None]:
+    """Discards logs, and gives copies of metrics to what runs inside; the engine takes back the rest."""
     with ExitStack() as stack:
         for part in list(module.modules()):
             if hasattr(part, "training_step"):
-                stack.enter_context(_without_logging(part))
+                stack.enter_context(log_replaced(part, lambda *_args, **_options: None))  # log_dict calls it, too
             stack.enter_context(_metrics_kept(part))
         yield
 
 
 @contextmanager
-def _without_logging(module: nn.Module) -> Generator[None]:
+def log_replaced(module: nn.Module, function: Callable[..., None]) -> Generator[None]:
+    """Has `LightningModule.log` call another function inside."""
     own = vars(module).get("log")
-    vars(module)["log"] = _discard  # log_dict calls it, too
+    vars(module)["log"] = function
     try:
         yield
     finally:
@@ -58,13 +59,8 @@ def _without_logging(module: nn.Module) -> Generator[None]:
             vars(module)["log"] = own
 
 
-def _discard(*_args: object, **_options: object) -> None:
-    """Takes the place of LightningModule.log."""
-
-
 @contextmanager
 def _metrics_kept(module: nn.Module) -> Generator[None]:
-    """Gives copies of the metrics in a module to what runs inside."""
     kept = {name: child for name, child in module.named_children() if isinstance(child, Metric | MetricCollection)}
     module._modules.update({name: metric.clone() for name, metric in kept.items()})
     try:

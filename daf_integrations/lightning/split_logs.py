@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from typing_extensions import Self
 
 from daf_core.batch.rows import rows_of
+from daf_integrations.lightning.dry_run import log_replaced
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -61,29 +61,24 @@ class _Part:
 
 
 class PartLogs:
-    """Takes the place of a module's `log` while open, and logs at its end; metrics that count themselves go through.
+    """Collects what a module logs in the parts of a step, and logs it once; metrics that are objects are not collected.
 
     Args:
         module: The module.
     """
 
     def __init__(self, module: LightningModule) -> None:
-        self._module = module
         self._log: Callable[..., None] = module.log
-        self._own = vars(module).get("log")
+        self._module = module
         self._parts: list[_Part] = []
 
-    def __enter__(self) -> Self:
-        vars(self._module)["log"] = self._collect
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        del vars(self._module)["log"]
-        if self._own is not None:
-            vars(self._module)["log"] = self._own
-        if kind is None:
-            for name, value, (args, options) in self._calls():
-                self._log(name, value, *args, **options)
+    @contextmanager
+    def collecting(self) -> Generator[None]:
+        """Collects what is logged inside, and logs it at the end."""
+        with log_replaced(self._module, self._collect):
+            yield
+        for name, value, (args, options) in self._calls():
+            self._log(name, value, *args, **options)
 
     @contextmanager
     def part(self, batch: Any, weight: float) -> Generator[_Part]:

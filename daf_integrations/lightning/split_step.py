@@ -1,7 +1,7 @@
 """Runs a LightningModule's training_step within a memory budget, inside of Lightning's own order of calls.
 
-Lightning clears gradients between training_step and backward. So parts run backward in training_step, their gradients
-are put aside, and the backward pass of the loss that is returned, which has no graph, puts them in place.
+Lightning clears gradients between training_step and backward. So parts run backward in training_step, this module takes
+their gradients off the parameters, and the backward pass of the returned loss, a leaf, puts them back.
 """
 
 from __future__ import annotations
@@ -12,43 +12,46 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from daf_core import MicroBatchError
-from daf_integrations.lightning.counters import Counts
-from daf_integrations.lightning.dry_run import loss_aside
+from daf_core.snapshots.attributes import Attributes
+from daf_integrations.lightning.dry_run import loss_without_trace
 from daf_integrations.lightning.split_logs import PartLogs
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
 
-    from daf_core.plan.run.runner import StepRunner
-
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
-class StepInParts:
-    """Takes the place of a strategy's training_step.
+class SplitStep:
+    """A strategy's training_step that runs forward and backward in parts.
 
     Args:
         strategy: The strategy, after its setup.
         module: The module that it trains.
-        runner: Runs the step.
-        training_step: Runs that of a part.
+        run_step: `DAFSession.run_step`.
+        training_step: Runs training_step for a part, compressed.
     """
 
     def __init__(
-        self, strategy: Strategy, module: LightningModule, runner: StepRunner, training_step: Callable[..., Any]
+        self,
+        strategy: Strategy,
+        module: LightningModule,
+        run_step: Callable[..., Tensor],
+        training_step: Callable[..., Any],
     ) -> None:
-        self._strategy, self._module, self._runner = strategy, module, runner
-        self._training_step = training_step
+        self._strategy, self._module = strategy, module
+        self._run_step, self._training_step = run_step, training_step
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward within the memory budget, and returns what training_step does for the whole batch.
 
-        Gradients are in place when Lightning's backward is over. What is logged in each part is logged once: as the
-        sum of the parts' weighted values for the loss, as their mean by rows for other numbers. A mapping that
-        training_step returns is that of the last part, with the whole loss. A batch in one piece may have no loss.
+        Gradients are in place when Lightning's backward is over. A value that each part logs is logged once: the loss
+        as the sum of the parts' weighted losses, other numbers as their mean by rows. A mapping that training_step
+        returns is the mapping of the last part, with the whole loss. A batch in one piece may have no loss.
 
         Args:
             batch: The step's batch.
@@ -58,7 +61,7 @@ class StepInParts:
         Raises:
             MicroBatchError: A part of the batch has no loss.
             PlanError: No plan keeps the budget.
-            ProfileError: What a step takes cannot be measured.
+            ProfileError: The step cannot be measured.
         """
         kept = _taken(self._module) if self._clears else []
         try:
@@ -69,9 +72,9 @@ class StepInParts:
                 _add(kept)
             raise
         if self._clears:
-            made = _taken(self._module)
+            computed = _taken(self._module)
             _add(kept)
-            loss.register_hook(partial(_put_in_place, made))
+            loss.register_hook(partial(_put_back, computed))
         return {**output, "loss": loss} if isinstance(output, Mapping) else None if output is None else loss
 
     def _run(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -97,10 +100,13 @@ class StepInParts:
             self._backward(weighted)
             return weighted.detach()
 
-        rows_loss = partial(_loss_aside, self._strategy, self._module, args, kwargs)
-        with PartLogs(self._module) as logs:
-            counts = Counts(self._module)
-            loss = self._runner.run(batch, rows_loss, step, begin)
+        def loss_of(rows: Any) -> Tensor:
+            return loss_without_trace(self._strategy, self._module, rows, *args, **kwargs)
+
+        logs = PartLogs(self._module)
+        with logs.collecting():
+            counts = _Counts(self._module)
+            loss = self._run_step(batch, loss_of, step, begin)
         return loss.requires_grad_(), output
 
     @property
@@ -117,10 +123,25 @@ class StepInParts:
         precision.backward(loss if scaler is None else scaler.scale(loss), self._module, None)
 
 
-def _loss_aside(
-    strategy: Strategy, module: LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Any
-) -> Tensor:
-    return loss_aside(strategy, module, rows, *args, **kwargs)
+class _Counts:
+    """Attributes of a module that has a training_step, and the metrics inside of it, as they are now."""
+
+    def __init__(self, module: LightningModule) -> None:
+        parts = list(module.modules())
+        metrics = [part for part in parts if isinstance(part, Metric)]
+        # Torch's and Lightning's own attributes are private.
+        self._kept = [Attributes(part) for part in parts if hasattr(part, "training_step")]
+        self._kept += [Attributes(metric, private=True) for metric in metrics]
+        # An update may add to tensors in place; lists only grow.
+        states = (state for metric in metrics for state in metric.metric_state.values() if isinstance(state, Tensor))
+        self._states = [(state, state.detach().clone()) for state in states]
+
+    def restore(self) -> None:
+        for kept in self._kept:
+            kept.restore()
+        with torch.no_grad():
+            for state, before in self._states:
+                state.copy_(before)
 
 
 def _loss_in(output: Any) -> Tensor:
@@ -141,7 +162,7 @@ def _taken(module: nn.Module) -> Gradients:
     return taken
 
 
-def _put_in_place(gradients: Gradients, _gradient: Tensor) -> None:
+def _put_back(gradients: Gradients, _gradient: Tensor) -> None:
     _add(gradients)
 
 

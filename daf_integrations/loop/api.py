@@ -60,7 +60,7 @@ def prepare(model: Model, config: DAFConfig | Mapping[str, Any] | None = None, *
     before = training_of(model)
     if before is not None:
         before.stop()
-    log.info("%s", Training(model, chosen).ending.title)
+    log.info("%s", Training(model, chosen).exit_summary.title)
     return model
 
 

@@ -23,17 +23,13 @@ from daf_core.snapshots.attributes import referred_kept
 from daf_core.unsupported.models import PLANS
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.own_loss import LossWatch, loss_in
-from daf_integrations.session.session import DAFSession
+from daf_integrations.session.session import DAFSession, LossFunction
 from daf_integrations.session.unwrap import alone, any_backward, is_redirected, unwrap_model
 
 UNSEEN_STEPS = 3
 """Optimizer steps without a compressed pass before a warning: libraries take one of their own to fill their state."""
 
-LossFunction = Callable[[Any], Tensor]
-
-NOT_SPLIT = (
-    "a loop that calls the model itself keeps its batches whole; daf_integrations.step(model, batch) splits them"
-)
+LOSS_OUTSIDE = "the loss is computed in a scope of its own, so it cannot be computed again"
 
 OTHER_LOSS = (
     "backward ran on something else than the loss that the model returns. daf_integrations.step(model, batch, "
@@ -89,23 +85,23 @@ class Training:
         self.outer, self.model = model, unwrap_model(model)
         self.session = DAFSession(config)
         self.session.attach(self.model, model)
-        self.ending = ExitSummary(self.session.start_line(), self.session.totals)
+        self.exit_summary = ExitSummary(self.session.start_line(), self.session.totals)
         self._passes = self._unseen = 0
         self._loss_name: str | None = None
         self._watch: LossWatch | None = None
-        self._aside = False
+        self._measuring = False
         self._forward = ForwardPatch(model, self._compressed)
         _trainings.add(self)
-        _endings.append(self.ending)
+        _exit_summaries.append(self.exit_summary)
         _watch_optimizers()
 
     def stop(self) -> None:
-        """Makes the model the one it was."""
+        """Gives the model back as it was."""
         self._forward.remove()
         self.session.detach()
         _trainings.discard(self)
-        if not self.ending.totals.steps:
-            _endings.remove(self.ending)
+        if not self.exit_summary.totals.steps:
+            _exit_summaries.remove(self.exit_summary)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state of the session.
@@ -114,76 +110,68 @@ class Training:
             StateError: It is something else.
         """
         self.session.load_state(state)
-        self.ending.totals = self.session.totals
+        self.exit_summary.totals = self.session.totals
 
     @contextmanager
     def scope(self) -> Generator[None]:
-        """Compresses what is saved inside; does nothing in evaluation, and inside a scope that covers the model.
+        """Compresses what is saved inside; see `daf_integrations.scope`.
 
         Raises:
             AuditError: `max_gradient_error` is set, and the loss is not known here.
             HooksActiveError: Other saved-tensor hooks are active.
             ProfileError: The budget covers steps, and the loss is not known here.
         """
-        if self._records and self.session.runner is not None and not self.session.enclosing_session:
+        records = self._records
+        if records and self.session.config.plans_steps and not self.session.enclosing_session:
             raise ProfileError(
                 "memory_budget covers the whole step, which a scope does not know; run it with "
                 'daf_integrations.step(model, batch, loss_function), or set budget_covers="activations"'
             )
-        if self._records:
-            self.session.give_up_audits("the loss is computed in a scope of its own, so it cannot be computed again")
-        self._begin_step()
-        with self._pass():
+        with self._pass(unmeasurable=LOSS_OUTSIDE if records else None):
             yield
 
     def step(
         self, model: nn.Module, batch: Any, loss_function: LossFunction, backward: Callable[[Tensor], object]
     ) -> Tensor:
-        """Runs forward and backward passes of a batch, within a budget that covers them; see `plain.step`.
+        """Runs forward and backward passes of a batch; see `daf_integrations.step`.
 
         Raises:
             ConfigError: Steps are planned, and the model was prepared before it was wrapped for several processes.
         """
 
-        def aside(rows: Any) -> Tensor:
+        def loss_of(rows: Any) -> Tensor:
             with self._uncompressed(), any_backward(model), referred_kept(loss_function, self.model):
                 return loss_function(rows)
 
         def run(part: Any, weight: float, _last: bool) -> Tensor:
-            self.session.audit(self.outer, part, aside)
-            with self._pass():
+            with self._pass(part, loss_of):
                 loss = loss_function(part)
             weighted = loss if weight == 1 else loss * weight
             backward(weighted)
-            self.session.finish_backward()
+            self.session.after_backward()
             return weighted.detach()
 
-        self._begin_step()
-        runner = self.session.runner
         if exchanging(model) and not exchanging(self.outer):
             self._check_unplanned(WRAPPED_LATER)
-        return run(batch, 1.0, True) if runner is None else runner.run(batch, aside, run)
+        return self.session.run_step(batch, loss_of, run)
 
-    def before_update(self, optimizer: Optimizer, by_closure: bool) -> None:
-        """Tells the session that an optimizer is about to train this model, or to call a closure that computes it."""
-        if self.session.config.elastic is not None and self._has_parameters_in(optimizer):
-            if by_closure:
-                self._begin_step()
-            self.session.before_update([optimizer])
+    def before_optimizer(self, optimizer: Optimizer, by_closure: bool) -> None:
+        """Prepares the step of an optimizer, if it trains this model; a closure computes the loss within that step."""
+        if self._has_parameters_in(optimizer):
+            self.session.before_optimizer([optimizer], by_closure and self._records)
 
-    def finish_step(self, optimizer: Optimizer) -> None:
+    def after_optimizer(self, optimizer: Optimizer) -> None:
         """Ends the step, if the optimizer has trained this model and passes were compressed for it."""
         if not self._has_parameters_in(optimizer):
             return
-        self.session.after_update()  # the last of several optimizers ends what is elastic of the step
+        self.session.after_optimizer(counted=self._passes > 0)
         if self._passes:
-            self.session.finish_step()
             self._passes = 0
             self._check_audit()
-        elif self.session.last_step is None and not self.ending.covered:
+        elif self.session.last_step is None and not self.exit_summary.covered:
             self._unseen += 1
             if self._unseen == UNSEEN_STEPS:
-                log.warning("%s", _nothing_compressed(self.ending, f"{UNSEEN_STEPS} optimizer steps"))
+                log.warning("%s", _nothing_compressed(self.exit_summary, f"{UNSEEN_STEPS} optimizer steps"))
 
     def _check_unplanned(self, reason: str) -> None:
         """Checks that steps are not planned.
@@ -191,41 +179,34 @@ class Training:
         Raises:
             ConfigError: They are.
         """
-        if self.session.runner is not None and self.session.enclosing_session is None:
+        if self.session.config.plans_steps and self.session.enclosing_session is None:
             raise PLANS.error_for(reason)
 
     def _has_parameters_in(self, optimizer: Optimizer) -> bool:
         parameters = set(map(id, self.model.parameters()))
         return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
-    def _begin_step(self) -> None:
-        if self._records:
-            self.session.begin_step()
-
     @property
     def _records(self) -> bool:
         return self.outer.training and torch.is_grad_enabled()
 
     def _compressed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._records or self._aside:
-            if not self._aside:
-                self.session.unfreeze()  # an evaluation: what it finds is what the user has chosen
+        if self._measuring:
             return forward(*args, **kwargs)
-        self._begin_step()
-        if is_redirected(self.outer):
-            self._check_unplanned(OTHER_METHOD)
-            self.session.give_up_audits(OTHER_METHOD)
-        if self.session.runner is not None and self.session.enclosing_session is None:
-            self.session.runner.prepare((args, kwargs), self._loss, NOT_SPLIT)
-        audited = self.session.audit(self.outer, (args, kwargs), self._loss)
-        with self._pass():
+        if not self._records:
+            self.session.unfreeze()  # an evaluation
+            return forward(*args, **kwargs)
+        unmeasurable = OTHER_METHOD if is_redirected(self.outer) else None
+        if unmeasurable is not None:
+            self._check_unplanned(unmeasurable)
+        with self._pass((args, kwargs), self._own_loss, unmeasurable) as audited:
             output = forward(*args, **kwargs)
         if audited:
             self._watch = LossWatch(output, self._loss_name)
         return output
 
     def _check_audit(self) -> None:
-        """Sees to it that what is audited is what is trained, once it has been trained."""
+        """Compares the loss that was audited with the one that backward has run on."""
         watch, self._watch = self._watch, None
         if watch is None or watch.is_trained or not watch.seen:
             return
@@ -235,7 +216,7 @@ class Training:
         else:
             self.session.retract_audits(OTHER_LOSS)
 
-    def _loss(self, rows: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+    def _own_loss(self, rows: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
         # Not through DistributedDataParallel, which would wait for other processes.
         args, kwargs = rows
         with self._uncompressed():
@@ -243,31 +224,34 @@ class Training:
 
     @contextmanager
     def _uncompressed(self) -> Generator[None]:
-        """Has calls of the model inside be no passes of its training."""
-        before, self._aside = self._aside, True
+        """Has calls of the model inside measure it, and train nothing."""
+        before, self._measuring = self._measuring, True
         try:
             yield
         finally:
-            self._aside = before
+            self._measuring = before
 
     @contextmanager
-    def _pass(self) -> Generator[None]:
+    def _pass(
+        self, batch: Any = None, loss_of: LossFunction | None = None, unmeasurable: str | None = None
+    ) -> Generator[bool]:
+        """Counts a forward pass, which `DAFSession.forward` compresses."""
         outer = self.session.enclosing_session
         if self._records and outer is None:
             self._passes += 1
-        elif outer is not None and outer is not self.session and not self.ending.covered:
-            self.ending.covered = True
+        elif outer is not None and outer is not self.session and not self.exit_summary.covered:
+            self.exit_summary.covered = True
             log.warning(
                 "The activations of %s are compressed by another DAF scope, with its options: those of %r do not count",
                 type(self.model).__name__,
-                self.ending.title,
+                self.exit_summary.title,
             )
-        with self.session.scope():
-            yield
+        with self.session.forward(batch, loss_of, unmeasurable) as audited:
+            yield audited
 
 
 _trainings: weakref.WeakSet[Training] = weakref.WeakSet()
-_endings: list[ExitSummary] = []
+_exit_summaries: list[ExitSummary] = []
 
 
 def trainings() -> list[Training]:
@@ -285,12 +269,12 @@ def training_of(model: nn.Module) -> Training | None:
 def _watch_optimizers() -> None:
     def finish(optimizer: Optimizer, *_: Any) -> None:
         for training in trainings():
-            training.finish_step(optimizer)
+            training.after_optimizer(optimizer)
 
     def prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
         for training in trainings():
-            training.before_update(optimizer, closure is not None)
+            training.before_optimizer(optimizer, closure is not None)
 
     register_optimizer_step_pre_hook(prepare)
     register_optimizer_step_post_hook(finish)
@@ -299,21 +283,21 @@ def _watch_optimizers() -> None:
 @atexit.register
 def print_exit_summaries() -> None:
     """Prints the tables that are to be shown, and warns of trainings in which nothing was compressed."""
-    for ending in _endings:
-        if ending.process != os.getpid():
+    for summary in _exit_summaries:
+        if summary.process != os.getpid():
             continue
-        if not ending.totals.raw_bytes and not ending.covered:
-            log.warning("%s", _nothing_compressed(ending, "the whole run"))
-        elif ending.shown and not ending.covered:
+        if not summary.totals.raw_bytes and not summary.covered:
+            log.warning("%s", _nothing_compressed(summary, "the whole run"))
+        elif summary.shown and not summary.covered:
             from daf_integrations.session.report import render
 
-            print(render(ending.title, ending.totals))
-    _endings.clear()
+            print(render(summary.title, summary.totals))
+    _exit_summaries.clear()
 
 
-def _nothing_compressed(ending: ExitSummary, when: str) -> str:
+def _nothing_compressed(summary: ExitSummary, when: str) -> str:
     return (
-        f"DAF compressed nothing in {when} ({ending.title}). It covers calls of the prepared model in training mode "
+        f"DAF compressed nothing in {when} ({summary.title}). It covers calls of the prepared model in training mode "
         "(model.train()) that record gradients, and steps of torch optimizers that hold its parameters. Call the model "
         "that prepare returned, not a part of it, or put forward pass and loss into `with daf_integrations.scope():`"
     )

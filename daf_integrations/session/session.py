@@ -1,10 +1,10 @@
-"""One training run with DAF, for any framework: attach to a model, compress each forward pass, report."""
+"""The contract between a trainer and DAF: one training run of one model."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from logging import getLogger
@@ -13,32 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf_core import (
-    ActivationBudgetError,
-    ActivationEngine,
-    AuditError,
-    DAFConfig,
-    GradientError,
-    HooksActiveError,
-    StepStatistics,
-)
+from daf_core import ActivationEngine, DAFConfig, ModelError, StepStatistics
 from daf_core.autograd.hook_stack import check_no_foreign_hooks
-from daf_core.batch.samples import SHARE, few_rows
+from daf_core.batch.micro_batches import Step
 from daf_core.elastic.schedule import ElasticStep
 from daf_core.elastic.training import ElasticTraining
 from daf_core.plan.plan_file import open_plan_file
 from daf_core.plan.run.runner import StepRunner
 from daf_core.rewrites.loss_option import chunk_loss
-from daf_core.snapshots.measurement import missing_values
-from daf_core.unsupported.models import AUDITS, UNMEASURED
-from daf_core.unsupported.table import Context, unsupported_reasons
-from daf_integrations.session.audit_warnings import AuditWarnings, warn_of_large_graphs
+from daf_integrations.session.audits import Audits
 from daf_integrations.session.describe import describe, title
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.saved_state import SavedState
 
-LEAST_SHARE = 1 / 1024
-"""Part of a batch below which an audit is given up that does not fit in the memory budget."""
+WHOLE = "a loop that calls the model itself keeps its batches whole; daf_integrations.step(model, batch) splits them"
+
+LossFunction = Callable[[Any], Tensor]
+"""Returns the loss of a batch, or of some of its rows."""
 
 log = getLogger("daf")
 
@@ -47,7 +38,7 @@ class _Thread(threading.local):
     """What runs in this thread.
 
     Attributes:
-        session: Whose scope or audit is open.
+        session: The session whose forward pass or measurement runs.
     """
 
     session: DAFSession | None = None
@@ -59,271 +50,206 @@ _thread = _Thread()
 class DAFSession:
     """Compresses the activations of one model while it trains.
 
+    A trainer makes these calls, in this order::
+
+        session.attach(model, outer)
+        for batch in batches:
+            with session.forward(batch, loss_of):
+                loss = loss_of(batch)
+            loss.backward()
+            session.after_backward()
+            session.before_optimizer([optimizer])
+            optimizer.step()
+            session.after_optimizer()
+            optimizer.zero_grad()
+        session.detach()
+
+    - Gradient accumulation repeats `forward` and `after_backward` for each batch of an optimizer step.
+    - A trainer that lets `run_step` run forward and backward can split batches to keep a `memory_budget`.
+    - An error may end the training anywhere: `detach` then gives the model back.
+    - A checkpoint holds `state()`; `load_state` follows `attach`, or comes before it.
+    - `start_line`, `take_metrics` and `report` are for people to read.
+
+    `daf_integrations.huggingface.callback` is a whole trainer's adapter, and the tests have a shorter one.
+
     Args:
         config: How activations are stored.
-        covered: What of the trainer runs inside of `scope`.
+        covered: The part of the trainer that runs inside `forward`, for a warning.
 
     Attributes:
-        runner: Runs steps within a budget that covers them; None where there is none, or nothing is attached.
+        totals: Figures of the run so far.
+        last_step: Statistics of the last optimizer step; None before the first.
+        runner: Runs steps within a budget that covers them; None without one, and where nothing is attached.
     """
 
     def __init__(self, config: DAFConfig, covered: str = "compute_loss and the model's forward") -> None:
         self.config = config
         self._covered = covered
-        self.totals = RunTotals()
-        self._engine_state: Mapping[str, Any] | None = None
-        self._share: float | None = SHARE
-        self._called = False
-        self._unaudited: list[str] = []
-        self._warnings = AuditWarnings(config)
+        self.totals, self._recent = RunTotals(), RunTotals()
         self.last_step: StepStatistics | None = None
-        self._recent = RunTotals()
-        self._engine: ActivationEngine | None = None
         self.runner: StepRunner | None = None
+        self._engine: ActivationEngine | None = None
         self._elastic: ElasticTraining | None = None
-        self._elastic_state: Mapping[str, Any] | None = None
-        self._undo_loss: Callable[[], None] | None = None
+        self._audits: Audits | None = None
+        self._learned: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = None, None
+        self._attached = ExitStack()
+        self._splits = False
         self._plan: str | None = None
         self._trained: str | None = None
         self._parameters: frozenset[int] = frozenset()
         self._description = ""
 
     def attach(self, model: nn.Module, outer: nn.Module | None = None) -> None:
-        """Prepares the model; a model that was attached before is let go first.
+        """Prepares a model for training, and detaches the one before.
 
         Args:
             model: The model.
-            outer: The model as it is called, if that is something around it.
+            outer: The model as it is called, if something wraps it.
 
         Raises:
-            ConfigError: Steps are to be planned, training to be elastic or the loss computed in chunks, and this
-                model's cannot; `plan_file` is not usable.
+            ConfigError: The configuration plans steps, trains elastically or computes the loss in chunks, and this
+                model does not allow it; `plan_file` is not usable.
             ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
             HooksActiveError: Saved-tensor hooks of someone else are active.
+            ModelError: A part of the model is a ScriptModule.
             NothingToTrainError: No parameter requires a gradient.
-            StateError: What was learned before is no saved state.
+            StateError: The state that was loaded before is not a saved one.
             UnsupportedDeviceError: There are no kernels for the model's device.
         """
         self.detach()
         check_no_foreign_hooks()
-        self._engine = ActivationEngine(model, self.config)
+        _check_not_scripted(model)
+        engine = self._engine = ActivationEngine(model, self.config)
         # Not `outer or model`: a compiled model asks the model inside for its length.
         called = model if outer is None else outer
+        learned, elastic = self._learned
+        undo = self._attached
+        undo.callback(engine.close)
         try:
-            if self._engine_state is not None:
-                self._engine.load_state_dict(self._engine_state)
+            if learned is not None:
+                engine.load_state_dict(learned)
             plan_file = open_plan_file(self.config, model, lambda: self.totals.steps)
-            self._undo_loss = chunk_loss(self.config, called)
-            elastic = self.config.elastic
-            if elastic is not None:
-                self._elastic = ElasticTraining(model, called, self._engine, elastic, plan_file=plan_file)
-                if self._elastic_state is not None:
-                    self._elastic.load(self._elastic_state)
+            if (undo_chunks := chunk_loss(self.config, called)) is not None:
+                undo.callback(undo_chunks)
+            if self.config.elastic is not None:
+                self._elastic = ElasticTraining(model, called, engine, self.config.elastic, plan_file=plan_file)
+                undo.callback(self._elastic.close)
+                if elastic is not None:
+                    self._elastic.load(elastic)
             if self.config.plans_steps:
-                self.runner = StepRunner(called, model, self._engine, self.config, self._elastic, plan_file)
+                self.runner = StepRunner(called, model, engine, self.config, self._elastic, plan_file)
+                undo.callback(self.runner.close)
         except BaseException:
             self.detach()
             raise
+        self._audits = Audits(engine, called, self._elastic, self.runner)
         self._parameters = frozenset(map(id, model.parameters()))
         self._description = describe(model)
 
     def detach(self) -> None:
-        """Removes everything from the model."""
-        if self.runner is not None:
-            self.runner.close()
-            self.runner = None
-        if self._elastic is not None:
-            self._elastic_state = self._elastic.state()
-            self._elastic.close()
-            self._elastic = None
+        """Removes everything from the model, also in the middle of a step; does nothing where nothing is attached."""
+        self._learned = self._learned_now()
+        self._attached.close()
+        self._engine = self._elastic = self._audits = self.runner = None
+
+    @contextmanager
+    def forward(
+        self, batch: Any = None, loss_of: LossFunction | None = None, unmeasurable: str | None = None
+    ) -> Generator[bool]:
+        """Compresses what the forward pass and the loss inside save, and begins an optimizer step if none is open.
+
+        Before the pass it measures the error of the gradient where that is due, and yields whether it did. Does nothing
+        where no gradient is recorded, as in evaluation, and inside a session that covers this model.
+
+        Args:
+            batch: The step's batch.
+            loss_of: Returns the loss of some rows of the batch, and leaves no trace. Without it and `unmeasurable` the
+                pass is compressed, but is no part of a step.
+            unmeasurable: Why no loss of a part of this batch is known; None where it is.
+
+        Raises:
+            AuditError: The error cannot be measured, and `max_gradient_error` is set.
+            ConfigError: The model can no longer be trained elastically.
+            HooksActiveError: Other saved-tensor hooks are active, among them those of another model's session.
+            PlanError: No plan keeps the budget for a step that `run_step` does not run.
+            ProfileError: That step cannot be measured.
+        """
+        if self._engine is None or not torch.is_grad_enabled() or self.enclosing_session:
+            yield False
+            return
+        audited = self._begin_pass(batch, loss_of, unmeasurable)
+        frozen = nullcontext() if self._elastic is None else self._elastic.holding()
+        with frozen, self._covering(), self._engine.compress():
+            yield audited
+
+    def run_step(
+        self, batch: Any, loss_of: LossFunction, step: Step, restore: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Runs forward and backward of a batch: in micro-batches, and again with less memory, as the budget demands.
+
+        Args:
+            batch: The step's batch.
+            loss_of: Returns the loss of some of its rows, and leaves no trace.
+            step: Runs `forward` and backward of a part of the batch; see `run_parts`. It gets the whole batch where no
+                budget covers steps.
+            restore: Takes back what the trainer itself has counted, at the beginning of each attempt.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            PlanError: No plan keeps the budget.
+            ProfileError: The step cannot be measured.
+        """
+        self._begin_step()
+        if self.runner is None:
+            loss = step(batch, 1.0, True)
+        else:
+            self._splits = True
+            try:
+                loss = self.runner.run(batch, partial(self._cover, loss_of), step, restore)
+            finally:
+                self._splits = False
+        self.after_backward()
+        return loss
+
+    def after_backward(self) -> None:
+        """Ends a backward pass: what is saved next belongs to another forward pass, and evaluation may follow."""
         if self._engine is not None:
-            self._engine_state = self._engine.state_dict()
-            self._engine.close()
-            self._engine = None
-        if self._undo_loss is not None:
-            self._undo_loss()
-            self._undo_loss = None
+            self._engine.finish_backward()
+        self.unfreeze()
 
-    def begin_step(self) -> None:
-        """Begins an optimizer step, unless one has begun already; to be called while no graph of the model is alive."""
-        if self._elastic is not None and self.enclosing_session is None:
-            self._add_elastic(self._elastic.finish_stepped())
-            self._elastic.begin_step()
+    def before_optimizer(self, optimizers: Iterable[Any], by_closure: bool = False) -> None:
+        """Prepares a step of these optimizers, once all gradients are there.
 
-    def unfreeze(self) -> None:
-        """See `ElasticTraining.unfreeze`."""
-        if self._elastic is not None:
-            self._elastic.unfreeze()
+        Args:
+            optimizers: The optimizers.
+            by_closure: Whether they call a closure that computes the gradients, so that this begins the step.
 
-    def before_update(self, optimizers: Iterable[Any]) -> None:
-        """Is to be called between backward and the step of these optimizers."""
+        Raises:
+            ConfigError: Training is elastic, and one of them moves parameters that have no gradient.
+        """
+        if by_closure:
+            self._begin_step()
         if self._elastic is not None:
             self._elastic.before_update(optimizers)
 
-    def after_update(self) -> None:
-        """Is to be called after the optimizers' step, while gradients are still there; `finish_step` does, too.
+    def after_optimizer(self, counted: bool = True) -> StepStatistics | None:
+        """Ends an optimizer step, while its gradients are still there.
+
+        Args:
+            counted: Whether this is a step of the run; False for the second of several optimizers in a step.
+
+        Returns:
+            The statistics of the step; None where it does not count or nothing is attached.
 
         Raises:
             ElasticError: Training is elastic, and cannot be within its share of memory, or would save nothing.
         """
-        self._add_elastic(None if self._elastic is None else self._elastic.finish_step())
-
-    def _add_elastic(self, step: ElasticStep | None) -> None:
-        if step is not None:
-            self.totals.add_elastic(step)
-            self._recent.add_elastic(step)
-
-    @property
-    def chunks_loss(self) -> bool:
-        """Whether the model's loss may be computed in chunks."""
-        return self._undo_loss is not None
-
-    @property
-    def enclosing_session(self) -> DAFSession | None:
-        """The session whose scope or audit is open in this thread, if it knows all parameters of this model."""
-        outer = _thread.session
-        return outer if outer is not None and self._parameters <= outer._parameters else None
-
-    @contextmanager
-    def scope(self) -> Generator[None]:
-        """Compresses what is saved inside.
-
-        Does nothing where no gradient is recorded, as in evaluation, and inside a scope or audit that covers the model.
-
-        Raises:
-            HooksActiveError: Other saved-tensor hooks are active, among them the scope of another model.
-        """
-        if self._engine is None or not torch.is_grad_enabled() or self.enclosing_session:
-            yield
-            return
-        held = nullcontext() if self._elastic is None else self._elastic.holding()
-        with held, self.suppress_nested(), self._engine.compress():
-            yield
-
-    @contextmanager
-    def suppress_nested(self) -> Generator[None]:
-        """Has scopes of others that this session covers do nothing inside."""
-        outer, _thread.session = _thread.session, self
-        try:
-            yield
-        finally:
-            _thread.session = outer
-
-    def audit(self, model: nn.Module, batch: Any, loss_function: Callable[[Any], Tensor]) -> bool:
-        """Measures the error of the gradient on a few rows, where that is due and a gradient is recorded.
-
-        Says whether it was measured.
-
-        Does nothing inside a scope or audit that covers the model. To be called before the forward pass of a step,
-        outside of `scope`.
-
-        Args:
-            model: The model as it is called, perhaps compiled.
-            batch: The step's batch.
-            loss_function: Returns the loss of a part of it.
-
-        Raises:
-            AuditError: It cannot be measured, and `max_gradient_error` is set.
-        """
-        if self._engine is None or self.enclosing_session:
-            return False
-        if not self._called:
-            if missing_values(model) is not None:
-                self._engine.postpone_audit()  # the first pass makes them
-                return False
-            self._called, self._unaudited = True, unsupported_reasons(AUDITS, Context(model))
-            warn_of_large_graphs(model)
-        if not self._audit_due:
-            return False
-        if self._elastic is not None and not self._elastic.trains_most:
-            self._engine.postpone_audit()  # what is not trained here would not be measured
-            return False
-        if self._keeps_all:
-            return False
-        if self._unaudited:
-            self.give_up_audits(self._unaudited[0])
-            return False
-        try:
-            self._warnings.add(self._audit(self._engine, batch, loss_function), self.totals)
-        except HooksActiveError:
-            raise
-        except Exception as error:  # whatever a model does with a part of a batch: training must not end for it
-            self.give_up_audits(repr(error), error)
-            return False
-        return True
-
-    def give_up_audits(self, reason: str, cause: Exception | None = None) -> None:
-        """Trains on without audits, where one is due that is not possible, and says so once.
-
-        Raises:
-            AuditError: `max_gradient_error` is set.
-        """
-        if self._audit_due:
-            self._give_up_audits(reason, cause)
-
-    def retract_audits(self, reason: str | None) -> None:
-        """Forgets what audits have found, as they measured something else than what is trained.
-
-        Args:
-            reason: Why they cannot measure it, so that training goes on without; None where they can from now on.
-
-        Raises:
-            AuditError: `max_gradient_error` is set, and there is a reason.
-        """
-        if self._engine is not None:
-            self._engine.forget_audits()
-        for totals in (self.totals, self._recent):
-            totals.audits = totals.audits_above = 0
-            totals.gradient_error = totals.gradient_cosine = None
-        if reason is not None:
-            self._give_up_audits(reason)
-
-    def _give_up_audits(self, reason: str, cause: Exception | None = None) -> None:
-        if self.config.max_gradient_error is not None:
-            measured = UNMEASURED.format(reason)
-            raise AuditError(f"{measured}. max_gradient_error cannot be kept without; leave it out") from cause
-        self._share = None
-        log.warning("%s", AUDITS.error.format(reason))
-
-    @property
-    def _keeps_all(self) -> bool:
-        """Whether the plan for this step compresses nothing, so that there is no error to measure."""
-        plan = None if self.runner is None else self.runner.plan
-        return plan is not None and plan.exact
-
-    @property
-    def _audit_due(self) -> bool:
-        due = self._engine is not None and self._share is not None and self._engine.audit_due
-        return due and torch.is_grad_enabled()
-
-    def _audit(
-        self, engine: ActivationEngine, batch: Any, loss_function: Callable[[Any], Tensor]
-    ) -> GradientError | None:
-        """Audits as many rows as fit in the memory budget."""
-        with self.suppress_nested(), nullcontext() if self._elastic is None else self._elastic.everything():
-            while True:
-                assert self._share is not None
-                try:
-                    return engine.audit(partial(loss_function, few_rows(batch, self._share)))
-                except ActivationBudgetError:
-                    if self._share < LEAST_SHARE:
-                        raise
-                    self._share /= 2
-
-    def finish_backward(self) -> None:
-        """A backward pass ended inside of `scope`: what is saved next counts as another forward pass."""
-        if self._engine is not None:
-            self._engine.finish_backward()
-
-    def finish_step(self) -> StepStatistics | None:
-        """Ends an optimizer step and returns its statistics, or None when not attached.
-
-        Raises:
-            ElasticError: See `after_update`.
-        """
-        if self._engine is None:
+        if self._elastic is not None:
+            self._add_elastic(self._elastic.finish_step())
+        if self._engine is None or not counted:
             return None
-        self.after_update()
         if self.runner is not None:
             self.runner.finish_step()
             self._plan = self.runner.planner.summary
@@ -342,6 +268,34 @@ class DAFSession:
             )
         return step
 
+    def unfreeze(self) -> None:
+        """Marks as trained what the user trains, for an evaluation that no `after_backward` precedes."""
+        if self._elastic is not None:
+            self._elastic.unfreeze()
+
+    @property
+    def enclosing_session(self) -> DAFSession | None:
+        """The session whose forward pass or measurement runs in this thread, if it covers this whole model."""
+        outer = _thread.session
+        return outer if outer is not None and self._parameters <= outer._parameters else None
+
+    def retract_audits(self, reason: str | None) -> None:
+        """Forgets what audits have found, where they measured another loss than the one that is trained.
+
+        Args:
+            reason: Why they cannot measure it, so that training goes on without; None where they can from now on.
+
+        Raises:
+            AuditError: `max_gradient_error` is set, and there is a reason.
+        """
+        if self._engine is not None:
+            self._engine.forget_audits()
+        for totals in (self.totals, self._recent):
+            totals.audits = totals.audits_above = 0
+            totals.gradient_error = totals.gradient_cosine = None
+        if reason is not None and self._audits is not None:
+            self._audits.give_up(reason)
+
     def take_metrics(self) -> dict[str, float]:
         """Returns the figures of the steps since the last call, for the trainer's log; {} if there were none.
 
@@ -352,7 +306,7 @@ class DAFSession:
         return recent.metrics() if recent.steps else {}
 
     def start_line(self) -> str:
-        """Says what is about to happen, in one line."""
+        """Returns one line that says what the run is about to do."""
         return title(self.config, self._description)
 
     def report(self) -> str:
@@ -362,13 +316,12 @@ class DAFSession:
         return render(self.start_line(), self.totals, self._plan, self._trained)
 
     def state(self) -> dict[str, Any]:
-        """Returns the totals and what the engine has learned, as JSON-able values."""
-        learned = self._engine_state if self._engine is None else self._engine.state_dict()
-        elastic = self._elastic_state if self._elastic is None else self._elastic.state()
+        """Returns the totals and what was learned, as JSON-able values."""
+        learned, elastic = self._learned_now()
         return {"totals": asdict(self.totals), "engine_state": learned, "elastic_state": elastic}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned, attached or not: from all of it, or with an error from nothing.
+        """Goes on from all of what `state` returned, or, with an error, from none of it.
 
         Raises:
             ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
@@ -379,4 +332,62 @@ class DAFSession:
             self._elastic.load(elastic)
         if self._engine is not None and learned is not None:
             self._engine.load_state_dict(learned)
-        self.totals, self._engine_state, self._elastic_state = totals, learned, elastic
+        self.totals, self._learned = totals, (learned, elastic)
+
+    def _learned_now(self) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        """Returns the states of engine and elastic training; of a detached session those of the end."""
+        learned, elastic = self._learned
+        return (
+            learned if self._engine is None else self._engine.state_dict(),
+            elastic if self._elastic is None else self._elastic.state(),
+        )
+
+    def _begin_step(self) -> None:
+        """Begins an optimizer step, if none is open; no graph of the model may be alive."""
+        if self._elastic is not None and self.enclosing_session is None:
+            self._add_elastic(self._elastic.finish_stepped())
+            self._elastic.begin_step()
+
+    def _begin_pass(self, batch: Any, loss_of: LossFunction | None, unmeasurable: str | None) -> bool:
+        """Plans and audits a forward pass of a step; says whether it was audited."""
+        if self._audits is None or (loss_of is None and unmeasurable is None):
+            return False
+        self._begin_step()
+        if self.runner is not None and loss_of is not None and not self._splits:
+            self.runner.prepare(batch, partial(self._cover, loss_of), WHOLE)
+        with self._covering():
+            return self._audits.measure(batch, loss_of, unmeasurable, self.totals)
+
+    def _cover(self, loss_of: LossFunction, rows: Any) -> Tensor:
+        with self._covering():
+            return loss_of(rows)
+
+    @contextmanager
+    def _covering(self) -> Generator[None]:
+        """Has sessions of the same model, or of a part of it, do nothing inside."""
+        outer, _thread.session = _thread.session, self
+        try:
+            yield
+        finally:
+            _thread.session = outer
+
+    def _add_elastic(self, step: ElasticStep | None) -> None:
+        if step is not None:
+            self.totals.add_elastic(step)
+            self._recent.add_elastic(step)
+
+
+def _check_not_scripted(model: nn.Module) -> None:
+    """Checks that no part of a model is compiled by TorchScript.
+
+    Raises:
+        ModelError: One is: TorchScript allows no forward hook, and inside of its graphs none would run.
+    """
+    name = next((name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if name is not None:
+        where = f"{name} in {type(model).__name__}" if name else "the model"
+        raise ModelError(
+            f"{where} is a ScriptModule, whose saved activations DAF cannot tell apart: TorchScript allows no forward "
+            "hooks. Train the module that torch.jit.script or torch.jit.trace was given, perhaps with torch.compile, "
+            "and script it after training"
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -94,11 +95,12 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
                 "torchrun --nproc-per-node or accelerate launch"
             )
         yield inner
-        parts = vars(inner)["_modules"]
         if isinstance(inner, DistributedDataParallel):
             inner = inner.module
+        elif isinstance(inner, torch.jit.ScriptModule):
+            return
         else:
-            inner = parts["_forward_module"] if _is_fabric(inner) else parts.get("_orig_mod")
+            inner = vars(inner)["_modules"].get("_forward_module" if _is_fabric(inner) else "_orig_mod")
 
 
 def _fabric_layers(model: nn.Module) -> list[Any]:

@@ -226,8 +226,8 @@ class Relay(TrainerCallback):
         self.target.on_train_begin(args, state, control, **kwargs)
 
     @override
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.target.on_step_end(args, state, control, **kwargs)
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.target.on_optimizer_step(args, state, control, **kwargs)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

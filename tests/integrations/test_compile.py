@@ -56,7 +56,7 @@ def afresh() -> Iterator[None]:
     yield
     torch.compiler.reset()
     training._trainings.clear()
-    training._endings.clear()
+    training._exit_summaries.clear()
 
 
 class Block(nn.Module):

@@ -47,7 +47,7 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         GradientState._reset_state()
         PartialState._reset_state()
         training._trainings.clear()
-        training._endings.clear()
+        training._exit_summaries.clear()
 
     for name in ("prepare", "prepare_model", "__init__"):
         monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))

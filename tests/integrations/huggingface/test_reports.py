@@ -154,7 +154,7 @@ class TestWithoutATrainer:
         rows = rows_for(model, count=8)
         batch = {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
         model(**batch).loss.backward()
-        callback.on_step_end(arguments, None, None)
+        callback.on_optimizer_step(arguments, None, None)
         assert last_step(callback).ratio > 4
 
         end_by_hand(callback, arguments)

@@ -55,7 +55,7 @@ def no_earlier_models() -> Iterator[None]:
     """Forgets the models of other tests, which the garbage collector may not have found yet."""
     yield
     training._trainings.clear()
-    training._endings.clear()
+    training._exit_summaries.clear()
 
 
 def one_step(model: nn.Module, loss_of: Any = own_loss) -> dict[str, float]:

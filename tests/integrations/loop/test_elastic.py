@@ -25,6 +25,7 @@ from tests.integrations.elastic_runs import (
     count_time,
     trained,
     whole,
+    with_gradient,
 )
 from tests.integrations.loop_runs import adam, batches, weights_of
 
@@ -64,7 +65,7 @@ class Loop:
         return self
 
     def _update(self) -> None:
-        now = trained(self.model)
+        now = with_gradient(self.model)
         before = {name: value.detach().clone() for name, value in self.model.named_parameters()}
         self.optimizer.step()
         changed = {name for name, value in self.model.named_parameters() if not torch.equal(value, before[name])}

@@ -33,7 +33,7 @@ def no_earlier_models() -> Iterator[None]:
     """Forgets the models of other tests, which the garbage collector may not have found yet."""
     yield
     training._trainings.clear()
-    training._endings.clear()
+    training._exit_summaries.clear()
 
 
 class Loop:

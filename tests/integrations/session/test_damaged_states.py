@@ -36,7 +36,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     count_time(monkeypatch)
     yield
     training._trainings.clear()
-    training._endings.clear()
+    training._exit_summaries.clear()
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
