@@ -40,6 +40,12 @@ REHEARSED_PAGE_BYTES = 128
 """A rehearsal encodes what a batch of 32 times as many rows would."""
 
 
+class _Own(threading.local):
+    """Whether this thread is inside `ActivationEngine.compress`."""
+
+    in_scope = False
+
+
 class ActivationEngine:
     """Stores the activations of a model's forward passes in a few bits until backward needs them.
 
@@ -81,7 +87,7 @@ class ActivationEngine:
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._passes = KindsOfPasses()
-        self._inside = threading.local()
+        self._own = _Own()
 
     @contextmanager
     def compress(self) -> Generator[None]:
@@ -97,13 +103,14 @@ class ActivationEngine:
             SpillError: The spill file cannot be read or written, or main memory takes nothing more from a GPU; raised
                 in backward too.
         """
-        if getattr(self._inside, "scope", False):
+        if self._own.in_scope:
             yield
             return
-        hook_stack.check_no_foreign_hooks()
+        hook_stack.check_no_foreign_hooks(own=self._packer.pack)
         self._backends.follow()
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
+            self._own.in_scope = True
             self._begin_pass(threads)
             with hook_stack.installed(self._packer.pack, self._packer.unpack), self._readers.watching():
                 yield
@@ -111,6 +118,7 @@ class ActivationEngine:
             self._choice.add(threads, time.perf_counter() - started, self._recorder.scope_raw_bytes)
             complete = True
         finally:
+            self._own.in_scope = False
             self._end_pass(complete)
 
     def treat(self, treatments: Treatments) -> None:
@@ -343,7 +351,7 @@ class ActivationEngine:
         return Packer(eligibility, self._scopes, activations, recorder, self._readers)
 
     def _begin_pass(self, threads: int) -> None:
-        self._inside.scope = True
+        self._packer.end_pass()  # an interrupt may have cut off the end of the pass before
         self._store.begin_pass()
         self._streams.passes += 1
         self._pagers.follow_available_memory()
@@ -361,7 +369,6 @@ class ActivationEngine:
             backend.limit_threads(threads)
 
     def _end_pass(self, complete: bool) -> None:
-        self._inside.scope = False
         self._scopes.stop()
         self._packer.end_pass()
         census = self._store.census

@@ -68,20 +68,18 @@ class StepStatistics:
         return self.raw_bytes / self.held_bytes if self.held_bytes else 1.0
 
 
-@dataclass
 class StepRecorder:
-    """Collects a step's figures while it runs; `finish` returns them and starts anew."""
+    """Collects a step's figures while it runs; `finish` returns them and begins the next step."""
 
-    raw_bytes: int = 0
-    scope_raw_bytes: int = 0
-    batch_raw_bytes: int = 0
-    in_batch: bool = False
-    stored_as: Counter[str] = field(default_factory=Counter)
-    pack_seconds: float = 0.0
-    worker_seconds: float = 0.0
-    unpack_seconds: float = 0.0
-    gradient_error: GradientError | None = None
-    audit_seconds: float = 0.0
+    def __init__(self) -> None:
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.raw_bytes = self.scope_raw_bytes = self.batch_raw_bytes = 0
+        self.in_batch = False
+        self.stored_as: Counter[str] = Counter()
+        self.pack_seconds = self.worker_seconds = self.unpack_seconds = self.audit_seconds = 0.0
+        self.gradient_error: GradientError | None = None
 
     def enter_scope(self) -> None:
         """Starts a forward pass: that of a batch, or of a part of it while `in_batch`."""
@@ -101,7 +99,7 @@ class StepRecorder:
         self.audit_seconds += seconds
 
     def finish(self, accounts: Sequence[PagerAccount]) -> StepStatistics:
-        """Returns the step's statistics, with those of the pagers of all devices, and forgets them."""
+        """Returns the step's statistics, with those of the pagers of all devices, and begins the next step."""
         statistics = StepStatistics(
             raw_bytes=self.raw_bytes,
             held_bytes=sum(account.peak_bytes for account in accounts),
@@ -116,5 +114,5 @@ class StepRecorder:
             gradient_error=self.gradient_error,
             audit_seconds=self.audit_seconds,
         )
-        self.__init__()
+        self._begin_step()
         return statistics

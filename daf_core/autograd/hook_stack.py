@@ -6,10 +6,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from daf_core.autograd.torch_private import drop_innermost_hooks, innermost_hooks
+from daf_core.autograd.torch_private import HookPair, drop_innermost_hooks, innermost_hooks, push_hooks
 from daf_core.errors import HooksActiveError
 
 _REMEDIES = {
@@ -22,38 +21,58 @@ _DEFAULT_REMEDY = (
 )
 
 
-def check_no_foreign_hooks() -> None:
+def check_no_foreign_hooks(own: Callable[[Tensor], Any] | None = None) -> None:
     """Checks that no saved-tensor hooks are active.
 
+    Args:
+        own: The pack hook of a pair that is removed instead: two interrupts can leave it behind.
+
     Raises:
-        HooksActiveError: Some are; the message names their owner.
+        HooksActiveError: Hooks are active; the message names their owner.
     """
     active = innermost_hooks()
+    while active is not None and active[0] == own:
+        drop_innermost_hooks()
+        active = innermost_hooks()
     if active is not None:
         owner = getattr(active[0], "__module__", None) or type(active[0]).__module__
         raise HooksActiveError(
-            f"saved-tensor hooks of {owner} ({getattr(active[0], '__qualname__', active[0])}) are already active. "
+            f"saved-tensor hooks of {owner} ({_name_of(active)}) are already active. "
             f"{_REMEDIES.get(owner, _DEFAULT_REMEDY)}"
         )
 
 
 @contextmanager
 def installed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Generator[None]:
-    """Installs a pair of hooks; nothing of it or above it stays installed, whatever ends the scope.
+    """Installs the only pair of hooks; whatever ends the scope, no hooks stay installed.
 
     Raises:
         HooksActiveError: Hooks that were entered inside were not left.
     """
     leftover = None
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    try:
         try:
+            push_hooks(pack, unpack)
             yield
         finally:
-            while (active := innermost_hooks()) is not None and active[0] != pack:
-                leftover = active
-                drop_innermost_hooks()
+            leftover = _remove_all(pack)
+    finally:
+        _remove_all(pack)  # an interrupt, such as Ctrl-C, may have ended the first call early
     if leftover is not None:
         raise HooksActiveError(
-            f"saved-tensor hooks ({getattr(leftover[0], '__qualname__', leftover[0])}) were entered inside DAF's scope "
+            f"saved-tensor hooks ({_name_of(leftover)}) were entered inside DAF's scope "
             "and not left before it ended. Use them as a with block inside the forward pass"
         )
+
+
+def _remove_all(pack: Callable[[Tensor], Any]) -> HookPair | None:
+    """Returns the outermost pair above that of `pack`; None where there was none."""
+    leftover = None
+    while (active := innermost_hooks()) is not None:
+        drop_innermost_hooks()
+        leftover = leftover if active[0] == pack else active
+    return leftover
+
+
+def _name_of(pair: HookPair) -> object:
+    return getattr(pair[0], "__qualname__", pair[0])

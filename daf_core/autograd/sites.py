@@ -178,4 +178,9 @@ def _leave(scopes: ModuleScopes, module: nn.Module, _inputs: object, result: obj
         scopes.leave()
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Whether a module's forward hook is one of `follow_modules`."""
+    return getattr(hook, "func", hook) in (_enter, _leave)
+
+
 skip_dynamo(_enter, _leave)

@@ -32,8 +32,13 @@ def innermost_hooks() -> HookPair | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def push_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Installs a pair in this thread; the context manager of torch would run Python code, which Ctrl-C can cut off."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def drop_innermost_hooks() -> None:
-    """Takes the innermost pair off the stack: whoever entered it can no longer."""
+    """Takes the innermost pair off the stack, also one that its owner forgot to leave."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.scaling_groups import Grouping
-from daf_core.memory.lease import Lease
+from daf_core.memory.lease import Lease, WriteLease
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Kind, Reading
 from daf_kernels import Backend, Seed
@@ -138,12 +138,23 @@ def encode_first(
 
 
 class PagedActivation(StoredActivation):
-    """An activation that lies on pages of the pool, or in the next tier."""
+    """An activation that lies on pages of the pool, or in the next tier.
 
-    def __init__(self, pager: Pager, lease: Lease) -> None:
+    Attributes:
+        pager: Leases the pages.
+        lease: The pages. They are given back when the activation dies, also while it is being encoded.
+    """
+
+    lease: Lease
+
+    def __init__(self, pager: Pager) -> None:
         self.pager = pager
-        self.lease = lease
-        pager.release(lease, owner=self)
+
+    def _new_pages(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> WriteLease:
+        """Leases the activation's pages; the arguments and errors are those of `Pager.writing`."""
+        writing = self.pager.writing(fixed, planes, importances, owner=self)
+        self.lease = writing.lease
+        return writing
 
     @override
     def decode_into(self, out: Tensor) -> None:

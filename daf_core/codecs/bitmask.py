@@ -22,8 +22,8 @@ class BitmaskActivation(PagedActivation):
     name: ClassVar[str] = "bitmask"
     lossy = False
 
-    def __init__(self, pager: Pager, lease: Lease, backend: Backend, two: TwoValues) -> None:
-        super().__init__(pager, lease)
+    def __init__(self, pager: Pager, backend: Backend, two: TwoValues) -> None:
+        super().__init__(pager)
         self._backend = backend
         self._two = two
 
@@ -47,9 +47,9 @@ class BitmaskActivation(PagedActivation):
         two = backend.two_values(values)
         if two is None:
             return None
-        with pager.writing(mask_pages(values.numel(), pager.pool.page_bytes)) as lease:
+        stored = cls(pager, backend, two)
+        with stored._new_pages(mask_pages(values.numel(), pager.pool.page_bytes)) as lease:
             exact = backend.encode_mask(values, two, pager.pool, lease.pages)
-        stored = cls(pager, lease, backend, two)
         return stored if exact else None
 
     def values(self, dtype: torch.dtype) -> Tensor:

@@ -24,8 +24,8 @@ class ByteCopyActivation(PagedActivation):
     name: ClassVar[str] = "verbatim"
     lossy = False
 
-    def __init__(self, pager: Pager, lease: Lease, dtype: torch.dtype) -> None:
-        super().__init__(pager, lease)
+    def __init__(self, pager: Pager, dtype: torch.dtype) -> None:
+        super().__init__(pager)
         self._dtype = dtype
 
     @override
@@ -46,15 +46,15 @@ class ByteCopyActivation(PagedActivation):
         Raises:
             ActivationBudgetError: The pages do not fit in the budget.
         """
-        pool = pager.pool
+        pool, stored = pager.pool, cls(pager, values.dtype)
         content = values.contiguous().view(-1).view(torch.uint8)
-        with pager.writing(-(-content.numel() // pool.page_bytes)) as lease:
+        with stored._new_pages(-(-content.numel() // pool.page_bytes)) as lease:
             for start in range(0, lease.size, CHUNK_PAGES):
                 pages = lease.pages[start : start + CHUNK_PAGES]
                 part = content[start * pool.page_bytes :][: pages.size * pool.page_bytes]
                 full = pad(part, (0, pages.size * pool.page_bytes - part.numel()))
                 pool.write(pages, full.view(pages.size, pool.page_bytes))
-        return cls(pager, lease, values.dtype)
+        return stored
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:

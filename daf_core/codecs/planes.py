@@ -67,8 +67,8 @@ class PlanesActivation(PagedActivation):
     name: ClassVar[str] = "planes"
     only_reader: ClassVar[str] = ""
 
-    def __init__(self, pager: Pager, lease: Lease, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
-        super().__init__(pager, lease)
+    def __init__(self, pager: Pager, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
+        super().__init__(pager)
         self._backend = backend
         self._layout = layout
         self._groups = groups
@@ -135,9 +135,9 @@ class PlanesActivation(PagedActivation):
             relative_range = TYPICAL_RANGE if pager.budget is None else cls._relative_range(ctx, arranged, layout)
             errors = rounding_errors(relative_range, values.numel())
         importances = plane_importances(errors, [page_bytes * count for count in pages])
-        with pager.writing(layout.header_pages, pages, importances) as lease:
+        stored = cls(pager, ctx.backend, layout, groups)
+        with stored._new_pages(layout.header_pages, pages, importances) as lease:
             finite = cls._write(ctx, arranged, layout, lease)
-        stored = cls(pager, lease, ctx.backend, layout, groups)
         if not ctx.require_finite:
             return stored
         if ctx.checks is not None and not isinstance(finite, bool):

@@ -32,8 +32,8 @@ class ReluSignsActivation(PagedActivation):
     name: ClassVar[str] = "signs"
     readable_by_any_op = False
 
-    def __init__(self, pager: Pager, lease: Lease, backend: Backend, version: int) -> None:
-        super().__init__(pager, lease)
+    def __init__(self, pager: Pager, backend: Backend, version: int) -> None:
+        super().__init__(pager)
         self._backend = backend
         self.version = version
         self.argument: StoredActivation | None = None
@@ -57,9 +57,10 @@ class ReluSignsActivation(PagedActivation):
         Raises:
             ActivationBudgetError: The bits do not fit in the budget.
         """
-        with pager.writing(mask_pages(values.numel(), pager.pool.page_bytes)) as lease:
+        stored = cls(pager, backend, version)
+        with stored._new_pages(mask_pages(values.numel(), pager.pool.page_bytes)) as lease:
             backend.encode_nonzero(values, pager.pool, lease.pages)
-        return cls(pager, lease, backend, version)
+        return stored
 
     def rectify(self, out: Tensor) -> None:
         """Makes elements zero, or positive where they are not, as the signs say."""

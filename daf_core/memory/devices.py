@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,6 @@ from daf_core.memory.system.available import AutoBudget
 from daf_core.memory.tiers.base import Tier
 from daf_core.memory.tiers.disk import SpillFile
 from daf_core.memory.tiers.pinned import host_memory_of
-from daf_core.snapshots.rewind import Attributes
 from daf_kernels import PRECISIONS, HostBridge
 
 
@@ -111,14 +111,13 @@ class DevicePagers:
 
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that forgets what was done in this step from now on, and releases unused pages."""
-        before = Attributes(*(pager.account for pager in list(self._pagers.values())))
+        before = {pager: replace(pager.account) for pager in list(self._pagers.values())}
 
         def restore() -> None:
             for pager in list(self._pagers.values()):
                 pager.set_budget(pager.budget)  # waits for what is being read back
-                vars(pager.account).update(vars(PagerAccount()))  # one that was made meanwhile is not in `before`
+                pager.account = replace(before.get(pager, PagerAccount()))  # a pager may be newer than the snapshot
                 pager.pool.release()
-            before.restore()
 
         return restore
 

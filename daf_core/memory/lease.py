@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -118,6 +119,9 @@ def plan_drops(planes: Sequence[int], importances: Sequence[float], least: int) 
     return [(importance, left) for importance, _, left in portions]
 
 
+planned_drops = lru_cache(maxsize=4096)(plan_drops)
+
+
 class WriteLease:
     """Context manager inside which the planes of a lease are written.
 
@@ -130,18 +134,18 @@ class WriteLease:
         release: Is called then, where the block has raised an error.
     """
 
-    __slots__ = ("_lease", "_publish", "_release")
+    __slots__ = ("_publish", "_release", "lease")
 
     def __init__(self, lease: Lease, publish: Callback, release: Callback) -> None:
-        self._lease, self._publish, self._release = lease, publish, release
+        self.lease, self._publish, self._release = lease, publish, release
 
     def __enter__(self) -> Lease:
-        return self._lease
+        return self.lease
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._publish(self._lease)
+        self._publish(self.lease)
         if kind is not None:
-            self._release(self._lease)
+            self._release(self.lease)
 
 
 class ReadLease:

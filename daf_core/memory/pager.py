@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 
 import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
 from daf_core.memory import forks
-from daf_core.memory.lease import NOWHERE, Lease, Outside, ReadLease, WriteLease, plan_drops
+from daf_core.memory.lease import NOWHERE, Lease, Outside, ReadLease, WriteLease, planned_drops
 from daf_core.memory.lease_index import LeaseIndex
 from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PagePool
@@ -22,16 +21,13 @@ from daf_core.memory.release_clock import ReleaseClock, Releases
 from daf_core.memory.tiers.base import Tier
 from daf_kernels import Pages
 
-_planned_drops = lru_cache(maxsize=4096)(plan_drops)
-
 
 class Pager:
     """Leases pages to activations on one device, and counts all bytes that activations hold.
 
-    Under pressure pages that also lie in the next tier are given up; then planes, the least important of all leases
-    first, the new one's included; then whole activations move to the next tier, those needed last in backward first.
-    Where that is not enough, `ActivationBudgetError` is raised before anything is given up. Thread-safe. Releasing may
-    happen inside a garbage collection and takes no lock: it is counted with the next call.
+    Under pressure it gives up pages that also lie in the next tier; then planes, the least important of all leases
+    first; then it moves whole activations to the next tier, those needed last in backward first. If that is not enough,
+    it raises `ActivationBudgetError` first. Thread-safe. A release takes no lock, and counts with the next call.
 
     Args:
         pool: Where the pages come from; the pager is its only user.
@@ -60,7 +56,7 @@ class Pager:
         self.spills = spill is not None
         self.set_aside = 0
         self._outside_bytes = 0
-        self._writing = 0
+        self._writing: set[Lease] = set()
         self._least_planes = least_planes
         self._spill = spill
         self._read_ahead = ReadAhead(self._load_next, spill is not None and spill.queued, pool.device)
@@ -71,21 +67,24 @@ class Pager:
         self._released: Releases[Lease | Outside] = Releases(clock)
         self._lock = forks.lock(forks.Level.PAGER)
 
-    def writing(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> WriteLease:
+    def writing(
+        self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = (), owner: object = None
+    ) -> WriteLease:
         """Leases pages to a new activation; inside, its planes are written. They may be fewer than asked for.
 
-        An exception inside releases the lease; otherwise it is held until `release`.
+        An exception inside releases the lease; otherwise it is held until `release`, or until its owner dies.
 
         Args:
             fixed: Pages that it cannot do without.
             planes: Pages of each plane, most significant first.
             importances: Growth of the error if a plane is dropped, per byte that this frees.
+            owner: The activation; None for a lease that `release` gives back.
 
         Raises:
             ActivationBudgetError: It does not fit even if everything is given up that may be.
             SpillError: The next tier takes nothing more.
         """
-        return WriteLease(self._open(fixed, planes, importances), self._publish, self.release)
+        return WriteLease(self._open(fixed, planes, importances, owner), self._publish, self.release)
 
     def reading(self, lease: Lease) -> ReadLease:
         """Brings an activation back if it was spilled; inside, its pages and planes stay as they are.
@@ -97,9 +96,9 @@ class Pager:
         self._pin(lease)
         return ReadLease(lease, self._unpin)
 
-    def release(self, lease: Lease, owner: object | None = None) -> None:
-        """Gives a lease back, once: now, or when its owner dies."""
-        self._released.add(lease, owner)
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back, once."""
+        self._released.add(lease)
 
     def hold(self, size: int, owner: object | None = None) -> None:
         """Counts `size` bytes of an activation outside the pool: until `let_go`, or until their owner dies.
@@ -186,8 +185,8 @@ class Pager:
             self._read_ahead.stop()  # the drops would depend on how far it has come
         return started
 
-    def _open(self, fixed: int, planes: Sequence[int], importances: Sequence[float]) -> Lease:
-        drops = list(_planned_drops(tuple(planes), tuple(importances), self._least_planes))
+    def _open(self, fixed: int, planes: Sequence[int], importances: Sequence[float], owner: object | None) -> Lease:
+        drops = list(planned_drops(tuple(planes), tuple(importances), self._least_planes))
         page = self.pool.page_bytes
         started = self._begin_pressing()
         with self._lock:
@@ -195,19 +194,24 @@ class Pager:
             lease = Lease(self._serial, fixed, planes, drops)
             self._serial += 1
             self._make_room(lease.size * page, lease.least * page, self._page_budget, drop=True, incoming=lease)
-            lease.pages = self.pool.take(lease.size, self._page_budget)
+            if owner is not None:
+                self._released.add(lease, owner)
+            pages, size = self.pool.take(lease.size, self._page_budget), lease.size * page
             if self._spill is not None:
                 self._spill.wait()  # pages that were just given up may still be on their way
+            self._writing.add(lease)
+            # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all three.
             lease.readers = 1
-            self._writing += 1
-            self._count(lease.size * page)
+            lease.pages = pages
+            self.held_bytes += size
+            self._count(0)
             self.account.seconds += time.perf_counter() - started
             return lease
 
     def _publish(self, lease: Lease) -> None:
         with self._lock:
             lease.readers -= 1
-            self._writing -= 1
+            self._writing.remove(lease)
             self._index.add(lease)
             self._copy_ahead(lease.size)
 
@@ -218,7 +222,12 @@ class Pager:
                 loading.wait()
             else:
                 self._read_ahead.stop()  # what it is loading takes room that cannot be given up before it is there
-                if self._claim(lease):
+                with self._lock:
+                    claimed = not lease.resident and lease.loading is None  # no other thread loads it
+                    if claimed:
+                        self._collect()
+                        self._begin_load(lease)
+                if claimed:
                     self._load(lease)
         if self._index.spilled:
             self._read_ahead.start(lease.serial)
@@ -238,15 +247,6 @@ class Pager:
                 self._read.add(lease)
                 self.account.seconds += time.perf_counter() - started
             return lease.resident
-
-    def _claim(self, lease: Lease) -> bool:
-        """Begins to load a lease, unless another thread has done so."""
-        with self._lock:
-            if lease.resident or lease.loading is not None:
-                return False
-            self._collect()
-            self._begin_load(lease)
-            return True
 
     def _load_next(self, serial: int) -> int | None:
         """Reads back what was spilled and is needed next before `serial`, if it fits; returns its number."""
@@ -323,10 +323,7 @@ class Pager:
             raise ActivationBudgetError(budget + excess(), budget)
 
     def _drop(self, lease: Lease) -> Pages:
-        """Drops the next planes of a lease and returns their pages, which the pool is still to be given.
-
-        A lease without pages yet will be written without the planes.
-        """
+        """Drops the next planes of a lease, written or not, and returns the pages that the caller gives the pool."""
         before = lease.size
         if lease.resident:
             self._index.remove(lease)
@@ -376,7 +373,10 @@ class Pager:
             before, item.released = item.released, True
             if not before and item.loading is None:  # otherwise the read that is in progress frees it
                 self._read.discard(item)
-                self._index.remove(item)
+                if item in self._writing:  # an interrupt has kept it from being published
+                    self._writing.remove(item)
+                elif item.resident or item.slots is not None:  # it got no pages otherwise
+                    self._index.remove(item)
                 freed.append(item.pages)
                 self._free(item)
         if freed:

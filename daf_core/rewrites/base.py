@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from daf_core.autograd.sites import is_own_hook
 from daf_core.autograd.torch_private import hooks_of
 from daf_core.model.forward_patch import runs_own_forward
 
@@ -42,8 +42,4 @@ def is_bare(module: nn.Module) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Says whether a module has hooks that are not DAF's."""
-    return any(map(_is_foreign, hooks_of(module)))
-
-
-def _is_foreign(hook: Any) -> bool:
-    return getattr(getattr(hook, "func", hook), "__module__", None) != "daf_core.autograd.sites"
+    return not all(map(is_own_hook, hooks_of(module)))

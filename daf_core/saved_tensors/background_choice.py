@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import numpy as np
+import torch
 
 from daf_core.config import DAFConfig
+from daf_core.errors import ConfigError, shown
 from daf_core.saved_tensors.backends import Backends
-from daf_core.saved_tensors.background import idle_cores, local_processes
 
 MOST_THREADS = 4
 """Threads that one encoding is split over, however many cores are idle: it is a fraction of the forward pass."""
@@ -67,3 +71,24 @@ class PackingChoice:
             self._trials[threads > 0].append(seconds / raw_bytes)
         if min(len(trials) for trials in self._trials.values()) >= TRIALS:
             self._chosen = bool(np.median(self._trials[True]) < np.median(self._trials[False]))
+
+
+def idle_cores() -> int:
+    """Returns the cores that this process may use and that torch does not."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun and accelerate start several processes on a machine, each of which sees all of its cores.
+    return usable // local_processes() - torch.get_num_threads()
+
+
+def local_processes() -> int:
+    """Returns how many processes of this training run on this machine.
+
+    Raises:
+        ConfigError: LOCAL_WORLD_SIZE is not a positive number.
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={shown(text)} is no number of processes; set it to that of this machine, or unset it"
+        )
+    return int(text)

@@ -127,12 +127,12 @@ class Packer:
             self._recorder.pack_seconds += time.perf_counter() - started
 
     def end_pass(self) -> None:
-        """Ends a forward pass, also one that failed."""
+        """Ends a forward pass, also one that failed; a second call completes the first if an interrupt cut it off."""
         self._readers.forget_pass()
-        background, self._own.background = self._own.background, None
-        if background is not None:
+        if (background := self._own.background) is not None:
             background.close()
             self._recorder.worker_seconds += background.seconds
+            self._own.background = None
         self._store.finish_pass()
 
     def pack(self, tensor: Tensor) -> Packed:

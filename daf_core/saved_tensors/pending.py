@@ -1,4 +1,4 @@
-"""A tensor that is packed in the background, and what autograd keeps of it meanwhile."""
+"""A tensor that a worker packs, and what autograd keeps of it meanwhile."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Callable
 from copy import copy
 
 from torch import Tensor
+from typing_extensions import override
 
 from daf_core.autograd.torch_private import version_counter
 from daf_core.codecs import RawActivation
 from daf_core.codecs.raw import modified_in_place
 from daf_core.codecs.saved_tensor import SavedTensor
+from daf_core.memory.pending import Pending, Signal
 from daf_core.saved_tensors.handle import Handle
 
 
-class PackJob:
-    """The way of a tensor from when it was saved until it has *landed*: until it is packed.
+class PackJob(Pending):
+    """What the worker does with a saved tensor.
 
     Args:
         saved: The tensor.
         time: When it was saved, by the clock of its thread (`ReleaseClock`).
 
     Attributes:
-        saved: The tensor, whose memory goes when it has landed. Its node goes when the saving thread lets go of it:
-            what else goes with a node must not depend on the clock.
+        saved: The tensor; its memory goes when it is packed. Its autograd node goes when the saving thread settles the
+            job: what else goes with a node must not depend on the clock.
         time: See above.
-        size: Bytes that it keeps alive meanwhile.
-        packed: What it was packed as; None until it has landed, and when nobody wants it any more.
-        counter: Has the version of the tensor, where that is not kept; None until it has landed.
-        held_bytes: Bytes that were held when it landed.
+        packed: What it was packed as; None until then, and when nobody wants it any more.
+        counter: Has the version of the tensor, where that is not kept; None until it is packed.
+        held_bytes: Bytes that were held when it was packed.
         error: What packing it failed with.
+        done: Set when it is packed, or has failed.
     """
-
-    __slots__ = ("counter", "error", "held_bytes", "packed", "saved", "size", "time")
 
     def __init__(self, saved: SavedTensor, time: int) -> None:
         self.saved: SavedTensor | None = saved
@@ -42,21 +42,28 @@ class PackJob:
         self.counter: Tensor | None = None
         self.held_bytes = 0
         self.error: BaseException | None = None
+        self.done = Signal()
 
-    def land(self, packed: Handle | RawActivation, held_bytes: int) -> None:
-        """Takes what the tensor was packed as; the tensor may go, and is watched for changes in place all the same."""
+    def run(self, store: Callable[[SavedTensor], Handle | RawActivation]) -> None:
+        """Packs the tensor. It may go then, and is watched for changes in place all the same."""
         assert self.saved is not None
-        if isinstance(packed, Handle):  # what stays raw watches itself
-            self.counter = version_counter(self.saved.tensor)
-        del self.saved.tensor
-        self.held_bytes = held_bytes
-        self.packed = packed
+        try:
+            with self.saved.ordered():
+                packed = store(self.saved)
+            if isinstance(packed, Handle):  # what stays raw watches itself
+                self.counter = version_counter(self.saved.tensor)
+            self.packed = packed
+        finally:
+            del self.saved.tensor
 
-    def fail(self, error: BaseException) -> None:
-        """Takes what packing failed with."""
-        assert self.saved is not None
-        del self.saved.tensor
-        self.error = error
+    def drop(self) -> None:
+        """Gives up what it was packed as: autograd has let go of it."""
+        self.packed = None
+
+    @override
+    def settle(self) -> None:
+        self.done.wait()
+        self.saved = None
 
 
 class PendingActivation:
@@ -66,37 +73,37 @@ class PendingActivation:
     clock, so all changes until the forward pass ends are errors, as they are without DAF.
 
     Args:
-        flight: The way of the tensor.
-        wait: Returns when a tensor has landed that is to be read.
+        job: Packs the tensor.
+        wait: Returns when the job is done, and the tensor may be read.
 
     Attributes:
         place: Where the tensor was saved; None where that is of no use.
-        elements: Elements of it.
+        elements: Number of its elements.
     """
 
-    __slots__ = ("__weakref__", "_flight", "_last", "_version", "_wait", "elements", "place")
+    __slots__ = ("__weakref__", "_job", "_last", "_version", "_wait", "elements", "place")
 
-    def __init__(self, flight: PackJob, wait: Callable[[PackJob], None]) -> None:
-        assert flight.saved is not None
-        self._flight = flight
+    def __init__(self, job: PackJob, wait: Callable[[PackJob], None]) -> None:
+        assert job.saved is not None
+        self._job = job
         self._wait: Callable[[PackJob], None] | None = wait
-        self._version = self._last = flight.saved.version
-        self.place = flight.saved.place
-        self.elements = flight.saved.tensor.numel()
+        self._version = self._last = job.saved.version
+        self.place = job.saved.place
+        self.elements = job.saved.tensor.numel()
 
     @property
     def packed(self) -> Handle | RawActivation | None:
-        """What it was packed as; None where it has not landed, or was changed: perhaps before it was read."""
-        counter = self._flight.counter
-        return self._flight.packed if counter is None or counter._version == self._version else None
+        """What it was packed as; None before that, and where it was changed: perhaps before it was read."""
+        counter = self._job.counter
+        return self._job.packed if counter is None or counter._version == self._version else None
 
-    def settle(self) -> None:
-        """The forward pass has ended: from now on, changes in place do no harm."""
-        if self._flight.counter is not None:
-            self._last, self._flight.counter = self._flight.counter._version, None
+    def end_pass(self) -> None:
+        """Ends the forward pass: from now on, changes in place do no harm."""
+        if self._job.counter is not None:
+            self._last, self._job.counter = self._job.counter._version, None
         self._wait = None
-        flight, self._flight = self._flight, copy(self._flight)
-        flight.packed = None  # it goes with this object, whoever still knows its way
+        job, self._job = self._job, copy(self._job)
+        job.drop()  # only this object keeps what it was packed as, whoever still knows the job
 
     def result(self) -> Handle | RawActivation:
         """Returns what it was packed as, and waits for that if need be.
@@ -105,13 +112,13 @@ class PendingActivation:
             ModifiedInPlaceError: The tensor was changed in the forward pass that saved it.
             Exception: Packing it failed.
         """
-        flight = self._flight
+        job = self._job
         if (wait := self._wait) is not None:
-            wait(flight)
-        if flight.error is not None:
-            raise flight.error
-        assert flight.packed is not None
-        now = self._last if flight.counter is None else flight.counter._version
-        if now != self._version and isinstance(flight.packed, Handle):
-            raise modified_in_place(flight.packed.shape, self._version, now)
-        return flight.packed
+            wait(job)
+        if job.error is not None:
+            raise job.error
+        assert job.packed is not None
+        now = self._last if job.counter is None else job.counter._version
+        if now != self._version and isinstance(job.packed, Handle):
+            raise modified_in_place(job.packed.shape, self._version, now)
+        return job.packed

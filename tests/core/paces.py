@@ -36,7 +36,7 @@ def _at_once(patch: pytest.MonkeyPatch) -> None:
 
     def send_and_wait(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
         sent = send(self, saved)
-        self._wait(sent._flight.time)
+        sent._job.done.wait()
         return sent
 
     patch.setattr(BackgroundPacker, "send", send_and_wait)

@@ -13,6 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine, HooksActiveError
+from daf_core.autograd import hook_stack
 from daf_core.autograd.torch_private import innermost_hooks
 from tests.core.harness import (
     LARGE,
@@ -29,6 +30,7 @@ from tests.core.harness import (
     normal,
     watch,
 )
+from tests.core.interrupts import interrupted
 
 EXCEPTIONS = [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit]
 
@@ -83,6 +85,37 @@ def test_rule_9_exception_before_the_scope_begins(monkeypatch: pytest.MonkeyPatc
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("packing", ["device", "workers"])
+def test_rule_9_interrupt_at_the_end_of_the_scope(packing: str) -> None:
+    """Wherever Ctrl-C ends the scope, no hooks stay, and the next pass is compressed."""
+    model = _Raises(None)
+    engine = engine_for(model, 4, packing=packing, backend="reference")
+    ending: list[bool] = []
+
+    def run() -> None:
+        with engine.compress():
+            model(normal(*LARGE))
+            ending.append(True)
+
+    event = 1
+    while interrupted(event, run, lambda _: bool(ending)):
+        ending.clear()
+        assert innermost_hooks() is None
+        _assert_compresses(engine, model)
+        event += 1
+    assert event > 50
+
+
+def test_rule_9_two_interrupts_at_the_end_of_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that they leave behind are removed by the next pass."""
+    model = _Raises(None)
+    engine = engine_for(model, 4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), engine.compress():
+        patch.setattr(hook_stack, "innermost_hooks", _interrupt)
+    assert innermost_hooks() is not None
+    _assert_compresses(engine, model)
 
 
 def test_rule_9_exception_that_the_model_catches() -> None:

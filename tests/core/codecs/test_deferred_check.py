@@ -142,12 +142,12 @@ def test_values_go_when_they_are_known_to_be_finite(late: LateBackend) -> None:
 
 
 def test_no_more_than_a_window_waits(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred_check, "IN_DOUBT_BYTES", 3 * SIZE)
+    monkeypatch.setattr(deferred_check, "PENDING_BYTES", 3 * SIZE)
     model = Scale()
     engine = engine_for(model)
     nodes = [saved_by(model, engine, normal(*LARGE, seed=seed)) for seed in range(8)]
     assert [answer.waits for answer in late.answers] == [1] * 5 + [0] * 3
-    monkeypatch.setattr(deferred_check, "IN_DOUBT_BYTES", SIZE // 2)
+    monkeypatch.setattr(deferred_check, "PENDING_BYTES", SIZE // 2)
     nodes.append(saved_by(model, engine, normal(*LARGE, seed=8)))  # larger than all that may wait
     assert [answer.waits for answer in late.answers] == [1] * 9
     del nodes

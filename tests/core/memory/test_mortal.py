@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -14,12 +14,24 @@ import torch
 from torch import nn
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.codecs import (
+    BitmaskActivation,
+    ByteCopyActivation,
+    PlanesActivation,
+    ReluSignsActivation,
+    StoredActivation,
+)
+from daf_core.codecs.base import EncodeContext
 from daf_core.codecs.raw import KeptStorage
+from daf_core.codecs.scaling_groups import Grouping
+from daf_core.memory.lease import WriteLease
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.system.mortal import SWEPT, WeakValues
 from daf_core.plan.observe.meter import TensorMeter
+from daf_kernels import Backend, load_backend
 from tests.core.harness import LARGE, assert_empty, normal
+from tests.core.interrupts import interrupted
 
 
 @contextmanager
@@ -100,23 +112,42 @@ def test_dead_values_are_forgotten() -> None:
 def test_interrupt_while_bytes_are_counted_loses_none(stop: int) -> None:
     """Python raises one where a function is called or has returned."""
     pager = Pager(PagePool(torch.device("cpu")), 1 << 20)
-    left = stop
 
-    def interrupt(*_: object) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
+    def keep() -> None:
+        kept = [KeptStorage(pager, 4096) for _ in range(2)]
+        kept.clear()
+        pager.settle()
 
-    for _ in range(2):
-        with suppress(KeyboardInterrupt):
-            sys.setprofile(interrupt)
-            try:
-                kept = [KeptStorage(pager, 4096) for _ in range(2)]
-                kept.clear()
-                pager.settle()
-            finally:
-                sys.setprofile(None)
-    kept = []
+    interrupted(stop, keep)
+    keep()
     assert pager.settle() == 0
     pager.check()
+
+
+LEAVE = WriteLease.__exit__.__code__
+
+ENCODERS: dict[str, Callable[[Pager, Backend], StoredActivation | None]] = {
+    "planes": lambda pager, backend: PlanesActivation.write(
+        EncodeContext(normal(1 << 14), pager, backend, Grouping(256), precision=4)
+    ),
+    "bitmask": lambda pager, backend: BitmaskActivation.pack(normal(1 << 14) > 0, pager, backend),
+    "signs": lambda pager, backend: ReluSignsActivation.pack(normal(1 << 14).relu(), pager, backend, 0),
+    "verbatim": lambda pager, _: ByteCopyActivation.copy(normal(1 << 14), pager),
+}
+
+
+@pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
+def test_interrupt_while_encoding_loses_no_page(encode: Callable[[Pager, Backend], StoredActivation | None]) -> None:
+    """Pages belong to the activation before its codes are written."""
+    pager, backend = Pager(PagePool(torch.device("cpu"))), load_backend(torch.device("cpu"), "reference")
+
+    def outside_of_the_pager(frame: FrameType) -> bool:
+        code = frame.f_code
+        return "/daf_core/codecs/" in code.co_filename or code in (WriteLease.__enter__.__code__, LEAVE)
+
+    event = 1
+    while interrupted(event, lambda: encode(pager, backend), outside_of_the_pager):
+        assert (pager.settle(), pager.leased_pages) == (0, 0)
+        pager.check()
+        event += 1
+    assert event > 10

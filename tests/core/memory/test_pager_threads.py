@@ -359,7 +359,9 @@ class _Cycle:
 
     def __init__(self, pager: Pager) -> None:
         self.me = self
-        self.activation = _Pages(pager, write(pager, 2))
+        self.activation = _Pages(pager)
+        with self.activation._new_pages(2):
+            pass
 
 
 class _Pages(PagedActivation):

@@ -44,7 +44,7 @@ def background_of(engine: ActivationEngine) -> BackgroundPacker:
 
 def flying_bytes(engine: ActivationEngine) -> int:
     """Returns the bytes of all tensors in flight."""
-    return background_of(engine)._window_bytes
+    return background_of(engine)._window.size
 
 
 def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
@@ -58,7 +58,7 @@ def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, sent: 
 
     def watch(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
         found = send(self, saved)
-        seen.append(self._window_bytes + pager_of(engine).held_bytes)
+        seen.append(self._window.size + pager_of(engine).held_bytes)
         return found
 
     monkeypatch.setattr(BackgroundPacker, "send", watch)
@@ -69,7 +69,7 @@ def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, sent: 
 
 def test_few_bytes_are_in_flight(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """Without a budget too; what is too large by itself is packed where it is saved."""
-    monkeypatch.setattr(background, "IN_FLIGHT_BYTES", 100_000)
+    monkeypatch.setattr(background, "PENDING_BYTES", 100_000)
     late(monkeypatch)
     model, seen = Scale(), []
     engine = engine_for(model, 4, packing="workers")
@@ -94,7 +94,7 @@ def test_tensor_is_kept_alive_until_it_is_packed_and_no_longer(sent: list[PackJo
         del x
         assert not storage.expired()
         gate.set()
-        background_of(engine)._wait(sent[0].time)
+        sent[0].done.wait()
         assert storage.expired()
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from daf_core.codecs.relu_signs import RELU
 from daf_core.codecs.saved_tensor import SavedTensor
-from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.pending import PackJob
 from daf_core.saved_tensors.store import ActivationStore
@@ -161,20 +160,21 @@ def test_backward_inside_the_scope_frees_what_packing_looks_at(threads: str) -> 
 def test_interrupt_while_waiting_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sent: list[PackJob]) -> None:
     """Not even the graph behind the tensor that was waited for."""
     engine = engine_for(model := Scale(), 8, packing="workers")
-    wait = BackgroundPacker._wait
-    waits: list[int] = []
+    settle = PackJob.settle
+    waits: list[PackJob] = []
 
-    def interrupted(self: BackgroundPacker, landed: int) -> None:
-        waits.append(landed)
+    def interrupted(self: PackJob) -> None:
+        waits.append(self)
         if len(waits) == 1:
             raise KeyboardInterrupt
-        wait(self, landed)
+        settle(self)
 
-    monkeypatch.setattr(BackgroundPacker, "_wait", interrupted)
+    monkeypatch.setattr(PackJob, "settle", interrupted)
     with pytest.raises(KeyboardInterrupt), engine.compress():
         model(normal(*LARGE))
     assert [flight.saved for flight in sent] == [None]
     sent.clear()
+    waits.clear()
     assert_empty(engine)
 
 

@@ -174,7 +174,7 @@ def test_tensor_is_kept_until_it_is_packed_and_no_longer(link: LateLink, sent: l
         gate.set()
         packer = engine._packer._own.background
         assert packer is not None
-        packer._wait(sent[0].time)
+        sent[0].done.wait()
         for timer in threading.enumerate():  # it holds the tensor that it has copied
             if isinstance(timer, threading.Timer):
                 timer.join(30)
@@ -184,7 +184,7 @@ def test_tensor_is_kept_until_it_is_packed_and_no_longer(link: LateLink, sent: l
 
 def test_one_buffer_takes_all_copies(link: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """As large as all that may be in flight: what is larger is packed at once."""
-    monkeypatch.setattr(background, "IN_FLIGHT_BYTES", 100_000)
+    monkeypatch.setattr(background, "PENDING_BYTES", 100_000)
     engine = engine_for(model := Scale(), 8, packing="workers")
     with engine.compress():
         nodes: list[Any] = [model(normal(rows, 64, seed=rows)).grad_fn for rows in (128, 390, 391, 128, 200)]
@@ -215,7 +215,7 @@ def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def watch(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
         found = send(self, saved)
-        seen.append(self._window_bytes + pager_of(engine).held_bytes)
+        seen.append(self._window.size + pager_of(engine).held_bytes)
         return found
 
     monkeypatch.setattr(BackgroundPacker, "send", watch)
