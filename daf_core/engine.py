@@ -31,8 +31,8 @@ from daf_core.saved_tensors.hooks import Packer
 from daf_core.saved_tensors.itemize import Items
 from daf_core.saved_tensors.lossy import RandomStreams, RehearsalStore, TrainingStore
 from daf_core.saved_tensors.store import ActivationStore, LossyStore
+from daf_core.snapshots.attributes import LONGEST, Attributes
 from daf_core.snapshots.measurement import Measurement
-from daf_core.snapshots.rewind import Attributes
 from daf_core.telemetry import GradientError, StepRecorder, StepStatistics
 
 REHEARSED_ELEMENTS = 128
@@ -260,7 +260,8 @@ class ActivationEngine:
         """
         self._packer.drain()
         pagers = self._pagers.snapshot()
-        parts = Attributes(self._policy, self._auditor, self._streams, self._recorder, self._passes)
+        owners = (self._policy, self._auditor, self._streams, self._recorder, self._passes)
+        parts = Attributes(*owners, private=True, longest=LONGEST)
 
         def restore() -> None:
             self._packer.drain()

@@ -49,38 +49,42 @@ _COLLECTIONS = (list, deque, dict, set, bytearray)
 
 
 class Attributes:
-    """An object's attributes as they are now, and what is in its lists, dictionaries and sets, also inside each other.
+    """The attributes of objects as they are now, with all nested lists, dictionaries and sets in them.
 
     Args:
-        owner: The object.
-        private: Whether those with a leading underscore are its user's own too.
-        others: Modules that are kept by others; None where no object that it refers to is looked into.
+        owners: The objects.
+        private: Whether attributes with a leading underscore are included.
+        others: A model that others restore; None where no object that an attribute refers to is looked into.
+        longest: Items of a collection up to which it is kept.
     """
 
-    def __init__(self, owner: object, private: bool = False, others: nn.Module | None = None) -> None:
-        self._owner, self._private = owner, private
-        self._before = _attributes(owner, private)
-        packages = {_package(kind) for kind in type(owner).__mro__} - _FOREIGN
+    def __init__(
+        self, *owners: object, private: bool = False, others: nn.Module | None = None, longest: int = LARGEST
+    ) -> None:
+        self._private = private
+        self._before = [(owner, _attributes(owner, private)) for owner in owners]
+        packages = {_package(kind) for owner in owners for kind in type(owner).__mro__} - _FOREIGN
         known = set() if others is None else set(map(id, others.modules()))
-        self._contents = Contents(packages if others is not None else (), known)
-        for name, value in self._before.items():
-            self._contents.add(name, value)
-        self._copies = _small_copies(self._contents) if others is not None else []
+        self._contents = Contents(packages if others is not None else (), known, longest)
+        for _, attributes in self._before:
+            for name, value in attributes.items():
+                self._contents.add(name, value)
+        if others is not None:
+            self._contents.copy_small_tensors()
 
     def restore(self) -> None:
-        """Takes them back, any number of times."""
-        for name in _attributes(self._owner, self._private).keys() - self._before.keys():
-            del vars(self._owner)[name]
-        vars(self._owner).update(self._before)
+        """Restores the attributes, any number of times."""
+        for owner, before in self._before:
+            for name in _attributes(owner, self._private).keys() - before.keys():
+                del vars(owner)[name]
+            vars(owner).update(before)
         self._contents.restore()
-        for tensor in self._copies:
-            tensor.restore()
 
 
 @contextmanager
 def attributes_kept(owner: object, private: bool = False, others: nn.Module | None = None) -> Generator[None]:
-    """Gives an object's attributes back, as `Attributes` does."""
-    kept = Attributes(owner, private, others)
+    """Restores an object's attributes afterwards, as `Attributes` does."""
+    kept = Attributes(owner, private=private, others=others)
     try:
         yield
     finally:
@@ -89,16 +93,14 @@ def attributes_kept(owner: object, private: bool = False, others: nn.Module | No
 
 @contextmanager
 def referred_kept(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
-    """Gives back what a function refers to, such as a loss with a moving average, but for the model."""
+    """Restores what a function refers to, such as a loss with a moving average, except the model."""
     contents = Contents(set(), set(map(id, model.modules())))
     contents.add("", function)
-    copies = _small_copies(contents)
+    contents.copy_small_tensors()
     try:
         yield
     finally:
         contents.restore()
-        for tensor in copies:
-            tensor.restore()
 
 
 class ModuleAttributes:
@@ -154,6 +156,7 @@ class Contents:
         self._kept: dict[int, _Collection | _Numbers] = {}
         self._waiting: list[tuple[str, Any]] = []
         self._known: set[int] = set()
+        self._copies: list[Copy] = []
 
     def add_object(self, name: str, owner: object) -> None:
         """Adds the attributes of an object."""
@@ -170,8 +173,15 @@ class Contents:
         self._waiting.append((name, value))
         self._finish()
 
+    def copy_small_tensors(self) -> None:
+        """Includes the values of small tensors that are no parameters."""
+        found = [each for _, each in self.tensors if has_storage(each) and not isinstance(each, nn.Parameter)]
+        self._copies = [Copy(tensor) for tensor in found if tensor.untyped_storage().nbytes() <= LARGEST_TENSOR]
+
     def restore(self) -> set[str]:
-        """Takes everything back, any number of times; returns the names of what had changed."""
+        """Takes everything back, any number of times; returns the names of what had changed, but for tensors."""
+        for tensor in self._copies:
+            tensor.restore()
         return set[str]().union(*(kept.restore() for kept in self._kept.values()))
 
     def _finish(self) -> None:
@@ -331,12 +341,6 @@ def _referred(function: Any) -> Iterator[Any]:
     yield from (cell.cell_contents for cell in function.__closure__ or () if cell != CellType())
     found = (function.__globals__.get(name) for name in function.__code__.co_names)
     yield from (value for value in found if isinstance(value, _COLLECTIONS))
-
-
-def _small_copies(contents: Contents) -> list[Copy]:
-    """Returns copies of tensors that are no parameters."""
-    tensors = [tensor for _, tensor in contents.tensors if has_storage(tensor) and not isinstance(tensor, nn.Parameter)]
-    return [Copy(tensor) for tensor in tensors if tensor.untyped_storage().nbytes() <= LARGEST_TENSOR]
 
 
 def _attributes(owner: object, private: bool) -> dict[str, Any]:

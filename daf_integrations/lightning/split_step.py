@@ -130,15 +130,15 @@ class _Counts:
         parts = list(module.modules())
         metrics = [part for part in parts if isinstance(part, Metric)]
         # Torch's and Lightning's own attributes are private.
-        self._kept = [Attributes(part) for part in parts if hasattr(part, "training_step")]
-        self._kept += [Attributes(metric, private=True) for metric in metrics]
+        self._kept = Attributes(*(part for part in parts if hasattr(part, "training_step")))
+        self._metrics = Attributes(*metrics, private=True)
         # An update may add to tensors in place; lists only grow.
         states = (state for metric in metrics for state in metric.metric_state.values() if isinstance(state, Tensor))
         self._states = [(state, state.detach().clone()) for state in states]
 
     def restore(self) -> None:
-        for kept in self._kept:
-            kept.restore()
+        self._kept.restore()
+        self._metrics.restore()
         with torch.no_grad():
             for state, before in self._states:
                 state.copy_(before)
