@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
@@ -102,15 +101,18 @@ class BlockTimer(BlockTrace):
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], held: Callable[[], int]) -> None:
         # Only forward counts bytes: in backward the engine would wait here for tensors that it still packs.
+        self._held = held
         super().__init__(blocks, lambda: Reading(timing.synchronized_time(), 0 if in_backward() else held()))
         self._count = len(blocks)
+        self._in_backward = False
+        self._held_after_forward: dict[int, int] = {}
         self._hooks.watch(model, self._begin_pass, self._end_forward)
         self.begin("rest")
 
     @override
     def begin(self, kind: Kind, call: int = OUTSIDE) -> None:
-        if kind == "backward" and self._running is not None and self._running[0] != "backward":
-            call_after_backward(partial(self.begin, "rest"))
+        if kind == "backward":
+            self._begin_backward()
         super().begin(kind, call)
 
     def stop(self) -> StepTimes:
@@ -121,16 +123,18 @@ class BlockTimer(BlockTrace):
         graphs = [number in self.with_graph for number in range(count)]
         times = StepTimes(0, none, graphs, [*none], 0.0, 0.0, [0] * count, 0, 0)
         kinds: list[Kind] = ["rest", *(phase.kind for phase in self.phases), "rest"]
-        for phase, before, after in zip(self.phases, kinds, kinds[2:], strict=False):
+        for number, (phase, before, after) in enumerate(zip(self.phases, kinds, kinds[2:], strict=False)):
             # Lightning calls what is inside of the model: a pass may begin with a block.
             if phase.kind == "start" or before == "rest":
                 times.held, times.held_outside, times.held_elements = [0] * count, 0, 0
-            self._add(times, phase, in_forward=after in ("before", "forward", "head"))
+            # The last phase of a forward pass goes on until backward reaches a block.
+            held = phase.end.held if after in ("before", "forward") else self._held_after_forward.get(number)
+            grown = 0 if held is None or phase.kind == "rest" else held - phase.start.held
+            self._add(times, phase, grown)
         return times
 
-    def _add(self, times: StepTimes, phase: Phase, in_forward: bool) -> None:
-        """Adds a phase to what the step took; `in_forward` says whether it ended in a forward pass."""
-        grown = phase.end.held - phase.start.held if in_forward and phase.kind not in ("rest", "head") else 0
+    def _add(self, times: StepTimes, phase: Phase, grown: int) -> None:
+        """Adds a phase to what the step took, and the bytes by which saved activations grew in it."""
         if phase.call != OUTSIDE:
             block, elements = self.calls[phase.call]
             (times.forward if phase.kind == "forward" else times.backward)[block] += phase.seconds
@@ -146,13 +150,24 @@ class BlockTimer(BlockTrace):
 
     def _begin_pass(self, _arguments: Any) -> None:
         if is_training_pass():
+            self._in_backward = False
             self.begin("start")
 
     def _end_forward(self, _arguments: Any, output: Any) -> None:
         if not is_training_pass():
             return
-        self.begin("head")
+        self._held_after_forward[len(self.phases)] = self._held()
         results = [output] if isinstance(output, Tensor) else tensors_in(output)
         tensor = next((each for each in results if each.requires_grad), None)
         if tensor is not None:
-            tensor.register_hook(partial(self._reached, OUTSIDE))
+            tensor.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _gradient: Tensor | None = None) -> None:
+        """Has the pass end with its backward pass, whose first part belongs to the head until a block is reached."""
+        if not self._in_backward:
+            self._in_backward = True
+            call_after_backward(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._in_backward = False
+        self.begin("rest")

@@ -72,11 +72,18 @@ def copied(kept: tuple[Path, list[int]], tmp_path: Path) -> Path:
 
 def test_kernels_are_compiled_again_when_a_file_has_changed_that_they_call(copied: Path, packed: list[int]) -> None:
     """As a pull changes it: two calls away from what is loaded, in another file each time."""
-    changed = copied / "daf_kernels" / "cpu_bits.py"
+    changed = copied / "daf_kernels" / "cpu" / "bits.py"
     changed.write_text(changed.read_text().replace("& U8(1)) << U8(row)", "& U8(1)) << U8(7 - row)"))
     flipped = [int(f"{byte:08b}"[::-1], 2) for byte in packed]
     assert flipped != packed
     assert _pack(copied) == (flipped, 0)
+
+
+@pytest.mark.parametrize("name", ["layout.py", "reference/gelu_derivative.py"])
+def test_kernels_are_compiled_again_when_constants_may_have_changed(name: str, copied: Path, packed: list[int]) -> None:
+    with (copied / "daf_kernels" / name).open("a") as file:
+        file.write("# another constant\n")
+    assert _pack(copied) == (packed, 0)
 
 
 def _damage(file: Path, how: str) -> None:
@@ -89,7 +96,7 @@ def _damage(file: Path, how: str) -> None:
 @pytest.mark.parametrize(("suffix", "how"), [("nbi", "empty"), ("nbi", "other"), ("nbc", "machine code")])
 def test_damaged_entries_are_compiled_anew_and_replaced(suffix: str, how: str, copied: Path, packed: list[int]) -> None:
     """Power was lost, a disk was full or erred."""
-    (file,) = (copied / "daf_kernels" / "__pycache__").glob(f"cpu_jobs.encode_nonzero*.{suffix}")
+    (file,) = (copied / "daf_kernels" / "cpu" / "__pycache__").glob(f"jobs.encode_nonzero*.{suffix}")
     _damage(file, how)
     assert _pack(copied) == (packed, 0)
     assert _pack(copied) == (packed, 1)
@@ -97,7 +104,7 @@ def test_damaged_entries_are_compiled_anew_and_replaced(suffix: str, how: str, c
 
 def test_kernels_work_where_nothing_can_be_kept(copied: Path, packed: list[int]) -> None:
     """As in a container whose file system is read-only. Root may write everywhere, but in no file's folder."""
-    kept = copied / "daf_kernels" / "__pycache__"
+    kept = copied / "daf_kernels" / "cpu" / "__pycache__"
     shutil.rmtree(kept)
     kept.write_text("no folder")
     again, hits, why_not_kept = _run(copied, HOME=str(kept), XDG_CACHE_HOME=str(kept), PYTHONDONTWRITEBYTECODE="1")
@@ -108,7 +115,7 @@ def test_kernels_work_where_nothing_can_be_kept(copied: Path, packed: list[int])
 
 def test_kernels_work_where_the_disk_is_full(copied: Path, packed: list[int]) -> None:
     """The folder takes files, and no content."""
-    shutil.rmtree(copied / "daf_kernels" / "__pycache__")
+    shutil.rmtree(copied / "daf_kernels" / "cpu" / "__pycache__")
     (copied / "sitecustomize.py").write_text(
         "from numba.core.caching import IndexDataCacheFile\n"
         "def full(*_):\n    raise OSError(28, 'No space left on device')\n"

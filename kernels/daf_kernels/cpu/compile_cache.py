@@ -17,8 +17,9 @@ log = getLogger("daf")
 
 
 def _digest():
-    """Returns a digest of all sources of this package."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    """Returns a digest of all sources that kernels of this folder may take functions and constants from."""
+    package = Path(__file__).parent.parent
+    files = sorted(file for folder in (".", "cpu", "reference") for file in (package / folder).glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

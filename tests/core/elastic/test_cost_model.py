@@ -202,7 +202,7 @@ def test_phases_of_a_step(passes: int, checkpoints: bool) -> None:
         assert times.with_graph == [number >= depth for number in range(8)]
         assert times.backward == [0] * depth + [passes] * (8 - depth)
         assert times.rest == passes + 1
-        assert times.outside == passes * 11  # between blocks, after forward, and where backward begins
+        assert times.outside == passes * 9  # between blocks, after forward, and where backward begins
     watched.engine.close()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in watched.model.modules())
 
