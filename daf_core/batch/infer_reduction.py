@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.batch.loss_reduction import LossReduction, counts_of, ignoring, safest, weights
 from daf_core.batch.rows import IGNORED, rows_of, take, tensors_in
 from daf_core.batch.samples import short_texts
+from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
 from daf_core.snapshots.measurement import measuring
 
@@ -113,7 +113,7 @@ def matching_laws(
     if size < 2:
         raise MicroBatchError(f"a batch of {size} rows cannot be cut into parts; give one of two rows or more")
     sample, count = _sample(batch, size)
-    with measuring(model), _evaluated(model), _alone(model), _tolerance(model) as tolerances, torch.no_grad():
+    with measuring(model), _evaluated(model), apart(model), _tolerance(model) as tolerances, torch.no_grad():
         # A copy: Trainer.compute_loss takes the labels out of the batch where it computes the loss itself.
         whole = _loss(loss_function, take(sample, list(range(count)), count))
         single = [_loss(loss_function, take(sample, [row], count)) for row in range(count)]
@@ -221,20 +221,6 @@ def _evaluated(model: nn.Module) -> Generator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def _alone(model: nn.Module) -> Generator[None]:
-    """Keeps DistributedDataParallel, wherever it is, from exchanging buffers here, but not in the next pass."""
-    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    before = [wrapper.require_forward_param_sync for wrapper in wrappers]
-    for wrapper in wrappers:
-        wrapper.require_forward_param_sync = False
-    try:
-        yield
-    finally:
-        for wrapper, synchronizes in zip(wrappers, before, strict=True):
-            wrapper.require_forward_param_sync = synchronizes
 
 
 @contextmanager

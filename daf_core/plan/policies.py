@@ -44,9 +44,8 @@ class Keep(BlockPolicy):
 
     @override
     def outside(self, call: ObservedCall) -> tuple[float, float]:
-        phases = (*call.forward, *call.backward)
-        codec = sum(phase.end.codec - phase.start.codec for phase in phases)
-        return _seconds(phases) - codec, _raw_bytes(call.forward)
+        codec = sum(phase.end.codec - phase.start.codec for phase in (*call.forward, *call.backward))
+        return _packing_seconds(call) - codec, _raw_bytes(call.forward)
 
 
 KEEP = Keep()
@@ -73,7 +72,7 @@ class Compress(BlockPolicy):
 
     @override
     def outside(self, call: ObservedCall) -> tuple[float, float]:
-        return _seconds((*call.forward, *call.backward)), call.packed_bytes
+        return _packing_seconds(call), call.packed_bytes
 
 
 class Recompute(BlockPolicy):

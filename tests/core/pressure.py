@@ -7,16 +7,20 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import Place
 from daf_core.readers.table import Reading
+from daf_core.saved_tensors.background import BackgroundPacker
+from daf_core.saved_tensors.pending import PendingActivation
 from tests.core.harness import (
     Loss,
     assert_empty,
@@ -168,3 +172,17 @@ def steps(name: str, count: int, **options: Any) -> tuple[list[Tensor], list[Pag
         done.append(PagerAccount(was.held_bytes, was.dropped_planes, was.dropped_bytes, was.spilled_bytes))
         stored.append(was.stored_as)
     return found, done, stored
+
+
+def held_with_window(engine: ActivationEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lists the bytes of the pages and of the tensors that wait for a worker, each time that a tensor is sent there."""
+    seen: list[int] = []
+    send = BackgroundPacker.send
+
+    def watch(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
+        found = send(self, saved)
+        seen.append(self._window.size + pager_of(engine).held_bytes)
+        return found
+
+    monkeypatch.setattr(BackgroundPacker, "send", watch)
+    return seen

@@ -18,7 +18,7 @@ from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
-from daf_core.saved_tensors.pending import PackJob, PendingActivation
+from daf_core.saved_tensors.pending import PackJob
 from tests.core import pressure
 from tests.core.harness import (
     LARGE,
@@ -53,15 +53,7 @@ def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, sent: 
     model, loss_of = pressure.make_model("encoder")
     budget = 2 * pressure.peak_of("encoder", 8)
     engine = engine_for(model, 8, packing="workers", memory_budget=budget)
-    seen: list[int] = []
-    send = BackgroundPacker.send
-
-    def watch(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
-        found = send(self, saved)
-        seen.append(self._window.size + pager_of(engine).held_bytes)
-        return found
-
-    monkeypatch.setattr(BackgroundPacker, "send", watch)
+    seen = pressure.held_with_window(engine, monkeypatch)
     pressure.backward(engine, model, loss_of)
     assert budget / 2 < max(seen) <= budget
     assert len(sent) > 1

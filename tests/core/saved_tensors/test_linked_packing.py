@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
 from daf_core.autograd.sites import ModuleScopes, Site
 from daf_core.codecs import RawActivation
-from daf_core.codecs.saved_tensor import SavedTensor, capture
+from daf_core.codecs.saved_tensor import capture
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pages.host_linked_pool import LinkedPool
 from daf_core.memory.pages.pool import PAGE_BYTES
@@ -23,7 +23,7 @@ from daf_core.readers.waiting import EXACT_MODE
 from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.classify import TensorKind
-from daf_core.saved_tensors.pending import PackJob, PendingActivation
+from daf_core.saved_tensors.pending import PackJob
 from daf_kernels.reference.backend import ReferenceBackend
 from tests.core import pressure
 from tests.core.harness import (
@@ -210,15 +210,7 @@ def test_budget_covers_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> Non
     connect(monkeypatch)
     model, loss_of = pressure.make_model("encoder")
     engine = engine_for(model, 8, packing="workers", memory_budget=budget)
-    seen: list[int] = []
-    send = BackgroundPacker.send
-
-    def watch(self: BackgroundPacker, saved: SavedTensor) -> PendingActivation:
-        found = send(self, saved)
-        seen.append(self._window.size + pager_of(engine).held_bytes)
-        return found
-
-    monkeypatch.setattr(BackgroundPacker, "send", watch)
+    seen = pressure.held_with_window(engine, monkeypatch)
     pressure.backward(engine, model, loss_of)
     assert budget / 2 < max(seen) <= budget
 
