@@ -226,8 +226,9 @@ def as_config(config: object) -> DAFConfig:
         return config
     if isinstance(config, Mapping):
         return DAFConfig.from_dict(cast("Mapping[Any, Any]", config))
+    given = shown(config) if isinstance(config, str | int | float | list | tuple | type) else type(config).__name__
     raise ConfigError(
-        f"{shown(config)} is no configuration; give options by name, as in precision=4, or a DAFConfig, or a mapping "
+        f"{given} is no configuration; give options by name, as in precision=4, or a DAFConfig, or a mapping "
         'such as {"precision": 4}; DAFConfig.from_yaml(path) reads a file'
     )
 
@@ -358,6 +359,9 @@ def _check_names(options: Mapping[Any, object], known: list[str], prefix: str = 
 def _hint(name: object, options: Mapping[Any, object], known: list[str], prefix: str) -> str:
     if "daf_config" in options:
         return "; daf_config is a section of Accelerate's file: leave out that level, and give what is inside of it."
+    inside = options.get(name)
+    if isinstance(inside, Mapping) and any(option in known for option in cast("Mapping[Any, Any]", inside)):
+        return f"; {name} is a heading above the options: leave out that level, and give what is inside of it."
     close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
     return f"; did you mean {prefix + close[0]!r}?" if close else "."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -15,6 +16,15 @@ from daf_core.errors import ConfigError, shown
 from daf_integrations.environment import OPTIONS, SECTION, SWITCH, requested
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_OWNERS = (
+    ("transformers.training_args", "TrainingArguments"),
+    ("transformers.trainer", "Trainer"),
+    ("lightning.pytorch.trainer.trainer", "Trainer"),
+    ("pytorch_lightning.trainer.trainer", "Trainer"),
+    ("accelerate.accelerator", "Accelerator"),
+)
+"""Classes, by module, whose options users give to DAF by mistake."""
 
 _ON = ("1", "true", "on", "yes", "y", "t")
 
@@ -32,6 +42,7 @@ def configured(
     Raises:
         ConfigError: Both are given, an option is unknown, a value is not allowed, or an option is without effect.
     """
+    _check_owners(options or {})
     if config is None:
         chosen = DAFConfig.from_dict({**environment_options(), **(options or {})})
     else:
@@ -107,6 +118,30 @@ def _switched_on() -> bool:
 
 def _own_options() -> dict[str, Any]:
     return _checked(options_in(os.environ.get(OPTIONS, "{}"), OPTIONS), OPTIONS)
+
+
+def _check_owners(options: Mapping[str, Any]) -> None:
+    """Checks that no option belongs to a trainer that the program has imported.
+
+    Raises:
+        ConfigError: One does.
+    """
+    known = {field.name for field in fields(DAFConfig)}
+    for name in options:
+        owner = None if name in known else _owner_of(name)
+        if owner is not None:
+            raise ConfigError(
+                f"unknown option {shown(name)}: it is an option of {owner}; give it there, as in {owner}({name}=...)"
+            )
+
+
+def _owner_of(name: str) -> str | None:
+    """Returns the class that takes an option, among those that the program has imported; None for no class."""
+    for module, owner in _OWNERS:
+        found = getattr(sys.modules.get(module), owner, None)
+        if found is not None and name in inspect.signature(found).parameters:
+            return f"{module.partition('.')[0]}.{owner}"
+    return None
 
 
 def _check_idle_options(config: DAFConfig) -> None:

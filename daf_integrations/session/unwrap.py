@@ -130,5 +130,8 @@ def _check_model(model: object) -> None:
         return
     given = shown(model) if isinstance(model, str | int | None | type) else type(model).__name__
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in inspect.getmro(type(model))]
-    found = next((_INSTEAD[kind] for kind in kinds if kind in _INSTEAD), "make or load one, and give that")
+    load = "make or load one, and give that"
+    if isinstance(model, str):
+        load += f": AutoModelForSequenceClassification.from_pretrained({given}) loads one with a classifier"
+    found = next((_INSTEAD[kind] for kind in kinds if kind in _INSTEAD), load)
     raise ConfigError(f"a model is a torch.nn.Module, got {given}; {found}")

@@ -101,6 +101,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         for options in ({}, {"compute_environment": "LOCAL_MACHINE"})
     ),
     *(
+        ({name: {"precision": 4}}, rf"^unknown option '{name}'; {name} is a heading above the options: leave")
+        for name in ("daf", "config", "training")
+    ),
+    ({"daf": {"zzz": 4}}, rf"^unknown option 'daf'\. Allowed: {NAMES}$"),
+    *(
         ({"memory_budget": size}, rf'^memory_budget=\S{{1,210}} {SIZE} "auto"$')
         for size in (2**63, 10**400, "9" * 400, "9" * 310 + "PB", "9" * 5000)
     ),

@@ -38,7 +38,8 @@ from tests.integrations.hf_runs import (
 from tests.integrations.loop_runs import adam, batches, collate, loss_outside, own_loss, train, weights_of
 
 NO_MODELS = {
-    "name": "'roberta-base'; make or load one, and give that",
+    "name": r"'roberta-base'; make or load one, and give that: "
+    r"AutoModelForSequenceClassification\.from_pretrained\('roberta-base'\) loads one with a classifier",
     "none": "None; make or load one, and give that",
     "class": r"<class '.*Linear'>; make or load one, and give that",
     "state": "dict; make or load one, and give that",

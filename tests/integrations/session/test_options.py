@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +16,11 @@ import accelerate.commands.config.config_args as config_args
 import pytest
 import yaml
 from torch import nn
+from torch.optim import SGD
 from transformers import HfArgumentParser, TrainingArguments
 
 from daf_core import ActivationEngine, ConfigError, DAFConfig
-from daf_integrations import DAFArguments, DAFCallback, DAFStrategy, _autoload, environment
+from daf_integrations import DAFArguments, DAFCallback, DAFStrategy, _autoload, environment, prepare
 from daf_integrations.session.options import configured
 
 FILE: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
@@ -135,6 +137,29 @@ class TestTogether:
         for take in (configured, DAFCallback, DAFStrategy, lambda given: ActivationEngine(nn.Linear(1, 1), given)):
             with pytest.raises(ConfigError, match=r" is no configuration; give options by name, as in precision=4"):
                 take(config)
+
+    def test_an_object_is_refused_by_its_class(self, load: Load) -> None:
+        """Its text may have many lines."""
+        optimizer = SGD(nn.Linear(1, 1).parameters(), 0.1)
+        with pytest.raises(ConfigError, match=r"^SGD is no configuration; give options by name, as in precision=4"):
+            configured(optimizer)
+
+    @pytest.mark.parametrize(
+        ("option", "owner"),
+        [
+            ("learning_rate", "transformers.TrainingArguments"),
+            ("per_device_train_batch_size", "transformers.TrainingArguments"),
+            ("train_dataset", "transformers.Trainer"),
+            ("max_epochs", "lightning.Trainer"),
+            ("mixed_precision", "accelerate.Accelerator"),
+        ],
+    )
+    def test_an_option_of_a_trainer_is_sent_there(self, load: Load, option: str, owner: str) -> None:
+        """The error says what to type, whoever is given the option."""
+        expected = rf"^unknown option '{option}': it is an option of {owner}; give it there, as in {owner}\({option}="
+        for take in (DAFCallback, DAFStrategy, partial(prepare, nn.Linear(1, 1))):
+            with pytest.raises(ConfigError, match=expected):
+                take(**{option: 1})
 
     def test_a_mapping_is_a_configuration(self, load: Load) -> None:
         expected = DAFConfig(precision=4)
