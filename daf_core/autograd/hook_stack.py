@@ -22,10 +22,9 @@ _DEFAULT_REMEDY = (
 
 
 def check_no_foreign_hooks(own: Callable[[Tensor], Any] | None = None) -> None:
-    """Checks that no saved-tensor hooks are active.
+    """Checks that no saved-tensor hooks are active; those whose pack hook is `own` are removed.
 
-    Args:
-        own: The pack hook of a pair that is removed instead: two interrupts can leave it behind.
+    Two interrupts can leave `own` behind.
 
     Raises:
         HooksActiveError: Hooks are active; the message names their owner.

@@ -99,11 +99,7 @@ class ModuleScopes(threading.local):
         return type(self), ()
 
     def start(self, kept: Mapping[str, bool] = MappingProxyType({})) -> None:
-        """Begins following, outside of any module.
-
-        Args:
-            kept: See `Treatments`.
-        """
+        """Begins following, outside of any module; for `kept` see `Treatments`."""
         self._kept = kept
         self._calls = [ModuleCall("", kept.get("", False))]
 

@@ -40,11 +40,8 @@ class MicroBatchWeights:
     """The weights of a batch's parts, by the law that the loss has been seen to follow.
 
     The law is looked for at the first batch. Where several agree with what was seen, that is done again at the first
-    batch for which they say different weights, and at each batch with new classes: a loss that weighs classes is a
-    mean over rows as long as all have the same.
-
-    Args:
-        model: The model as the loss function calls it.
+    batch for which they say different weights, and at each batch with new classes: a loss that weighs classes is a mean
+    over rows as long as all have the same.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,10 +53,7 @@ class MicroBatchWeights:
     def of(self, batch: Any, parts: int, loss_function: LossFunction) -> list[float]:
         """Returns the weight of each part that `split` makes.
 
-        Args:
-            batch: The whole batch.
-            parts: As for `split`.
-            loss_function: Returns the loss of a part of the batch; what it counts or logs is its own affair.
+        What the loss function counts or logs is its own affair.
 
         Raises:
             MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
@@ -76,16 +70,7 @@ class MicroBatchWeights:
 
 
 def infer_reduction(model: nn.Module, batch: Any, loss_function: LossFunction) -> LossReduction:
-    """Returns the law that the loss follows on a few rows of a batch, the safest where several agree.
-
-    Args:
-        model: The model as the loss function calls it. It is put in evaluation mode meanwhile.
-        batch: A batch of at least two rows.
-        loss_function: Returns the loss of a part of the batch.
-
-    Raises:
-        MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
-    """
+    """Returns the law that the loss follows on a few rows of a batch; see `matching_laws` and `safest`."""
     return safest(matching_laws(model, batch, loss_function), batch)
 
 
@@ -179,7 +164,6 @@ def _thin(labels: Tensor) -> None:
 
 
 def _together(law: LossReduction, sample: Any, single: list[Tensor]) -> float:
-    """Returns the loss of the rows together, if it followed a law."""
     losses = [float(loss) for loss in single]
     if law is LossReduction.SUM:
         return sum(losses)

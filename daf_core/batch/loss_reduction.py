@@ -34,11 +34,6 @@ def weights(law: LossReduction, batch: Any, parts: int) -> list[float]:
     A part with weight 0 has no label that counts: its mean loss is NaN, and it is to be left out. Where no label of
     the batch counts, parts weigh as their rows do, and the loss is NaN as without parts.
 
-    Args:
-        law: How the loss of the batch follows.
-        batch: The whole batch.
-        parts: As for `split`.
-
     Raises:
         MicroBatchError: `parts` is below 1.
     """
@@ -54,8 +49,8 @@ def safest(laws: Collection[LossReduction], batch: Any) -> LossReduction:
     """Returns the law to go by where several agree with all that was seen; one of a mean before the sum.
 
     Without ignored labels those of a mean are the same, and called ROWS. With ignored labels it is SHIFTED_LABELS
-    before LABELS before ROWS: what is ignored is meant not to count, and a label at a row's first place hardly exists
-    but in texts for causal language models, which leave it out.
+    before LABELS before ROWS: what is ignored is meant not to count, and only texts for causal language models, which
+    leave it out, have a label at a row's first place.
     """
     if len(laws) == 1:
         return next(iter(laws))

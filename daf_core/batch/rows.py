@@ -64,17 +64,10 @@ def rows_of(batch: Any) -> int | None:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Cuts a batch into contiguous pieces whose numbers of rows differ by one at the most.
+    """Cuts a batch into at most `parts` contiguous pieces whose numbers of rows differ by one at the most.
 
     Lists and tuples with a value for each row, such as texts, are cut as tensors are; all else goes to every piece.
-    Tensors of pieces are views, and mappings keep their type.
-
-    Args:
-        batch: Tensors in mappings, lists and tuples of any depth.
-        parts: How many pieces; there are fewer where rows are.
-
-    Returns:
-        The pieces in order; the batch alone if it has no rows.
+    Tensors of pieces are views, and mappings keep their type. A batch without rows is one piece.
 
     Raises:
         MicroBatchError: `parts` is below 1.
@@ -99,10 +92,7 @@ def bounds_of(rows: int, parts: int) -> list[tuple[int, int]]:
 def take(batch: Any, rows: slice | list[int], size: int | None = None) -> Any:
     """Returns some rows of a batch: views of tensors for a slice, copies for a list.
 
-    Args:
-        batch: Tensors in mappings, lists and tuples of any depth.
-        rows: Which rows.
-        size: How many the batch has; `rows_of` it, if left out.
+    `size` is the number of rows that the batch has, `rows_of` it if left out.
     """
     size = rows_of(batch) if size is None else size
 

@@ -48,12 +48,7 @@ def few_rows(batch: Any, share: float = SHARE) -> Any:
 
     Where these are more than the share, and all tensors of two dimensions or more have the same first two, as token
     ids, masks and labels of one length have, texts are cut to where most labels count. Of several texts that lie in one
-    row as many are left.
-
-    Args:
-        batch: Tensors in mappings, lists and tuples of any depth; the rows are the first dimension that most of them
-            have. Others stay whole, as do values of other types.
-        share: Part of the batch, between 0 and 1.
+    row as many are left. Tensors without rows stay whole, as do values of other types.
     """
     size = rows_of(batch)
     if size is None:
@@ -67,11 +62,9 @@ def few_rows(batch: Any, share: float = SHARE) -> Any:
 
 
 def short_texts(batch: Any, length: int) -> Any:
-    """Returns a batch of texts cut to where most labels count; any other batch as it is.
+    """Returns a batch of texts cut to the `length` tokens, at least `LEAST_LENGTH`, where most labels count.
 
-    Args:
-        batch: Tensors in mappings, lists and tuples of any depth.
-        length: Tokens that are kept of each row; at least `LEAST_LENGTH`.
+    Any other batch stays as it is.
     """
     tensors, size = list(tensors_in(batch)), rows_of(batch)
     whole = None if size is None else _common_length(tensors, size)
@@ -158,10 +151,7 @@ def _with_longest(longest: int, cut: Callable[[Any], Any], value: Any) -> Any:
 def _start(tensors: list[Tensor], kept: int, starts: list[int]) -> int:
     """Returns where the `kept` tokens begin in which the fewest labels are ignored: those of a prompt are.
 
-    Args:
-        tensors: The batch's.
-        kept: How many.
-        starts: Where they may begin; anywhere, if it is empty.
+    They begin at one of `starts`, or anywhere if there are none.
     """
     for tensor in tensors:
         if tensor.dim() > 1 and bool((tensor == IGNORED).any()):

@@ -28,7 +28,7 @@ log = getLogger("daf")
 
 @dataclass
 class StepTimes:
-    """What a step took, each in seconds.
+    """What a step took: seconds of each block and outside, and bytes that saved activations held in the last pass.
 
     Attributes:
         elements: Elements that the first block was given in all passes: times are compared for as many.
@@ -37,9 +37,9 @@ class StepTimes:
         backward: Of each block.
         outside: In forward and backward, outside of blocks.
         rest: Outside of both, as the optimizer's.
-        held: Bytes that saved activations of each block held; those of the last pass.
-        held_outside: The same, outside of blocks.
-        held_elements: Elements that the first block was given in that pass.
+        held: Bytes of each block.
+        held_outside: Bytes outside of blocks.
+        held_elements: Elements that the first block was given in the last pass.
     """
 
     elements: int
@@ -56,11 +56,7 @@ class StepTimes:
 class TimedSteps:
     """Says what timed steps are to have taken, and once that steps cannot be timed, so that all train everything.
 
-    Args:
-        plan_file: Has the times of an earlier run, and takes those that it does not have; None for none.
-
-    Attributes:
-        count: Steps that were timed.
+    The plan file, if there is one, has the times of an earlier run, and takes those that it does not have.
     """
 
     def __init__(self, plan_file: PlanFile | None = None) -> None:
@@ -68,10 +64,7 @@ class TimedSteps:
         self._file = plan_file
 
     def add(self, times: StepTimes) -> StepTimes | None:
-        """Returns what a step is to have taken; None where it could not be timed.
-
-        Args:
-            times: What the clock says.
+        """Returns what a step is to have taken, given what the clock says; None where it could not be timed.
 
         Raises:
             ConfigError: The file is of a model with other blocks, or cannot be written.
@@ -91,13 +84,7 @@ class TimedSteps:
 
 
 class BlockTimer(BlockTrace):
-    """Watches one step, from its beginning to `stop`.
-
-    Args:
-        model: The model.
-        blocks: Its blocks in the order in which they run.
-        held: Returns the bytes that saved activations hold now.
-    """
+    """Watches one step from its beginning to `stop`; `held` returns the bytes that saved activations hold now."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], held: Callable[[], int]) -> None:
         # Only forward counts bytes: in backward the engine would wait here for tensors that it still packs.
@@ -134,7 +121,6 @@ class BlockTimer(BlockTrace):
         return times
 
     def _add(self, times: StepTimes, phase: Phase, grown: int) -> None:
-        """Adds a phase to what the step took, and the bytes by which saved activations grew in it."""
         if phase.call != OUTSIDE:
             block, elements = self.calls[phase.call]
             (times.forward if phase.kind == "forward" else times.backward)[block] += phase.seconds

@@ -19,9 +19,6 @@ from daf_core.model.module_hooks import CallHooks, is_training_pass
 class ForwardTracer:
     """Watches a model's modules until `stop`.
 
-    Args:
-        model: The model.
-
     Attributes:
         calls: See `units.Calls`.
         unrecorded: Names of modules that ran without recording a graph.
@@ -39,12 +36,7 @@ class ForwardTracer:
             self._hooks.watch(module, partial(self._enter, name), partial(self._leave, name, module))
 
     def recorded(self, blocks: Sequence[Block], trained: Iterable[nn.Parameter]) -> list[Block]:
-        """Returns blocks without those that ran in vain, such as a frozen tower's: no graph, and nothing is trained.
-
-        Args:
-            blocks: The blocks.
-            trained: All parameters that are.
-        """
+        """Returns blocks without those that ran in vain, such as a frozen tower's: no graph, and nothing is trained."""
         known = set(map(id, trained))
 
         def in_vain(block: Block) -> bool:
@@ -55,9 +47,6 @@ class ForwardTracer:
 
     def check_graphs(self, blocks: Sequence[Block]) -> None:
         """Checks that blocks below the lowest one that was trained have built no graph.
-
-        Args:
-            blocks: Those blocks.
 
         Raises:
             ElasticError: One has, and nothing would be saved.

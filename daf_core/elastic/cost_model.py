@@ -47,14 +47,7 @@ class StepCosts:
     """What steps take, relative to a full step.
 
     A block that was not seen with a graph, or without one, is assumed to differ from the others as its forward pass
-    does.
-
-    Args:
-        units: The units of the model.
-        sizes: Elements of each block's output. The bytes of blocks that were not seen are in proportion to them.
-
-    Attributes:
-        units: The units of the model.
+    does. The bytes of blocks that were not seen are in proportion to `sizes`, the elements of each block's output.
     """
 
     def __init__(self, units: Units, sizes: Sequence[int]) -> None:
@@ -102,8 +95,8 @@ class StepCosts:
     def held(self, depth: int) -> float:
         """Returns the known bytes of saved activations in a pass whose lowest trained block is `depth`.
 
-        They are those of a batch like the last one that was seen. A block that was not seen holds as much for each
-        element of its output as the next block that was.
+        They are bytes of a batch like the last one. A block that was not seen holds as much for each element of its
+        output as the next block that was.
         """
         held, rate = self._held_outside, 0.0
         for block in reversed(range(depth, len(self._held))):
@@ -121,13 +114,11 @@ class StepCosts:
         deeper = [max(each, 0.0) + b - a for each, a, b in zip(to_pass, plain, with_graph, strict=True)]
         from_block = [*accumulate(reversed(deeper))][::-1]
         fixed = min(self._outside, default=0.0) + sum(plain) + rest * self.units.trained_share(())
-        own = [
-            unit.share * backward[unit.stage] + rest * part for unit, part in zip(units, self.units.parts, strict=True)
-        ]
+        parts = zip(units, self.units.parts, strict=True)
+        own = [unit.share * backward[unit.stage] + rest * part for unit, part in parts]
         return UnitCosts(own, [from_block[unit.stage] for unit in units], fixed)
 
     def _seconds_of_blocks(self) -> tuple[list[float], list[float], list[float]]:
-        """Returns the time of each block in forward without and with a graph, and in backward."""
         least = {phase: [min(each, default=None) for each in blocks] for phase, blocks in self._blocks.items()}
         plain, with_graph = least["plain"], least["with_graph"]
         both = [(a, b) for a, b in zip(plain, with_graph, strict=True) if a is not None and b is not None]

@@ -26,11 +26,7 @@ where a gradient scaler leaves it to a fused optimizer to unscale gradients, the
 
 
 class FrozenUnits:
-    """Has some of the units trained, from `apply` to `unfreeze`.
-
-    Args:
-        units: All of them.
-    """
+    """Has some of the units trained, from `apply` to `unfreeze`."""
 
     def __init__(self, units: Units) -> None:
         self._units = units
@@ -58,11 +54,7 @@ class FrozenUnits:
 
 
 class InputGradientHooks:
-    """Keeps embeddings from returning what requires a gradient, until `restore`.
-
-    Args:
-        model: The model.
-    """
+    """Keeps embeddings from returning what requires a gradient, until `restore`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -84,9 +76,7 @@ class InputGradientHooks:
 def forget_momentum(optimizers: Iterable[Any], parameters: Iterable[nn.Parameter]) -> None:
     """Has the momentum of parameters begin anew that have not been trained for long.
 
-    Args:
-        optimizers: Torch optimizers, or what wraps them; quantized momenta, which others keep, stay.
-        parameters: The parameters.
+    Quantized momenta, which optimizers other than torch's keep, stay.
     """
     found = list(parameters)
     for optimizer in optimizers:

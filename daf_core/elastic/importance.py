@@ -14,11 +14,7 @@ NEWEST = 0.5
 
 
 class Update:
-    """An optimizer's step, whatever optimizer it is.
-
-    Args:
-        units: The units that have gradients now.
-    """
+    """An optimizer's step, whatever optimizer it is, on units that have gradients now."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -30,20 +26,15 @@ class Update:
         ElasticTrainer (MobiSys 2023) takes the gradient of a second pass in place of g; the order of layers is nearly
         the same (their ranks correlate by .83).
         """
-        return [
-            sum(map(_gain, unit.parameters, before)) for unit, before in zip(self._units, self._before, strict=True)
-        ]
+        pairs = zip(self._units, self._before, strict=True)
+        return [sum(map(_gain, unit.parameters, before)) for unit, before in pairs]
 
 
 def merged(known: Sequence[float] | None, measured: Sequence[float]) -> list[float] | None:
-    """Returns what is known of gains after a measurement.
+    """Returns the shares of all gains that units have, after a measurement of all units.
 
-    What makes the loss larger gains nothing; what is not finite, or zero everywhere as in a warm-up that begins with a
-    learning rate of zero, says nothing.
-
-    Args:
-        known: What was known; None for nothing.
-        measured: Of a step that trained all units.
+    A unit that makes the loss larger gains nothing. A measurement that is not finite, or zero everywhere as in a
+    warm-up that begins with a learning rate of zero, says nothing.
     """
     if not all(map(math.isfinite, measured)) or not any(gain > 0 for gain in measured):
         return None if known is None else list(known)

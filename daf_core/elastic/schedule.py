@@ -28,13 +28,7 @@ log = getLogger("daf")
 
 @dataclass(frozen=True)
 class Choice:
-    """What a step is to do.
-
-    Attributes:
-        on: Numbers of the units that it trains.
-        measured: Whether its times are taken.
-        probe: Whether it is measured what it gains.
-    """
+    """What a step is to do: the numbers of its units, and whether its times and (`probe`) its gains are measured."""
 
     on: frozenset[int]
     measured: bool
@@ -43,12 +37,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ElasticStep:
-    """What a step trained.
-
-    Attributes:
-        depth: Blocks that built a graph.
-        share: Time that it takes, relative to a step that trains everything, as far as that is known.
-    """
+    """What a step trained: blocks that built a graph, and its time relative to a full step, as far as that is known."""
 
     depth: int
     share: float
@@ -62,14 +51,9 @@ class StepSchedule:
     two sets in turn which gain most within the share: what a step leaves of it, those after it may use. A little is put
     aside, so that a step that trains most can be measured now and then.
 
-    Args:
-        units: What may be trained or not.
-        costs: What steps take.
-        config: The share of time or memory.
-
     Attributes:
-        target: The mean time of a step that is kept, relative to one that trains everything: the share that is asked
-            for, or the nearest one where no step takes as little.
+        target: The mean time of a step that is kept, relative to a full step: the share that is asked for, or the
+            nearest one where no step takes as little.
     """
 
     def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:
@@ -106,7 +90,7 @@ class StepSchedule:
         Args:
             choice: What it was to do.
             times: What it took, where that was measured.
-            gains: What each of its units gained, in the order of their numbers, where that was measured.
+            gains: Gains of its units in the order of their numbers, where they were measured.
         """
         if times is not None:
             self._costs.add(times, choice.on)
@@ -144,7 +128,7 @@ class StepSchedule:
         self._since_plan = self._seen = 0
 
     def _out_of_reach(self, found: Selection, before: Selection) -> Selection:
-        """Returns what is done where even a step that trains the least takes more than what is asked for.
+        """Returns what is done where even the least step takes more than the asked share.
 
         Times are measured, and others in each run: they end none.
         """
@@ -278,11 +262,8 @@ class StepSchedule:
         if not all(on <= self._all for on in self._early):
             raise ValueError(f"there are {len(self._all)} units")
         self._balance = number(state["balance"])
-        self._since_plan, self._seen, self._settled = (
-            count(state["since_plan"]),
-            count(state["seen"]),
-            flag(state["settled"]),
-        )
+        self._since_plan, self._seen = count(state["since_plan"]), count(state["seen"])
+        self._settled = flag(state["settled"])
         if state["shares"] == [self._asked, self._memory]:
             self.target = float(state["target"])
         elif selection is not None:

@@ -17,13 +17,7 @@ SAME_RATE = 1e-9
 
 
 class HullPoint(NamedTuple):
-    """A point on the upper concave hull of gain over time.
-
-    Attributes:
-        share: The time of a step that trains the set, relative to a full step.
-        gain: What the step gains.
-        on: Numbers of the units.
-    """
+    """A point on the upper concave hull of gain over time: a step's share of a full step's time, its gain and units."""
 
     share: float
     gain: float
@@ -31,21 +25,11 @@ class HullPoint(NamedTuple):
 
 
 class Selection:
-    """Picks what steps train.
+    """Picks what steps train, among the units of `most`.
 
     Steps that alternate between two sets gain, to first order, the mean of both. Within a share of time the two
     neighbours of that share on the concave hull over all sets therefore gain most: sets of about the same depth if
-    deeper units gain less, and the least and the most if deeper units gain more.
-
-    Args:
-        units: What may be trained or not.
-        costs: What it takes.
-        gains: What each unit gains.
-        most: Numbers of the units that any step may train.
-
-    Attributes:
-        most: The same.
-        hull: By rising share.
+    deeper units gain less, and the least and the most if deeper units gain more. `hull` is ordered by share.
     """
 
     def __init__(self, units: Units, costs: UnitCosts, gains: Sequence[float], most: frozenset[int]) -> None:
@@ -61,9 +45,8 @@ class Selection:
         points = [(costs.share(on), -self._gain(on)) for on in sets]
         for deepest in inside:
             on = [deepest, *(unit for unit in by_rate if unit < deepest)]
-            shares = accumulate(
-                (costs.own_cost[unit] for unit in on), initial=costs.fixed_cost + costs.depth_cost[deepest]
-            )
+            start = costs.fixed_cost + costs.depth_cost[deepest]
+            shares = accumulate((costs.own_cost[unit] for unit in on), initial=start)
             gained = accumulate((-gains[unit] for unit in on), initial=0.0)
             points += [*zip(shares, gained, strict=True)][1:]
             sizes += [(on, size) for size in range(1, len(on) + 1)]
@@ -97,12 +80,9 @@ class Selection:
         own, depth, fixed = state["prices"]
         costs = UnitCosts([*map(number, own)], [*map(number, depth)], number(fixed))
         gains, most = [*map(amount, state["gains"])], frozenset(map(count, state["most"]))
-        length = len(units.units)
-        if (
-            any(len(each) != length for each in (costs.own_cost, costs.depth_cost, gains))
-            or not most <= units.everything
-        ):
-            raise ValueError(f"there are {length} units")
+        lengths = {len(units.units), len(costs.own_cost), len(costs.depth_cost), len(gains)}
+        if len(lengths) > 1 or not most <= units.everything:
+            raise ValueError(f"there are {len(units.units)} units")
         return cls(units, costs, gains, most)
 
     def _gain(self, on: Collection[int]) -> float:

@@ -85,12 +85,9 @@ class ElasticTraining:
         Raises:
             ConfigError: The model cannot be trained elastically any more.
         """
-        if self._choice is not None:
+        if self._choice is not None or not self._follow_user():
             return
-        if not self._follow_user():
-            return
-        if not self._begun:
-            # The user may have switched checkpoints on since.
+        if not self._begun:  # the user may have switched checkpoints on since
             check_supported(ELASTIC, Context(self._outer, blocks=len(self._blocks)))
             self._begun = True
         self._choice = self._learned.schedule.choose()
@@ -101,10 +98,7 @@ class ElasticTraining:
             self._clock = self._started_clock()
 
     def before_update(self, optimizers: Iterable[Any]) -> None:
-        """Is to be called between backward and the optimizer's step.
-
-        Args:
-            optimizers: The optimizers that are about to step.
+        """Is to be called between backward and the step of these optimizers.
 
         Raises:
             ConfigError: One of them moves what has no gradient.
@@ -135,11 +129,8 @@ class ElasticTraining:
         if self._update is not None:  # gradients may be gone when the last of several optimizers has stepped
             found, before = self._update.gains(), self._gains or []
             self._gains = [new or old for new, old in zip_longest(found, before, fillvalue=0.0)]
-        if self._updated and not all(
-            id(each) in self._updated for each in self._learned.trained if each.grad is not None
-        ):
-            return None
-        return self.finish_stepped()
+        waiting = [each for each in self._learned.trained if each.grad is not None and id(each) not in self._updated]
+        return None if self._updated and waiting else self.finish_stepped()
 
     def finish_stepped(self) -> ElasticStep | None:
         """Ends a step that an optimizer has stepped in, though others have gradients left; None where none has.
@@ -156,20 +147,16 @@ class ElasticTraining:
         gains, self._gains, self._update = self._gains, None, None
         self._learned.frozen.unfreeze()
         choice, times = self._look(choice, times)
-        for number, unit in enumerate(self._learned.units.units):
+        units, schedule, idle = self._learned.units, self._learned.schedule, self._learned.idle
+        for number, unit in enumerate(units.units):
             # What comes back to be measured alone, with the momentum that it had, has not come back.
-            back = number in choice.on and not (choice.probe and self._learned.idle[unit.name] > STALE)
-            self._learned.idle[unit.name] = 0 if back else self._learned.idle[unit.name] + 1
-        due = self._learned.schedule.finish(choice, times, gains)
-        step = ElasticStep(
-            len(self._learned.units.blocks) - self._learned.units.depth(choice.on),
-            self._learned.schedule.share(choice.on),
-        )
-        if (
-            not self._learned.schedule.is_planned
-        ):  # what was seen by the first process decides what the next step may train
-            state, due = distributed.broadcast((self._learned.schedule.state(), due), self._outer)
-            self._learned.schedule.load(state)
+            back = number in choice.on and not (choice.probe and idle[unit.name] > STALE)
+            idle[unit.name] = 0 if back else idle[unit.name] + 1
+        due = schedule.finish(choice, times, gains)
+        step = ElasticStep(len(units.blocks) - units.depth(choice.on), schedule.share(choice.on))
+        if not schedule.is_planned:  # the first process decides what the next step may train
+            state, due = distributed.broadcast((schedule.state(), due), self._outer)
+            schedule.load(state)
         if due:
             self._plan()
         return step
@@ -204,8 +191,7 @@ class ElasticTraining:
     @contextmanager
     def apart(self) -> Generator[None]:
         """Has what runs inside be no part of the step: an audit, or what measures the model."""
-        clock, watch = self._clock, self._watch
-        self._stop_watching()
+        clock, watch = self._stop_watching()
         try:
             yield
         finally:
@@ -236,11 +222,9 @@ class ElasticTraining:
     @property
     def without_graph(self) -> frozenset[str]:
         """Names of the blocks that build no graph in this step."""
-        if self._choice is None:
-            return frozenset()
-        return frozenset(
-            block.name for block in self._learned.units.blocks[: self._learned.units.depth(self._choice.on)]
-        )
+        units = self._learned.units
+        lowest = 0 if self._choice is None else units.depth(self._choice.on)
+        return frozenset(block.name for block in units.blocks[:lowest])
 
     @property
     def summary(self) -> str:
@@ -297,7 +281,7 @@ class ElasticTraining:
         return [name for name, each in self._model.named_parameters() if id(each) in known]
 
     def _trained_something_else(self, calls: Calls, names: Sequence[str]) -> bool:
-        """Says whether a saved state is of this model, when other parameters of it were trained."""
+        """Whether a saved state is of this model, when other parameters of it were trained."""
         known = {name for name, _ in self._model.named_parameters()}
         own = {*names} <= known and all(block.name in calls for block in self._blocks)
         return own and [*names] != self._names()
@@ -329,12 +313,12 @@ class ElasticTraining:
     def _started_clock(self) -> BlockTimer:
         return BlockTimer(self._model, self._learned.units.blocks, lambda: self._engine.held_bytes)
 
-    def _stop_watching(self) -> None:
-        if self._clock is not None:
-            self._clock.stop()
-        if self._watch is not None:
-            self._watch.stop()
-        self._clock = self._watch = None
+    def _stop_watching(self) -> tuple[BlockTimer | None, ForwardTracer | None]:
+        watching, self._clock, self._watch = (self._clock, self._watch), None, None
+        for each in watching:
+            if each is not None:
+                each.stop()
+        return watching
 
     def _follow(self, calls: Calls, trained: list[nn.Parameter], unused: set[int]) -> None:
         """Orders units by how modules are called, and forgets what was learned."""
@@ -366,12 +350,13 @@ class ElasticTraining:
             unused = {number for number, each in enumerate(trained) if id(each) in always and each.grad is None}
             self._blocks = watch.recorded(self._blocks, trained)
             self._follow(watch.calls, trained, unused)
-            names = [block.name for block in self._learned.units.blocks]
+            units = self._learned.units
+            names = [block.name for block in units.blocks]
             check_supported(ELASTIC_FIRST_STEP, FirstStep(names, watch.calls, watch.unrecorded))
-            check_supported(ELASTIC_UNITS, self._learned.units)
-            warn_of_deepest(self._learned.units)
-            choice = replace(choice, on=renumbered(choice.on, before, self._learned.units))
-            in_order = before.blocks == self._learned.units.blocks
+            check_supported(ELASTIC_UNITS, units)
+            warn_of_deepest(units)
+            choice = replace(choice, on=renumbered(choice.on, before, units))
+            in_order = before.blocks == units.blocks
         if in_order:
             depth = self._learned.units.depth(choice.on)
             watch.check_graphs(self._learned.units.blocks[:depth])

@@ -118,15 +118,9 @@ class _Place(NamedTuple):
 
 
 def units_of(model: nn.Module, blocks: Sequence[Block], trained: Sequence[nn.Parameter], calls: Calls) -> Units:
-    """Returns the units of a model.
+    """Returns the units of a model, given its blocks, the parameters that the user trains, and how modules were called.
 
     A parameter with several places, as tied embeddings have, counts where it is used first.
-
-    Args:
-        model: The model.
-        blocks: Its blocks.
-        trained: The parameters that the user trains.
-        calls: How its modules were called.
     """
     order = {name: number for number, name in enumerate(calls)}
     blocks = sorted(blocks, key=lambda block: order.get(block.name, len(order)))

@@ -27,13 +27,7 @@ _EXPERTS = re.compile(r"expert|router|moe", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model that can be recomputed.
-
-    Attributes:
-        name: Its qualified name in the model.
-        module: The part.
-        routes: Whether it is known to send rows to experts.
-    """
+    """A part of a model that can be recomputed; `routes` says that it is known to send rows to experts."""
 
     name: str
     module: nn.Module
@@ -50,12 +44,7 @@ class Block:
 
 
 def blocks_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:
-    """Returns the blocks of a model that may be recomputed: those of `layers_of` that are not already.
-
-    Args:
-        model: The model.
-        left_out: Names of modules that are no blocks.
-    """
+    """Returns the blocks of a model that may be recomputed: those of `layers_of` that are not already."""
     return [block for block in layers_of(model, left_out) if not any(map(_recomputes, block.module.modules()))]
 
 
@@ -64,11 +53,7 @@ def layers_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:
 
     Blocks are the layers that transformers can recompute. In models without them they are modules of one class in an
     `nn.ModuleList` or `nn.Sequential` with several weights each. Of those inside of each other the innermost count.
-    What is compiled on its own is none.
-
-    Args:
-        model: The model.
-        left_out: Names of modules that are no blocks.
+    What is compiled on its own is none, and neither are modules whose names are left out.
     """
     compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
     usable = {module: name for name, module in model.named_modules() if module not in compiled}
@@ -88,7 +73,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _recomputes(module: nn.Module) -> bool:
-    """Says whether it was told, as transformers does, to recompute itself or what is inside of it."""
+    """Whether it was told, as transformers does, to recompute itself or what is inside of it."""
     return getattr(module, "gradient_checkpointing", False) is True
 
 

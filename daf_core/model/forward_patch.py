@@ -18,14 +18,10 @@ _WRAPPER = "_daf_wrapper"
 
 
 class ForwardPatch:
-    """Runs something around a model's forward until `remove`.
+    """Runs `around`, given a model's forward and its arguments, in place of that forward until `remove`.
 
     The signature stays, as trainers read columns off it, and so do class, state_dict and pickles. A deep copy of the
     model runs its plain forward.
-
-    Args:
-        model: The model.
-        around: What runs instead.
     """
 
     def __init__(self, model: nn.Module, around: Around) -> None:
@@ -68,9 +64,9 @@ class ForwardPatch:
 
 
 def runs_own_forward(module: nn.Module) -> bool:
-    """Says whether a module runs the forward of its class.
+    """Whether a module runs the forward of its class.
 
-    A copy of a module that was wrapped, or one that was read from a pickle, does so by way of an attribute.
+    A copy of a wrapped module, or one that was read from a pickle, does so by way of an attribute.
     """
     forward = vars(module).get("forward")
     function = type(module).forward if forward is None else getattr(forward, "__func__", None)

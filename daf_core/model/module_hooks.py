@@ -13,11 +13,7 @@ from daf_core.autograd.torch_private import in_backward
 
 
 class InstanceHook:
-    """Calls a function; does nothing in a copy, which deep copies and pickles of a model make of its hooks.
-
-    Args:
-        function: What is called, with a hook's arguments; its result is dropped.
-    """
+    """Calls a function and drops its result; does nothing in a copy, which deep copies and pickles of a model make."""
 
     def __init__(self, function: Callable[..., object] | None = None) -> None:
         self._function = function
@@ -40,10 +36,8 @@ class CallHooks:
     def watch(self, module: nn.Module, enter: Callable[[Any], None], leave: Callable[[Any, Any], None]) -> None:
         """Watches a module.
 
-        Args:
-            module: The module.
-            enter: Is called before its forward, with the pair of its arguments and keyword arguments.
-            leave: Is called after its forward, with this pair and the output.
+        Before its forward, `enter` gets the pair of its arguments and keyword arguments; after it, `leave` gets this
+        pair and the output.
         """
 
         def before(_module: nn.Module, *arguments: Any) -> None:

@@ -21,11 +21,8 @@ class RecomputedBlock:
     """A block that saves the tensors among its positional arguments and runs once more in backward, until `remove`.
 
     Hooks for saved tensors see these arguments and nothing of what is inside. The second run repeats the random numbers
-    of the first, and changes no buffers, such as running statistics.
-
-    Args:
-        block: The block.
-        watch: Is told when a recomputation begins (True) and when it ends (False).
+    of the first, and changes no buffers, such as running statistics. `watch` is told when a recomputation begins (True)
+    and when it ends (False).
     """
 
     def __init__(self, block: Block, watch: Callable[[bool], None] | None = None) -> None:

@@ -28,11 +28,7 @@ OPTIONS = ("precision", "memory_budget", "budget_covers", "min_precision", "spil
 class StepKind(NamedTuple):
     """What steps have in common that one plan serves.
 
-    Attributes:
-        rows: Rows of the batch.
-        bucket: Number of the range of lengths that they are in.
-        splits: Whether the batch may be split.
-        without_graph: Names of the blocks that build no graph.
+    They have as many rows, of one range of lengths, which may be split or not, and the same blocks without a graph.
     """
 
     rows: int
@@ -50,13 +46,7 @@ class NamedPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A plan that was followed from a batch on.
-
-    Attributes:
-        since: The number of the step, and that of the batch within it.
-        named: The plan.
-        own: Whether this run has made it.
-    """
+    """A plan that was followed from a step, and a batch of it, on; `own` says whether this run has made it."""
 
     since: tuple[int, int]
     named: NamedPlan
@@ -67,12 +57,13 @@ class PlanFile:
     """Gives a run the decisions of a file, and adds those that the run makes itself.
 
     A line of JSON says what the file was made for, and each after it a plan or the times of a measured step. Lines are
-    only added, so that a run that is killed leaves all but the last one whole.
+    only added, so that a run that is killed leaves all but the last one whole. Each of several processes has its own
+    file, such as plan.rank1.json.
 
     Args:
-        path: The file; it is made if it is missing. Each of several processes has its own, such as plan.rank1.json.
+        path: The file; it is made if it is missing.
         config: The options of the run.
-        model: What is trained.
+        model: The trained model.
         step: Returns the number of steps before this one, of a resumed run with those before.
 
     Raises:
@@ -99,9 +90,9 @@ class PlanFile:
         self._now = step, batch + 1 if step == before else 0
 
     def plan(self, kind: StepKind) -> NamedPlan | None:
-        """Returns the plan that the file has for this batch; None if this run decides.
+        """Returns the plan that the file has for this batch: the one followed at this step, or the first later one.
 
-        That is the one that was followed at this step, or the first one where such steps came later.
+        None if this run decides.
         """
         entry = self._last(kind) or next(iter(self._plans.get(kind, ())), None)
         return None if entry is None or entry.own else entry.named
@@ -125,7 +116,7 @@ class PlanFile:
         return True
 
     def times(self, number: int, measured: dict[str, Any]) -> dict[str, Any]:
-        """Returns what a measured step is to have taken: what the file has for it, else what it took, which is noted.
+        """Returns what the file has for a measured step, else what it took, which is noted.
 
         Args:
             number: How many steps were measured before, of a resumed run with those before.
@@ -213,7 +204,6 @@ def _of_process(path: Path) -> Path:
 
 
 def _purpose(config: DAFConfig, model: nn.Module) -> dict[str, Any]:
-    """Returns what plans depend on, as JSON-able values."""
     options = config.to_dict()
     chosen = {name: options[name] for name in OPTIONS} | {"spill_dir": config.spill_dir is not None}
     shapes = [
@@ -233,11 +223,7 @@ def _plan_as_dict(named: NamedPlan) -> dict[str, Any]:
 
 
 def _plan_from_dict(plan: Mapping[str, Any]) -> NamedPlan:
-    """Returns the plan that `_plan_as_dict` was given.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: It was given something else.
-    """
+    """Returns the plan that `_plan_as_dict` was given; what it raises for something else, `PlanFile` catches."""
     blocks, forecast = cast("dict[str, str]", plan["blocks"]), plan["forecast"]
     sizes = [int(forecast[name]) for name in ("peak_bytes", "held_bytes", "kept_bytes")]
     return NamedPlan(

@@ -12,11 +12,7 @@ from daf_core.knapsack.hull import Point
 
 @dataclass(frozen=True)
 class Choices:
-    """The precisions that a site may get.
-
-    Attributes:
-        sizes: Bytes of each choice.
-        errors: Squared gradient error of each choice.
+    """The precisions that a site may get: bytes and squared gradient error of each.
 
     Raises:
         ValueError: There is no choice, or bytes or errors are negative or not finite.
@@ -35,10 +31,7 @@ class Choices:
 
 
 def least_error(sites: Sequence[Choices], size: float) -> list[int]:
-    """Returns the index of each site's choice for the least error within `size` bytes.
-
-    If nothing fits, the choices with the fewest bytes.
-    """
+    """Returns the index of each site's choice for the least error within `size` bytes, or else for the fewest bytes."""
     return _solved([tuple(zip(site.sizes, site.errors, strict=True)) for site in sites], size)
 
 

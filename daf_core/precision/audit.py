@@ -51,12 +51,7 @@ CORRECTIONS = 3
 
 
 class Auditor:
-    """Decides when an audit is due, and what follows from it.
-
-    Args:
-        config: `audit_every` and `max_gradient_error`.
-        policy: What is steered.
-    """
+    """Decides when an audit is due, and steers the policy by what it finds."""
 
     def __init__(self, config: DAFConfig, policy: PrecisionPolicy) -> None:
         self._every = config.audit_every
@@ -95,8 +90,8 @@ class Auditor:
             last_pass: What the last pass stored; empty before the first.
 
         Returns:
-            What was measured before anything was corrected; None where the gradient is zero or not finite, or nothing
-            is known yet of what will be stored.
+            The error before any correction; None where the gradient is zero or not finite, or nothing is known yet
+                of what will be stored.
         """
         self._done = True
         stored, sizes = last_pass.precisions, last_pass.sizes

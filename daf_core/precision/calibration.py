@@ -85,19 +85,17 @@ class Calibration:
 def calibrate(
     rehearsal: ProbePass, variants: bool = True, hops: int = HOPS, own_share: float = 0.0
 ) -> Calibration | None:
-    """Predicts the error of the gradient that each site alone causes.
+    """Predicts the error of the gradient that each site alone causes; None where the gradient is zero or not finite.
 
     All occurrences of a site are taken together. Sites that backward does not read get errors of 0. The effect of
     inputs of checkpoints is measured, each in a backward pass of its own, as whole blocks are computed again from them.
 
     Args:
         rehearsal: A forward pass.
-        variants: Whether a site may take a codec for one reader alone; where one does, `rehearsal` does from then on.
+        variants: Whether a site may take a codec for one reader alone; where one does, `rehearsal` does from then
+            on.
         hops: Operators through which errors are led on.
         own_share: Share of the error that is counted parameter by parameter, each relative to its own gradient.
-
-    Returns:
-        None where the gradient is zero or not finite.
     """
     readers: Readers = {id(activation): set() for _, activation in rehearsal.activations}
     for activation in rehearsal.read_before:
@@ -192,7 +190,6 @@ def _gains(rehearsal: ProbePass, readers: Readers, own_share: float) -> Gains | 
 
 
 def _parameter_gains(rehearsal: ProbePass, total: float, own_share: float) -> dict[int, float]:
-    """Returns the gain of each parameter, by its identity."""
     squares = {
         id(parameter): _squared(gradient)
         for parameter, gradient in zip(rehearsal.parameters, rehearsal.exact, strict=True)

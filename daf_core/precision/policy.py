@@ -39,13 +39,7 @@ ALIKE = 0.1
 
 
 class Pass(NamedTuple):
-    """A forward pass.
-
-    Attributes:
-        raw: Bytes of its lossy activations as they are.
-        room: Bytes that they may take.
-        sizes: Bytes of each site.
-    """
+    """A forward pass: bytes of its lossy activations as they are, bytes that they may take, and bytes of each site."""
 
     raw: int
     room: int
@@ -61,9 +55,6 @@ class Pass(NamedTuple):
 
 class PrecisionPolicy:
     """Says in how many bits activations are stored, and what their planes are worth.
-
-    Args:
-        config: Precision, budget and error bound.
 
     Attributes:
         recomputed: Modules of which only the input is stored, see `Treatments`.
@@ -86,9 +77,8 @@ class PrecisionPolicy:
     def precision(self, site: Site, deviation: float = 0.0) -> int | None:
         """Returns the code bits for a site; None leaves its activations as they are.
 
-        Args:
-            site: The site.
-            deviation: Of a query or a key that is saved there: that of the scores. A plan has measured what it does.
+        `deviation` is the standard deviation of the scores of a query or a key that is saved there; a plan has measured
+        what it does.
         """
         if site.module in self.recomputed:
             return MOST
@@ -117,10 +107,7 @@ class PrecisionPolicy:
         return self._errors.get(site) or [max(errors) for errors in zip(*self._errors.values(), strict=True)]
 
     def learn(self, found: Calibration, replace: bool = False) -> None:
-        """Takes a calibration in, averaged with those before or instead of them.
-
-        Sites that are not in it keep what is known of them.
-        """
+        """Takes a calibration in, averaged with those before or instead of them; other sites keep what is known."""
         kept = {site: name for site, name in self._codecs.items() if site not in found.errors}
         self._codecs = {**kept, **found.codecs}
         for site, errors in _filled(found.errors).items():
@@ -230,7 +217,6 @@ def _filled(found: SiteErrors) -> SiteErrors:
 
 
 def _state_of(passes: Sequence[Pass]) -> dict[str, Any]:
-    """Returns passes as JSON-able values; sizes, which most of them share, once."""
     sizes: list[Sizes] = []
     for each in passes:
         if each.sizes not in sizes:

@@ -88,10 +88,7 @@ class ProbePass:
         self._exact = gradients
 
     def may_run_again(self, node: Any) -> bool:
-        """Says whether an autograd node's backward may be run an additional time.
-
-        Not where another hook unpacks what it saved: that of a checkpoint, which does so once.
-        """
+        """Whether an autograd node's backward may be run once more: not if another hook unpacks what it saved."""
         return keeps_only_for(node, self._unpack)
 
     def take_reads(self) -> list[ProbedActivation]:

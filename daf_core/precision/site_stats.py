@@ -22,14 +22,7 @@ Sizes = Mapping[Site, Sequence[int]]
 
 
 class _Counted(NamedTuple):
-    """An activation.
-
-    Attributes:
-        site: Its site.
-        sizes: Its bytes at each precision, and as it is.
-        bits: The bits that it was stored with; None is exact.
-        stored: What it was stored as.
-    """
+    """An activation's site, its bytes at each precision and as it is, the bits it has (None: exact), and its codes."""
 
     site: Site
     sizes: Sequence[int]
@@ -38,11 +31,7 @@ class _Counted(NamedTuple):
 
 
 class SiteStatistics:
-    """Counts lossy activations by site, without keeping them alive.
-
-    Attributes:
-        sizes: Bytes of each site's activations at each precision, and as they are.
-    """
+    """Counts lossy activations by site, without keeping them alive; `sizes` are the bytes of each site."""
 
     def __init__(self) -> None:
         self.sizes: dict[Site, list[int]] = {}
@@ -72,7 +61,7 @@ class SiteStatistics:
     def precisions(self) -> dict[Site, int | None]:
         """Returns the bits that each site has now, the fewest where it occurs several times; None is exact.
 
-        Of an activation that is gone, because backward has run, it is the bits that it was stored with.
+        For an activation that is gone, because backward has run, they are the bits that it was stored with.
         """
         found: dict[Site, int | None] = {}
         for site, _, bits, reference in self._stored:
@@ -92,11 +81,9 @@ class SiteStatistics:
 
 @dataclass(frozen=True)
 class PassStatistics:
-    """What is remembered of forward passes: of each site, the last one that it was in.
+    """What is remembered of forward passes, for each site from the last one that it was in.
 
-    Attributes:
-        precisions: The bits that each site was stored with; None is exact.
-        sizes: Bytes of each site at each precision.
+    These are the bits that it was stored with, None for exact, and its bytes at each precision.
     """
 
     precisions: Mapping[Site, int | None] = field(default_factory=dict)
@@ -131,14 +118,7 @@ class PassStatistics:
 class KindsOfPasses:
     """What is remembered of forward passes of each kind of step, where a few of them take turns.
 
-    What one kind has stored another may not store.
-
-    Args:
-        treatments: What happens to the activations of which part of the model now.
-
-    Attributes:
-        treatments: The same.
-        last: What is remembered of passes with these.
+    What one kind has stored another may not store. `last` is what is remembered with the treatments of now.
     """
 
     def __init__(self, treatments: Treatments | None = None) -> None:
@@ -188,11 +168,7 @@ def _treatments_of(state: Mapping[str, Any]) -> Treatments:
 
 
 def checked_bits(value: Any) -> int | None:
-    """Returns a precision that was saved, None for exact.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Returns a precision that was saved, None for exact; anything else is a ValueError."""
     if value is not None and (type(value) is not int or value not in LEVELS):
         raise ValueError(f"{value!r} is no precision")
     return value

@@ -39,13 +39,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How scores become probabilities.
-
-    Attributes:
-        dropout: Probability with which one is dropped.
-        causal: Whether a query sees the keys up to its own place alone.
-        scale: Factor on the scores.
-    """
+    """How scores become probabilities: by dropout, without keys behind the query's place, by a factor on the scores."""
 
     dropout: float
     causal: bool
@@ -70,21 +64,8 @@ def dropped_attention(
     """Returns what `torch.nn.functional.scaled_dot_product_attention` returns, with the same random numbers.
 
     Torch computes it there in several operators, and autograd keeps the probabilities, the factors of dropout and their
-    products. Here the probabilities are computed again in backward, one chunk of heads at a time.
-
-    Args:
-        query: (batch, heads, queries, width).
-        key: (batch, heads, keys, width).
-        value: (batch, heads, keys, width of values).
-        attn_mask: Boolean, or added to the scores; broadcastable to (batch, heads, queries, keys).
-        dropout_p: Probability with which a probability is dropped.
-        is_causal: Whether a query sees the keys up to its own place alone.
-        scale: Factor on the scores; None for one over the root of the width.
-        enable_gqa: Whether there are fewer heads of keys than of queries.
-
-    Returns:
-        (batch, heads, queries, width of values); None where torch has a kernel that keeps little itself, or where
-        types and shapes are none of the above.
+    products. Here the probabilities are computed again in backward, one chunk of heads at a time. Arguments are those
+    of torch's function. None where torch has a kernel that keeps little itself, or where types and shapes do not suit.
     """
     tensors = (query, key, value)
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) and not enable_gqa

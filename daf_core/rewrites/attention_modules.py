@@ -33,11 +33,7 @@ class _Attention(TorchFunctionMode):
 
 
 def drops_attention(module: nn.Module) -> bool:
-    """Says whether a module is an attention of transformers that calls torch's on a CPU, with dropout.
-
-    Args:
-        module: Any module.
-    """
+    """Whether a module is an attention of transformers that calls torch's on a CPU, with dropout."""
     config: Any = getattr(module, "config", None)
     if "attention" not in type(module).__name__.lower() or not is_bare(module):
         return False
@@ -48,14 +44,7 @@ def drops_attention(module: nn.Module) -> bool:
 
 
 def rewrite_attention(module: nn.Module) -> Undo:
-    """Makes a module compute attention without keeping its probabilities.
-
-    Args:
-        module: One that `drops_attention`.
-
-    Returns:
-        What undoes it.
-    """
+    """Makes a module that `drops_attention` compute without keeping its probabilities; returns what undoes it."""
     mode = _Attention()
 
     def around(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -20,7 +20,7 @@ class Rewrite:
     """Operators of a model that have an equal form which needs less memory.
 
     Attributes:
-        kind: What they are: "gelu", "gated-mlp", "attention-dropout" or "causal-lm-loss".
+        kind: One of `registry.KINDS`.
         modules: Qualified names of the modules whose forward changes, in the model's order.
         reason: What is gained, in a few words.
     """

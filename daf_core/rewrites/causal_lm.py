@@ -49,17 +49,7 @@ class ChunkedCausalLMLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Returns what transformers' function of the same signature returns.
-
-        Args:
-            logits: (batch, tokens, vocabulary).
-            labels: (batch, tokens); the token after is what is predicted.
-            vocab_size: Size of the vocabulary.
-            num_items_in_batch: Divisor of the loss; None for the labels that count.
-            ignore_index: Label that does not count.
-            shift_labels: Labels of the token after, if they are shifted already.
-            kwargs: Are ignored.
-        """
+        """Returns what transformers' function of the same signature returns."""
         targets = _targets(labels, shift_labels, ignore_index)
         if targets is None or not _is_pending(logits, vocab_size, targets):
             options: dict[str, Any] = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
@@ -70,16 +60,9 @@ class ChunkedCausalLMLoss:
 
 
 def rewrite_loss(model: nn.Module, head: nn.Linear) -> Undo:
-    """Makes a model compute its loss without logits while it trains.
+    """Makes a model compute its loss without logits while it trains, given its output projection from `find_head`.
 
-    A model that is rewritten already stays so until everybody has undone it.
-
-    Args:
-        model: The model.
-        head: Its output projection, from `find_head`.
-
-    Returns:
-        What undoes it; to be called once.
+    A model that is rewritten already stays so until everybody has undone it, by one call each of what is returned.
     """
     present = vars(model).get("_loss_function")
     loss = present if isinstance(present, ChunkedCausalLMLoss) else _install(model, head)

@@ -28,12 +28,7 @@ _CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 @dataclass(frozen=True)
 class Gate:
-    """An activation and its derivative.
-
-    Attributes:
-        value: Computes the activation.
-        slope: Returns the gradient of the input from that of the result, and the input.
-    """
+    """An activation, and what returns the gradient of its input from that of the result, and the input."""
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor, Tensor], Tensor]
@@ -51,13 +46,7 @@ GATES = (
 
 
 def gated_product(gate: Tensor, up: Tensor, form: Gate) -> Tensor:
-    """Returns ``form.value(gate) * up``; autograd saves `gate` and `up` alone.
-
-    Args:
-        gate: Of any shape.
-        up: Of the same shape and type.
-        form: The activation.
-    """
+    """Returns ``form.value(gate) * up`` for tensors of one shape and type; autograd saves `gate` and `up` alone."""
     return _GatedProduct.apply(gate, up, form)  # pyright: ignore[reportReturnType]
 
 
@@ -65,9 +54,6 @@ def find_gate(module: nn.Module) -> Gate | None:
     """Returns the activation of a module that computes ``down(act(gate(x)) * up(x))``; None for all others.
 
     The module's forward is run with small layers in place of its own.
-
-    Args:
-        module: Any module.
     """
     children = dict(module.named_children())
     if children.keys() != _CHILDREN or not is_bare(module) or not is_bare(children["act_fn"]):
@@ -86,15 +72,7 @@ def find_gate(module: nn.Module) -> Gate | None:
 
 
 def rewrite_gated(module: nn.Module, form: Gate) -> Undo:
-    """Makes a gated MLP save two tensors instead of three where autograd records it.
-
-    Args:
-        module: The module.
-        form: Its activation, from `find_gate`.
-
-    Returns:
-        What undoes it.
-    """
+    """Makes a gated MLP save two tensors instead of three where autograd records it; returns what undoes it."""
     layers: Any = module
 
     def around(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

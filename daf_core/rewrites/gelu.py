@@ -39,9 +39,6 @@ def find_gelu(module: nn.Module) -> Activation | None:
     """Returns what a module that is called GELU computes, if it saves more than it must; None for all others.
 
     It is called on a few numbers: a name alone says nothing of the formula.
-
-    Args:
-        module: Any module.
     """
     named = "gelu" in type(module).__name__.lower()
     if not named or not is_bare(module) or any(True for _ in module.children()):
@@ -56,15 +53,7 @@ def find_gelu(module: nn.Module) -> Activation | None:
 
 
 def rewrite_gelu(module: nn.Module, form: Activation) -> Undo:
-    """Makes a module compute another form where autograd records it.
-
-    Args:
-        module: The module.
-        form: Its form, from `find_gelu`.
-
-    Returns:
-        What undoes it.
-    """
+    """Makes a module compute the form from `find_gelu` where autograd records it; returns what undoes it."""
 
     def around(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if kwargs or len(args) != 1 or not torch.is_grad_enabled():

@@ -45,7 +45,7 @@ _WITHOUT_AUTOCAST = (torch.float64, torch.complex64, torch.complex128)
 
 
 class LogitsSource:
-    """What logits are computed from, in the state in which the output projection ran.
+    """What logits (..., vocabulary) are computed from, in the state in which the output projection ran.
 
     Args:
         hidden: Hidden states, (..., hidden size), as autograd recorded them.

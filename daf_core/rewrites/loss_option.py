@@ -19,11 +19,7 @@ log = getLogger("daf")
 
 
 def chunk_loss(config: DAFConfig, model: nn.Module) -> Undo | None:
-    """Has a model compute its loss in chunks where the option says so.
-
-    Args:
-        config: The options.
-        model: The model as it is called.
+    """Has a model, as it is called, compute its loss in chunks where the option says so.
 
     Returns:
         What undoes it, to be called once; None where nothing was done.

@@ -14,12 +14,6 @@ class Updates:
     """Counts the steps of optimizers that hold one of some parameters.
 
     An optimizer that writes to ``parameter.data``, or by a kernel of its own, leaves no trace in a tensor's version.
-
-    Args:
-        parameters: The parameters.
-
-    Attributes:
-        count: Steps so far.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -65,11 +65,12 @@ class Measurement:
         """Takes back what runs inside, also where it fails.
 
         Args:
-            timed: Whether time is measured inside: operators are not looked at then, and tensors taken back that a run
-                before has written to.
+            timed: Whether time is measured inside: operators are not looked at then, and only tensors that a run
+                before has written to are taken back.
 
         Raises:
-            TraceError: A run changes what cannot be taken back, or the model has parameters that its first run makes.
+            TraceError: A run changes what cannot be taken back, or the model has parameters that its first run
+                makes.
         """
         self._check_measurable()
         numbers, attributes = RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model)
@@ -101,9 +102,6 @@ class Measurement:
 
         Counts and moving averages are such, and what is set up once, or noted in each pass, is not: a pass that is run
         again, or in parts, finds these as a whole one does. What hooks count is left out: they watch a model.
-
-        Args:
-            run: Runs a pass.
 
         Raises:
             TraceError: See `running`.
@@ -183,7 +181,6 @@ def _values(model: nn.Module) -> dict[str, bytes | None]:
 
 
 def _digests(tensors: Iterable[tuple[str, Tensor]], opaque: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns what tells whether values have changed, by name."""
     found: dict[str, list[Any]] = defaultdict(list)
     for name, tensor in tensors:
         found[name].append(_sum_of_bits(tensor))
@@ -219,7 +216,6 @@ def _digest(value: Any) -> Any:
 
 
 def _of_attribute(name: str, values: dict[str, bytes | None]) -> bytes | None:
-    """Returns the value that a name is of, or a part of."""
     while name and name not in values:
         name = name.rpartition(".")[0]
     return values.get(name)
@@ -228,9 +224,7 @@ def _of_attribute(name: str, values: dict[str, bytes | None]) -> bytes | None:
 def _pickled(value: Any, modules: Collection[int] | None = None) -> bytes | None:
     """Returns what a value would be stored as; None where that is unknown, or large.
 
-    Args:
-        value: The value.
-        modules: Identities of modules; tensors, and other modules, are told apart by their values then.
+    With the identities of modules, tensors and other modules are told apart by their values.
     """
     stream = _Limited()
     try:

@@ -13,11 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 
 class RandomNumbers:
-    """The random generators as they are now: Python's, numpy's, torch's of the CPU and of devices.
-
-    Args:
-        devices: Those whose generators are kept beside that of the CPU.
-    """
+    """The random generators as they are now: Python's, numpy's, torch's of the CPU and of these devices."""
 
     def __init__(self, devices: Collection[torch.device] = ()) -> None:
         self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -38,11 +34,9 @@ NORMALIZATION = _NormBase
 
 
 class Buffers:
-    """The buffers of a model as they are now: running statistics, for example.
+    """The buffers of a model as they are now, such as running statistics.
 
-    Args:
-        model: The model.
-        largest: Bytes up to which those are kept that are no statistics of normalizations; None for all.
+    Up to `largest` bytes, if given, those are kept that are no statistics of normalizations.
     """
 
     def __init__(self, model: nn.Module, largest: int | None = None) -> None:
@@ -73,7 +67,6 @@ def _module(device: torch.device) -> Any:
 
 
 def _place(device: torch.device) -> tuple[torch.device, ...]:
-    """Returns the argument that names a device to its module; there is but one of type mps."""
     return () if device.type == "mps" else (device,)
 
 

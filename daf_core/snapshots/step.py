@@ -14,13 +14,8 @@ class Snapshot:
     """What forward and backward passes of a model change, as it is now, before a step.
 
     That is: random generators, gradients (those there are take as much memory once more), buffers such as running
-    statistics, training flags, and DAF's own counts. Weights and the optimizer change only after it. Not taken back is
-    what a model or a loss counts in attributes of its own.
-
-    Args:
-        model: The model.
-        snapshot: Returns a function that takes DAF's own counts back, such as `ActivationEngine.snapshot`; None without
-            an engine.
+    statistics, training flags, and DAF's own counts, which the function that `snapshot` returns takes back. Weights and
+    the optimizer change only after it. What a model or a loss counts in attributes of its own is not taken back.
 
     Attributes:
         devices: Those of the model's parameters.

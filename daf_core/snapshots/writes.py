@@ -18,9 +18,6 @@ class Writes(TorchDispatchMode):
 
     Each operator takes about 10 us more. Kernels that write to tensors without saying so in their schema are not seen,
     such as those of batch normalization, which write to buffers, and those that get addresses.
-
-    Args:
-        tensors: The tensors, with their names.
     """
 
     # Operators such as flex_attention call others, and pass through.

@@ -19,14 +19,8 @@ REPEATS = 2
 def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int, limit: int) -> Forecast:
     """Returns the forecast of a step with the whole batch in which autograd keeps everything.
 
-    Training is not disturbed. Two passes are measured, one of one row and one of as many rows as fit in the limit, up
-    to half of the batch; the forecast is on the line through both.
-
-    Args:
-        model: The model.
-        loss_of: Returns the loss of the first N rows of the batch.
-        rows: Rows of the batch.
-        limit: Bytes that a pass may take.
+    Training is not disturbed. Two passes are measured, one of one row and one of as many rows as fit in `limit` bytes,
+    up to half of the batch; the forecast is on the line through both.
     """
     seconds, peak = _measured(model, loss_of, 1)
     many = 1
@@ -41,7 +35,6 @@ def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int
 
 
 def _measured(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int) -> tuple[float, int]:
-    """Returns seconds and peak bytes of a forward and backward pass."""
     measurement = Measurement(model)
     with measurement.running(), gradients_aside(model), meter_on(next(model.parameters()).device) as meter:
         loss_of(rows).backward()

@@ -55,13 +55,9 @@ class Costs:
 
 
 def costs_of(names: Sequence[str], compressed: Observation, recomputed: Observation, bits: int | None) -> Costs:
-    """Returns what a pass costs, from two passes that were observed.
+    """Returns what a pass costs, from two passes of as many rows: all blocks compressed, and all recomputed.
 
-    Args:
-        names: Names of the model's blocks.
-        compressed: A pass with everything compressed.
-        recomputed: A pass of as many rows with all blocks recomputed from compressed inputs.
-        bits: Precision that is planned with; None where nothing loses precision.
+    Inputs of recomputed blocks are compressed. `bits` is the precision that is planned with; None loses nothing.
     """
     packed = _PackedBytes(names, compressed, bits)
     inputs = _PackedBytes(names, recomputed, None if bits is None else LEVELS[-1])

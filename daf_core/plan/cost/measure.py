@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from daf_core.model.blocks import BATCH_NORMS, Block, blocks_of
 from daf_core.model.treatments import Treatments
 from daf_core.plan.cost.profile import Observed, Profile, planned_bits
 from daf_core.plan.observe.meter import meter_on
-from daf_core.plan.observe.trace import Observation, Observer
+from daf_core.plan.observe.trace import Observation, observe
 from daf_core.plan.run.retry import is_out_of_memory
 from daf_core.snapshots.rng_and_buffers import devices_of
 
@@ -28,18 +29,11 @@ LossOfRows = Callable[[int], Tensor]
 
 
 def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int, limit: int) -> Profile:
-    """Measures a pass of one row, and one of as many as fit in the limit twice, up to half of the batch.
+    """Measures a pass of one row, and one of as many as fit in `limit` bytes twice, up to half of the batch.
 
     The larger pass shows which costs do not grow with rows. Blocks that run differently from pass to pass, such as
     experts, are left out, and the modules around them may be blocks instead. Blocks that a pass changes are left out
     too: a second pass would find them changed. Nothing may be compressed or recomputed in the model meanwhile.
-
-    Args:
-        model: The model.
-        config: How activations are stored.
-        loss_of: Returns the loss of the first N rows of the batch.
-        rows: Rows of the batch.
-        limit: Bytes that a pass may take.
 
     Raises:
         ProfileError: There is no memory for a pass of the fewest rows.
@@ -79,10 +73,9 @@ class _Passes:
             )
         if _unsteady([few]):
             return [few]
-        profile, fitting = Profile(self._blocks, few), least
-        while 2 * fitting <= max(rows // 2, 2 * least) and profile.observed_peak(2 * fitting) <= limit:
-            fitting *= 2
-        many = min(fitting, rows)
+        profile, many = Profile(self._blocks, few), least
+        while 2 * many <= min(rows, max(rows // 2, 2 * least)) and profile.observed_peak(2 * many) <= limit:
+            many *= 2
         while many > least:
             found = self._observe_within(many, 1)
             if found is not None:
@@ -102,27 +95,23 @@ class _Passes:
 
     def _observe(self, rows: int, repeats: int) -> Observed:
         engine = ActivationEngine(self._model, _plain(self._config))
+        device = next(self._model.parameters()).device
+        run = partial(observe, self._model, self._blocks, engine, lambda: self._loss_of(rows))
+
+        def pair(metered: bool) -> tuple[Observation, Observation]:
+            engine.treat(Treatments())
+            compressed = run(meter=meter_on(device) if metered else None)
+            # From an input that lost precision some blocks compute something else than before.
+            engine.treat(Treatments({block.name: True for block in self._blocks if block.needs_exact_input}))
+            return compressed, run(recompute=True, meter=meter_on(device) if metered else None)
+
         try:
-            # A first pass keeps some values until it is known who reads them.
-            Observer(self._model, self._blocks, engine).observe(lambda: self._loss_of(rows), False, None, timed=False)
+            run(timed=False)  # a first pass keeps some values until it is known who reads them
             self.changed |= engine.measurement.repeated_changes(lambda: self._loss_of(rows))
-            metered = self._pair(engine, rows, metered=True)
-            timed = [self._pair(engine, rows, metered=False) for _ in range(repeats)]
+            metered, timed = pair(True), [pair(False) for _ in range(repeats)]
             return Observed(rows, planned_bits(self._config)[-1], metered, timed)
         finally:
             engine.close()
-
-    def _pair(self, engine: ActivationEngine, rows: int, *, metered: bool) -> tuple[Observation, Observation]:
-        observer = Observer(self._model, self._blocks, engine)
-        device = next(self._model.parameters()).device
-
-        def observed(recompute: bool) -> Observation:
-            # From an input that lost precision some blocks compute something else than before.
-            kept = {block.name: True for block in self._blocks if recompute and block.needs_exact_input}
-            engine.treat(Treatments(kept))
-            return observer.observe(lambda: self._loss_of(rows), recompute, meter_on(device) if metered else None)
-
-        return observed(recompute=False), observed(recompute=True)
 
 
 def _exact_around(block: Block, left_out: Collection[str]) -> Block:

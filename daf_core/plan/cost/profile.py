@@ -26,7 +26,7 @@ does not decide which of them are recomputed."""
 
 
 class Profile:
-    """What a model's step costs.
+    """What a model's step costs with any number of rows, from passes with few and, if there are any, with many rows.
 
     Args:
         blocks: The model's blocks.
@@ -123,14 +123,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Observed:
-    """Passes of so many rows, each a pair: everything compressed, and all blocks recomputed.
-
-    Attributes:
-        rows: The rows.
-        bits: Precision that they were stored in; None where nothing lost precision.
-        metered: With memory measured.
-        timed: Without.
-    """
+    """Passes of N rows in pairs, everything compressed and all blocks recomputed; at `bits` None all stays exact."""
 
     rows: int
     bits: int | None

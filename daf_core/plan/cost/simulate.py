@@ -27,14 +27,10 @@ class Forecast:
 
 
 def simulate(costs: Costs, policies: Sequence[BlockPolicy]) -> Forecast:
-    """Returns what is expected of a forward and backward pass.
+    """Returns the forecast of a pass, given the policy outside of blocks and then the policy of each call of a block.
 
     Packed bytes count from beginning to end: the pool keeps its pages from step to step. Bytes that stay as they are
     grow in forward and go in backward, so that blocks near the input have the most room when they are recomputed.
-
-    Args:
-        costs: What policies cost at the pass's rows.
-        policies: The policy outside of blocks, then that of each call of a block.
     """
     held = [float(costs[policy].held[number]) for number, policy in enumerate(policies)]
     packed = sum(size for size, policy in zip(held, policies, strict=True) if policy.packs)

@@ -78,11 +78,7 @@ class Call(NamedTuple):
 
 
 class BlockTrace:
-    """Watches the blocks of a model until `close`.
-
-    Args:
-        blocks: The blocks.
-        read: Returns what is counted now.
+    """Watches the blocks of a model until `close`; `read` returns the counts of now.
 
     Attributes:
         calls: Calls of blocks so far, in order.

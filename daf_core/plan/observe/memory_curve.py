@@ -19,11 +19,9 @@ from daf_core.snapshots.measurement import measuring
 
 
 class Point(NamedTuple):
-    """A point of the curve.
+    """A point of the curve: seconds since the step began, and bytes of tensors made since then and of pages in use.
 
-    Attributes:
-        seconds: Time since the step began. Watching each operator is part of it.
-        size: Bytes of tensors that were made since then, and of pages in use.
+    Watching each operator is part of the time.
     """
 
     seconds: float
@@ -31,12 +29,7 @@ class Point(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """A step.
-
-    Attributes:
-        points: One after each operator.
-        forward_seconds: When the forward pass had ended.
-    """
+    """A step: one point after each operator, and the time when the forward pass had ended."""
 
     points: list[Point]
     forward_seconds: float
@@ -48,14 +41,7 @@ class MemoryCurve(NamedTuple):
 
 
 class RecordingMeter(TensorMeter):
-    """Notes the level after each operator.
-
-    Args:
-        beside: Bytes that are taken outside of tensors.
-
-    Attributes:
-        points: The levels.
-    """
+    """Notes the level after each operator in `points`."""
 
     def __init__(self, beside: Callable[[], int] = int) -> None:
         super().__init__(beside)
@@ -77,15 +63,15 @@ class RecordingMeter(TensorMeter):
 
 
 def record_step(model: nn.Module, loss_function: Callable[[], Tensor], engine: ActivationEngine | None) -> MemoryCurve:
-    """Runs a forward and a backward pass, which disturb no training, and follows the memory of tensors.
+    """Runs a forward and a backward pass beside training, and follows the memory of tensors.
 
-    Parameters, their gradients and the batch, which were there before, are not counted.
+    Parameters, their gradients and the batch, which were there before, do not count.
 
     Args:
         model: The model.
         loss_function: Returns its loss.
-        engine: Compresses what is saved; one that has not compressed anything yet, as its pool has the size of what is
-            in use then. None leaves it to autograd.
+        engine: Compresses what is saved, for the first time: its pool has the size of the pages in use then. None
+            leaves it to autograd.
     """
     with measuring(model), gradients_aside(model):
         with RecordingMeter(int if engine is None else _pages_of(model, engine)) as meter:

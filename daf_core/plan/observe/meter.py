@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,34 +15,8 @@ from daf_core.autograd.torch_private import storage_id
 from daf_core.memory.system.mortal import at_death
 
 
-class MemoryMeter(Protocol):
-    """Measures the bytes of a device's memory, inside a ``with`` block, above those at its beginning."""
-
-    @property
-    def level(self) -> int:
-        """Bytes that are taken now."""
-        ...
-
-    def take_peak(self) -> int:
-        """Returns the most bytes that were taken at once since the last call."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-def meter_on(device: torch.device) -> MemoryMeter:
-    """Returns a meter for a device."""
-    return AllocatorMeter(device) if device.type == "cuda" else TensorMeter()
-
-
 class AllocatorMeter:
-    """Reads the counters of CUDA's caching allocator, of which it resets the peak.
-
-    Args:
-        device: The GPU.
-    """
+    """Reads the counters of a GPU's caching allocator, and resets its peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,10 +45,8 @@ class AllocatorMeter:
 class TensorMeter(TorchDispatchMode):
     """Follows the storages that torch's operators return, in this thread and in its backward passes.
 
-    What an operator takes and gives back inside of itself is not seen. Each operator takes about 20 us more.
-
-    Args:
-        beside: Bytes that are taken outside of tensors.
+    Memory that an operator takes and gives back inside of itself is not seen. Each operator takes about 20 us more.
+    `beside` returns bytes that are taken outside of tensors.
     """
 
     def __init__(self, beside: Callable[[], int] = int) -> None:
@@ -131,3 +103,12 @@ class TensorMeter(TorchDispatchMode):
         while self._freed:
             size, _ = self._known.pop(self._freed.popleft()[1])
             self._tensors -= size
+
+
+MemoryMeter = AllocatorMeter | TensorMeter
+"""Measures the bytes of a device's memory, inside a ``with`` block, above those at its beginning."""
+
+
+def meter_on(device: torch.device) -> MemoryMeter:
+    """Returns a meter for a device."""
+    return AllocatorMeter(device) if device.type == "cuda" else TensorMeter()

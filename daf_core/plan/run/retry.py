@@ -33,17 +33,14 @@ Result = TypeVar("Result")
 
 
 def is_out_of_memory(error: BaseException, handled: BaseException | None = None) -> bool:
-    """Says whether an error means that memory ran out, on any device, or was raised because of one that does.
+    """Whether an error means that memory ran out, on any device, or was raised because of one that does.
 
-    Args:
-        error: The error.
-        handled: The error that was being handled before the code ran that raised it, if any: it is no reason for it.
+    The error that was being handled before the code ran that raised this one, `handled`, is no reason for it.
     """
     return isinstance(error, Exception) and any(map(_says_so, _chain(error, handled)))
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and those that it was raised from or while handling, as a traceback shows them."""
     seen: set[int] = set() if handled is None else {id(handled)}
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -62,12 +59,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 class Failure(NamedTuple):
-    """An attempt that ran out of memory.
-
-    Attributes:
-        error: The error, without the frames that it came through: they would keep the memory.
-        stack: Where it was raised.
-    """
+    """An attempt that ran out of memory: the error without its frames, which would keep the memory, and their stack."""
 
     error: Exception
     stack: StackSummary
@@ -83,22 +75,18 @@ def with_retries(
     """Runs a step, and runs it again from the same state with tighter plans as long as it runs out of memory.
 
     With several processes, all run it again when one has to. So the attempt must not communicate: it runs inside of
-    `unsynchronized`, and `reduce_gradients` follows. An error that is no lack of memory passes through at once.
+    `unsynchronized`, and `reduce_gradients` follows. Any other error passes through at once.
 
     Args:
-        attempt: Runs forward and backward. It leaves its batch as it is, and everything else that the snapshot does not
-            take back.
-        snapshot: What was before the step.
-        tighten: Gets the message of the error and makes the plan tighter, in the processes that have run out of memory;
-            False says that there is no tighter one.
+        attempt: Runs forward and backward, and changes nothing that the snapshot does not take back.
+        snapshot: The state before the step.
+        tighten: Gets the message of the error and makes the plan tighter, in the processes that have run out of
+            memory; False if there is no tighter one.
         group: The processes; None for all.
         together: Whether the processes run it again together; otherwise each is on its own.
 
-    Returns:
-        What the attempt returned that had enough memory.
-
     Raises:
-        Exception: The first attempt's, with a note, when there is no tighter plan; what else an attempt raises.
+        Exception: The first attempt's, with a note, when there is no tighter plan; other errors of an attempt.
         PeerMemoryError: There is no tighter plan, and only other processes have run out of memory.
     """
     outer = sys.exc_info()[1]

@@ -37,10 +37,6 @@ class StepRunner:
     Operators are rewritten while it exists, unless nothing may lose precision: their results differ by rounding.
 
     Args:
-        model: The model as it is called, perhaps in a DistributedDataParallel.
-        inner: The model inside of that.
-        engine: Compresses its activations.
-        config: Budget and precision.
         elastic: Says which blocks build no graph in a step; None where all do.
         plan_file: Has plans to follow, and takes those that are made; None for none.
 
@@ -75,12 +71,9 @@ class StepRunner:
         return self.planner.plan
 
     def prepare(self, batch: Any, loss_function: LossFunction, reason: str) -> Plan:
-        """Has the model follow the plan for a step that is not run by `run`, and whose batch stays in one piece.
+        """Has the model follow the plan for a step that `run` does not run, and whose batch stays in one piece.
 
-        Args:
-            batch: The step's batch.
-            loss_function: Returns the loss of some rows of it.
-            reason: Why `run` does not run it, for errors.
+        The reason why `run` does not run it is for errors.
 
         Raises:
             PlanError: There is no plan.
@@ -165,12 +158,7 @@ class StepRunner:
 
 
 def described(batch: Any, loss_function: LossFunction) -> Batch:
-    """Returns what a plan needs to know of a batch.
-
-    Args:
-        batch: Tensors in mappings, lists and tuples of any depth.
-        loss_function: Returns the loss of some rows of it.
-    """
+    """Returns what a plan needs to know of a batch; `loss_function` returns the loss of some of its rows."""
     rows = rows_of(batch) or 1
     lengths = [tensor.numel() // rows for tensor in tensors_in(batch) if tensor.shape[0] == rows]
 

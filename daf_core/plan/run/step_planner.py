@@ -32,13 +32,7 @@ log = getLogger("daf")
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of a step.
-
-    Attributes:
-        rows: Its rows.
-        length: Elements of a row.
-        loss_of: Returns the loss of so many of its rows, as the step would.
-    """
+    """The batch of a step: its rows, elements of a row, and what returns the loss of the first N rows."""
 
     rows: int
     length: int
@@ -50,7 +44,7 @@ class Batch:
         return math.ceil(BUCKETS * math.log2(max(self.length, 1)))
 
     def size(self, length: int) -> BatchSize:
-        """Returns how large batches of this range are at most, in rows of a profile of so long ones."""
+        """Returns how large batches of this range are at most, in rows of a profile of rows of this length."""
         return BatchSize(self.rows, 2 ** (self.bucket / BUCKETS) / length)
 
     def kind(self, whole: str | None, without_graph: Collection[str] = ()) -> StepKind:
@@ -83,7 +77,7 @@ class StepPlanner:
         plan_file: Has plans to follow, and takes those that are made; None for none.
 
     Attributes:
-        plan: That of the last step.
+        plan: The plan of the last step.
         applied: The policies that blocks follow.
     """
 
@@ -143,10 +137,9 @@ class StepPlanner:
             self._file.begin_batch()
 
     def tighten(self, reason: str) -> bool:
-        """Allows less than the last plan was expected to take; says whether there is a plan for less.
+        """Allows less than the last plan was expected to take; returns whether there is a plan for less.
 
-        Args:
-            reason: What happened, for the log.
+        The reason is for the log.
         """
         if self.plan is None or self._last is None:
             return False
@@ -192,7 +185,6 @@ class StepPlanner:
         return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph)
 
     def _made(self, batch: Batch, whole: str | None) -> NamedPlan:
-        """Returns the plan for a batch from a new or a known profile."""
         self._follow_available_memory()
         profile = self._profile_for(batch)
         plan = self._planned(profile, batch, whole)
@@ -227,7 +219,7 @@ class StepPlanner:
         self._plans.clear()
 
     def _profile_for(self, batch: Batch) -> Profile:
-        """Returns a profile that serves a batch: a new one if its rows are longer than those of the known one."""
+        """Returns a profile that serves a batch: a new one if its rows are longer than all before."""
         if self._profile is None or self._profiled is None or batch.bucket > self._profiled.bucket:
             self._stop_treating()
             with nullcontext() if self._elastic is None else self._elastic.everything():

@@ -40,18 +40,13 @@ SEARCHED = 1.02
 
 @dataclass(frozen=True)
 class BatchSize:
-    """How large a batch is.
-
-    Attributes:
-        rows: Its rows.
-        length: Length of each, in that of the rows that the profile was measured with.
-    """
+    """How large a batch is: its rows, and their length relative to the rows that the profile was measured with."""
 
     rows: int
     length: float = 1.0
 
     def of_part(self, parts: int) -> float:
-        """Returns the largest of so many micro-batches, in rows of the profile."""
+        """Returns the largest of N micro-batches, in rows of the profile."""
         return -(-self.rows // parts) * self.length
 
 
@@ -98,16 +93,11 @@ class Plan:
 
 
 def find_plan(profile: Profile, batch: BatchSize, budget: int, config: DAFConfig, splits: bool) -> Plan | None:
-    """Returns the fastest plan that keeps a budget with the most bits that have room; None where there is none.
+    """Returns the fastest plan that keeps a budget with the most bits that have room; None if there is none.
 
-    If no other plan fits and there is a `spill_dir`, activations may move there; their transfers are not forecast.
-
-    Args:
-        profile: What policies cost.
-        batch: The batch.
-        budget: Bytes that the step may take at once, in addition to parameters, their gradients and the optimizer.
-        config: How activations are stored.
-        splits: Whether the batch may be split into micro-batches.
+    The budget is the bytes that the step may take at once, besides parameters, their gradients and the optimizer;
+    `splits` says whether the batch may be split into micro-batches. If no other plan fits and there is a `spill_dir`,
+    activations may move there; their transfers are not forecast.
     """
     limit = int(budget * (1 - MARGIN))
     untouched = _untouched(profile, batch, budget)
@@ -141,16 +131,7 @@ def least_budget(profile: Profile, batch: BatchSize, config: DAFConfig, splits: 
 
 
 def held_by_part(profile: Profile, batch: BatchSize, plan: Plan) -> list[int]:
-    """Returns the bytes that activations of a micro-batch hold in a plan, at the precision that has room.
-
-    Args:
-        profile: What policies cost.
-        batch: The batch.
-        plan: Found for both.
-
-    Returns:
-        Bytes of what is outside of blocks, then of each block.
-    """
+    """Returns the bytes that a micro-batch's activations hold in a plan: outside of blocks, then in each block."""
     costs = profile.at(batch.of_part(plan.parts), plan.bits)
     taken = [costs[plan.outside].held[0], *(0.0 for _ in plan.blocks)]
     for call, block in enumerate(profile.calls):
@@ -159,13 +140,7 @@ def held_by_part(profile: Profile, batch: BatchSize, plan: Plan) -> list[int]:
 
 
 def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
-    """Returns what a plan may do to keep a budget, in words.
-
-    Args:
-        config: How activations are stored.
-        blocks: How many the model has.
-        whole: Why its batches cannot be split; None if they can.
-    """
+    """Returns what a plan may do to keep a budget, in words; `whole` says why batches cannot be split."""
     ways = ["fewer bits"] if config.precision != "exact" else []
     ways += [f"recomputation of {blocks} blocks"] if blocks else []
     return ", ".join([*ways, "micro-batches" if whole is None else f"no micro-batches ({whole})"])
@@ -174,11 +149,9 @@ def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
 def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
     """Returns the plan that keeps everything, if it fits: it changes no number, so no other plan is better."""
     blocks = _alike(profile, KEEP)
-    forecast = simulate(profile.at(batch.of_part(1), None), [KEEP, *(blocks[block] for block in profile.calls)])
+    forecast = _forecast(profile, profile.at(batch.of_part(1), None), KEEP, blocks)
     room = forecast.held_bytes + budget - forecast.peak_bytes
-    if forecast.peak_bytes > int(budget * (1 - MARGIN)):
-        return None
-    return Plan(1, None, KEEP, blocks, forecast, room)
+    return Plan(1, None, KEEP, blocks, forecast, room) if forecast.peak_bytes <= int(budget * (1 - MARGIN)) else None
 
 
 def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int, splits: bool) -> Plan | None:
@@ -186,7 +159,7 @@ def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int,
     bits, blocks = planned_bits(config)[0], _alike(profile, COMPRESS)
     for parts in _parts(batch.rows, splits):
         costs = profile.at(batch.of_part(parts), bits)
-        forecast = simulate(costs, [COMPRESS, *(blocks[block] for block in profile.calls)])
+        forecast = _forecast(profile, costs, COMPRESS, blocks)
         room = limit - (forecast.peak_bytes - forecast.held_bytes)
         if room >= SPILLING * costs[COMPRESS].held.max():
             spilled = replace(forecast, seconds=forecast.seconds * parts, peak_bytes=limit, held_bytes=room)
@@ -195,20 +168,19 @@ def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int,
 
 
 def _alike(profile: Profile, policy: BlockPolicy) -> tuple[BlockPolicy, ...]:
-    """Returns one policy for all blocks that build a graph."""
     return tuple(OFF if block in profile.off else policy for block in range(len(profile.names)))
 
 
 def _filled(profile: Profile, batch: BatchSize, plan: Plan, config: DAFConfig, limit: int) -> Plan:
     """Returns a plan with the memory that it takes when what is left of the limit goes to more bits."""
-    forecast = _forecast(profile, batch, plan, most_bits(config))
+    costs = profile.at(batch.of_part(plan.parts), most_bits(config))
+    forecast = _forecast(profile, costs, plan.outside, plan.blocks)
     peak, held = min(forecast.peak_bytes, limit), min(forecast.held_bytes, plan.activation_budget)
     return replace(plan, forecast=replace(plan.forecast, peak_bytes=peak, held_bytes=held))
 
 
-def _forecast(profile: Profile, batch: BatchSize, plan: Plan, bits: int | None) -> Forecast:
-    costs = profile.at(batch.of_part(plan.parts), bits)
-    return simulate(costs, [plan.outside, *(plan.blocks[block] for block in profile.calls)])
+def _forecast(profile: Profile, costs: Costs, outside: BlockPolicy, blocks: Sequence[BlockPolicy]) -> Forecast:
+    return simulate(costs, [outside, *(blocks[block] for block in profile.calls)])
 
 
 def _parts(rows: int, splits: bool) -> list[int]:
@@ -228,7 +200,7 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
             continue
         tried.add(key)
         outside, *blocks = [block[index][1] for block, index in zip(choices, picked, strict=True)]
-        forecast = simulate(costs, [outside, *(blocks[block] for block in profile.calls)])
+        forecast = _forecast(profile, costs, outside, blocks)
         if forecast.peak_bytes <= limit:
             whole = replace(forecast, seconds=forecast.seconds * parts)
             # Where nothing is packed nothing can be given up, and the margin has to make up for errors of the forecast.
@@ -246,12 +218,10 @@ def _relaxed(limit: int) -> Iterator[int]:
 
 def _choices(profile: Profile, costs: Costs) -> list[list[tuple[Choice, BlockPolicy]]]:
     """Returns the policies outside of blocks, and of each block, with their costs in all calls of the block."""
-    on = [policy for policy in policies.POLICIES if policy.selectable]
-    choices = [_costs_of_calls(costs, [0], on)]
-    for block in range(len(profile.names)):
-        calls = [1 + call for call, owner in enumerate(profile.calls) if owner == block]
-        choices.append(_costs_of_calls(costs, calls, [OFF] if block in profile.off else on))
-    return choices
+    on, rows = [policy for policy in policies.POLICIES if policy.selectable], [[0], *([] for _ in profile.names)]
+    for call, block in enumerate(profile.calls):
+        rows[1 + block].append(1 + call)
+    return [_costs_of_calls(costs, each, [OFF] if block in profile.off else on) for block, each in enumerate(rows, -1)]
 
 
 def _costs_of_calls(costs: Costs, rows: list[int], allowed: Sequence[BlockPolicy]) -> list[tuple[Choice, BlockPolicy]]:

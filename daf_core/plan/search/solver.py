@@ -18,7 +18,7 @@ class Choice:
     Attributes:
         seconds: Time that it takes.
         held_bytes: Bytes that it holds from the block's forward pass to its backward pass.
-        transient_bytes: Bytes that it takes in addition to those of all blocks while the block runs.
+        transient_bytes: Bytes on top of those that all blocks hold, while the block runs.
 
     Raises:
         ValueError: One of them is negative, or the time not finite.
@@ -37,17 +37,11 @@ Block = tuple[Choice, ...]
 
 
 def choose(blocks: Sequence[Sequence[Choice]], budget: int) -> list[int] | None:
-    """Picks one choice for each block, so that held bytes and the largest transient fit and time is least.
+    """Picks the index of one choice for each block, in forward order, so that bytes fit and time is least.
 
-    Of equal times the fewest bytes are taken. Among blocks with the same choices, those that hold less come first: the
-    later blocks are gone when a block near the input is recomputed.
-
-    Args:
-        blocks: The choices of each block, in forward order.
-        budget: Bytes for what all blocks hold and the largest transient together.
-
-    Returns:
-        The index of each block's choice; None if nothing fits.
+    Held bytes and the largest transient together fit in the budget; None if nothing does. Of equal times the fewest
+    bytes are taken. Among blocks with the same choices, those that hold less come first: the later blocks are gone when
+    a block near the input is recomputed.
 
     Raises:
         ValueError: A block has no choice.

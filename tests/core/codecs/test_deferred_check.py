@@ -16,7 +16,7 @@ from daf_core import ActivationEngine, DAFConfig
 from daf_core.codecs import deferred_check
 from daf_core.errors import ActivationBudgetError, ModifiedInPlaceError
 from daf_core.model.blocks import blocks_of
-from daf_core.plan.observe.trace import Observer
+from daf_core.plan.observe.trace import observe
 from daf_core.saved_tensors import backends
 from daf_kernels import PlaneLayout, Seed
 from daf_kernels.backend import PageMemory, Pages
@@ -227,8 +227,7 @@ def test_measurements_that_overlap(late: LateBackend) -> None:
 def test_nothing_is_in_doubt_in_what_plans_are_made_from(late: LateBackend) -> None:
     """Steps that are planned keep a budget, under which nothing is."""
     model, loss_of = make_model("transformer")
-    observer = Observer(model, blocks_of(model, ["blocks.0", "blocks.1"]), engine_for(model))
-    observer.observe(lambda: loss_of(model, 0), False, None)
+    observe(model, blocks_of(model, ["blocks.0", "blocks.1"]), engine_for(model), lambda: loss_of(model, 0))
     assert late.waits == len(late.answers) > 0
 
 
