@@ -60,8 +60,9 @@ def _warn_once(kind: str, why: str) -> None:
 def _load_cpu() -> Backend:
     # numba takes 0.5 s to import, which a program that only imports DAF does not pay.
     from daf_kernels.cpu import backend as cpu
-    from daf_kernels.cpu import compile_cache
+    from daf_kernels.cpu import compile_ahead, compile_cache
 
+    compile_ahead.compile_ahead()
     before = compile_cache.compilations()
     seconds = cpu.warm_up()
     if compile_cache.compilations() > before:

@@ -6,12 +6,16 @@ cannot be written, or what is in it cannot be read, kernels are compiled: that t
 """
 
 import hashlib
+import sys
 from logging import getLogger
 from pathlib import Path
 
+import llvmlite
+import numba
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
 
 log = getLogger("daf")
 
@@ -94,6 +98,18 @@ def c_function(function, signature):
     callback.compile()
     _kernels.append(callback)
     return callback
+
+
+def folder():
+    """Returns the folder that keeps compiled kernels; None where none can."""
+    caches = [each._cache for each in _kernels]
+    return None if _not_kept or not caches else caches[0].cache_path
+
+
+def identity():
+    """Returns all that compiled kernels depend on: sources, versions and the processor."""
+    processor = cpu_target.target_context.codegen().magic_tuple()
+    return _SOURCES, numba.__version__, llvmlite.__version__, sys.version, processor
 
 
 def compilations():
