@@ -112,11 +112,16 @@ class ModuleScopes(threading.local):
         """The innermost running module."""
         return self._calls[-1] if self._calls else ModuleCall("")
 
-    def enter(self, name: str, module: nn.Module) -> None:
-        """A module's forward begins."""
-        if self._calls is not None:
-            kept = self._kept.get(name, self._calls[-1].kept)
-            self._calls.append(ModuleCall(name, kept, "norm" in type(module).__name__.lower()))
+    def enter(self, name: str, normalizes: bool) -> None:
+        """A module's forward begins.
+
+        Args:
+            name: Its qualified name.
+            normalizes: Whether it is a normalization.
+        """
+        calls = self._calls
+        if calls is not None:
+            calls.append(ModuleCall(name, self._kept.get(name, calls[-1].kept), normalizes))
 
     @property
     def normalized(self) -> list[Tensor]:
@@ -124,15 +129,19 @@ class ModuleScopes(threading.local):
         results = [reference() for reference in reversed(self._normalized)]
         return [result for result in results if result is not None]
 
-    def note_result(self, module: nn.Module, result: object) -> None:
-        """A module has given a result."""
-        if self._calls is not None and isinstance(module, _NORMALIZATIONS) and isinstance(result, Tensor):
-            self._normalized.append(weakref.ref(result))
+    def leave(self, normalized: object = None) -> None:
+        """The innermost module's forward ended.
 
-    def leave(self) -> None:
-        """The innermost module's forward ended."""
-        if self._calls is not None and len(self._calls) > 1:
-            self._calls.pop()
+        Args:
+            normalized: Its result, if it is a normalization that others may follow from.
+        """
+        calls = self._calls
+        if calls is None:
+            return
+        if isinstance(normalized, Tensor):
+            self._normalized.append(weakref.ref(normalized))
+        if len(calls) > 1:
+            calls.pop()
 
 
 def follow_modules(model: nn.Module, scopes: ModuleScopes) -> list[RemovableHandle]:
@@ -147,8 +156,10 @@ def follow_modules(model: nn.Module, scopes: ModuleScopes) -> list[RemovableHand
     number = RemovableHandle.next_id
     for name, module in _outside_of_graphs(model):
         RemovableHandle.next_id = number
-        handles.append(module.register_forward_pre_hook(partial(_enter, scopes, name)))
-        handles.append(module.register_forward_hook(partial(_leave, scopes), always_call=True))
+        # What is known of a module now is not asked for at each call: there are as many calls as activations.
+        normalizes, noted = "norm" in type(module).__name__.lower(), isinstance(module, _NORMALIZATIONS)
+        handles.append(module.register_forward_pre_hook(partial(_enter, scopes, name, normalizes)))
+        handles.append(module.register_forward_hook(partial(_leave, scopes, noted), always_call=True))
     return handles
 
 
@@ -163,15 +174,14 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _enter(scopes: ModuleScopes, name: str, module: nn.Module, _inputs: object) -> None:
+def _enter(scopes: ModuleScopes, name: str, normalizes: bool, _module: nn.Module, _inputs: object) -> None:
     if not torch.compiler.is_compiling():
-        scopes.enter(name, module)
+        scopes.enter(name, normalizes)
 
 
-def _leave(scopes: ModuleScopes, module: nn.Module, _inputs: object, result: object) -> None:
+def _leave(scopes: ModuleScopes, noted: bool, _module: nn.Module, _inputs: object, result: object) -> None:
     if not torch.compiler.is_compiling():
-        scopes.note_result(module, result)
-        scopes.leave()
+        scopes.leave(result if noted else None)
 
 
 def is_own_hook(hook: Any) -> bool:

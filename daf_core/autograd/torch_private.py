@@ -84,6 +84,26 @@ def has_compiled_anything() -> bool:
     return backends is None or any(backend is not None for backend in backends.values())
 
 
+def tensors_of(model: nn.Module, buffers: bool = True) -> list[Tensor]:
+    """Returns the parameters, and buffers, of a model; those that modules share may come more than once.
+
+    The generators of `nn.Module`, one inside the other for each level of modules, take three times as long.
+    """
+    found: list[Tensor] = []
+    modules: dict[nn.Module, None] = {model: None}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        found += [tensor for tensor in module._parameters.values() if tensor is not None]
+        if buffers:
+            found += [tensor for tensor in module._buffers.values() if tensor is not None]
+        for child in module._modules.values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                pending.append(child)
+    return found
+
+
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """Returns a module's own forward and backward hooks."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -126,17 +126,19 @@ class PlanesActivation(PagedActivation):
         """
         values, pager, groups = ctx.values, ctx.pager, cls.groups_of(ctx)
         page_bytes = pager.pool.page_bytes
-        layout, planes = plane_layout(values.numel(), groups.row, page_bytes), planes_for(ctx.precision)
-        if layout.pages(planes) * page_bytes >= values.numel() * values.element_size():
+        layout, header_pages, pages = _pages(values.numel(), groups.row, page_bytes, ctx.precision)
+        if (header_pages + sum(pages)) * page_bytes >= values.numel() * values.element_size():
             return None
-        arranged, errors = groups.arrange(values), ctx.errors
-        pages = [layout.plane_pages(plane) for plane in range(planes)]
-        if errors is None:
-            relative_range = TYPICAL_RANGE if pager.budget is None else cls._relative_range(ctx, arranged, layout)
-            errors = rounding_errors(relative_range, values.numel())
-        importances = plane_importances(errors, [page_bytes * count for count in pages])
+        arranged = groups.arrange(values)
+        if ctx.errors is not None:
+            importances = tuple(plane_importances(ctx.errors, [page_bytes * count for count in pages]))
+        elif pager.budget is None:
+            importances = _typical_importances(values.numel(), pages, page_bytes)
+        else:
+            errors = rounding_errors(cls._relative_range(ctx, arranged, layout), values.numel())
+            importances = tuple(plane_importances(errors, [page_bytes * count for count in pages]))
         stored = cls(pager, ctx.backend, layout, groups)
-        with stored._new_pages(layout.header_pages, pages, importances) as lease:
+        with stored._new_pages(header_pages, pages, importances) as lease:
             finite = cls._write(ctx, arranged, layout, lease)
         if not ctx.require_finite:
             return stored
@@ -163,6 +165,19 @@ class PlanesActivation(PagedActivation):
 
 
 @lru_cache(maxsize=4096)
+def _pages(elements: int, row: int, page_bytes: int, precision: int) -> tuple[PlaneLayout, int, tuple[int, ...]]:
+    """Returns the layout of an activation, the pages of its header, and those of each plane of a precision."""
+    layout = plane_layout(elements, row, page_bytes)
+    return layout, layout.header_pages, tuple(layout.plane_pages(plane) for plane in range(planes_for(precision)))
+
+
+@lru_cache(maxsize=4096)
+def _typical_importances(elements: int, pages: tuple[int, ...], page_bytes: int) -> tuple[float, ...]:
+    """Returns the importances of planes that nothing else is known of."""
+    return tuple(plane_importances(rounding_errors(TYPICAL_RANGE, elements), [page_bytes * count for count in pages]))
+
+
+@lru_cache(maxsize=4096)
 def _sizes(elements: int, row: int, element_size: int, page_bytes: int) -> list[int]:
     layout = plane_layout(elements, row, page_bytes)
     raw = elements * element_size
@@ -174,5 +189,6 @@ def _spreads_differ(values: Tensor, row: int) -> bool:
     if values.numel() % row:
         return False
     rows = values.reshape(-1, row)
-    spreads = rows.amax(1) - rows.amin(1)
-    return bool(spreads.min() * LARGEST_SPREAD_RATIO < spreads.max())
+    low, high = rows.aminmax(dim=1)
+    least, most = (high - low).aminmax()
+    return bool(least * LARGEST_SPREAD_RATIO < most)

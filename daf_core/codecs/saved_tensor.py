@@ -18,6 +18,14 @@ from daf_core.readers.places import Place
 from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import Sighting
 
+VIEWS = frozenset(
+    ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0")
+)
+"""Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
+
+DERIVABLE = VIEWS | {"ReluBackward0", "MulBackward0", "NativeDropoutBackward0", "NativeLayerNormBackward0"}
+"""Nodes whose results may follow from what is stored (`daf_core.saved_tensors.derive`)."""
+
 
 class TensorKind(enum.Enum):
     """The form a saved tensor may take."""
@@ -89,7 +97,7 @@ class SavedTensor:
 def capture(tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, scopes: ModuleScopes) -> SavedTensor:
     """Returns what is to be known of a tensor that is being saved."""
     normalized: list[NormalizedResult] = []
-    if form is TensorKind.LOSSY:  # nothing else is derived
+    if form is TensorKind.LOSSY and site.op in DERIVABLE:
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
     reference = weakref.ref(tensor)
     reading = sighting.reading

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from daf_core.autograd.torch_private import tensors_of
 from daf_core.config import DAFConfig
 from daf_core.errors import GraphCaptureError, UnsupportedDeviceError
 from daf_core.saved_tensors.background import CPU
@@ -45,7 +46,7 @@ class Backends(Mapping[torch.device, Backend]):
             UnsupportedDeviceError: A part of it is on device "meta".
             GraphCaptureError: The calling thread captures a CUDA graph.
         """
-        self.devices = {parameter.device for parameter in self._model.parameters()}
+        self.devices = {parameter.device for parameter in tensors_of(self._model, buffers=False)}
         if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
             raise GraphCaptureError(
                 "a CUDA graph is being captured, and DAF looks at the values of what it stores, which a capture does "

@@ -24,15 +24,12 @@ from daf_core.codecs import (
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
-from daf_core.codecs.saved_tensor import SavedTensor
+from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, SavedTensor
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.handle import Packed
 from daf_core.saved_tensors.pending import PendingActivation
 
 UnpackHook = Callable[[Any], Tensor]
-
-_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0"}
-"""Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
 
 _DROPOUT = "NativeDropoutBackward0"
 """The dropout of GPUs, in training: a mask of bools, and a scale. That of CPUs is a product with what it draws."""
@@ -70,9 +67,11 @@ class Derivation:
             saved: The tensor.
             exact: Whether the recipe must give the same bits.
         """
+        if saved.site.op not in DERIVABLE:
+            return None
         if saved.node is not None and saved.node.name() == RELU:
             return None if exact else self._rectified(saved)
-        node = skip_nodes(saved.node, _VIEWS)
+        node = skip_nodes(saved.node, VIEWS)
         if node is None or not saved.tensor.is_contiguous() or saved.version:  # changed in place after its node made it
             return None
         if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
@@ -168,7 +167,7 @@ class Derivation:
     def _product(
         self, node: Node, saved: SavedTensor, mask: StoredActivation | None, scale: float | None, exact: bool
     ) -> ProductActivation | None:
-        factor_node = skip_nodes(node.next_functions[0][0], _VIEWS)
+        factor_node = skip_nodes(node.next_functions[0][0], VIEWS)
         if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
             return None
         factor = self._source(factor_node, "result", saved.tensor)

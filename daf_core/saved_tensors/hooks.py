@@ -153,7 +153,12 @@ class Packer:
         if form is TensorKind.PARAMETER or in_backward():
             return RawActivation(tensor, None)
         self._readers.show(tensor.grad_fn)
+        background = self._own.background
         site, sighting = call.next_site(tensor), EXACT_MODE
+        if background is None and (call.kept or form is TensorKind.RAW):  # whoever reads it
+            kept = self._store.keep(tensor, site)
+            self._recorder.pack_seconds += time.perf_counter() - started
+            return kept
         if form is TensorKind.LOSSY and not call.kept:
             sighting = self._readers.see(tensor, call, site, frame, self.unpack)
         if call.kept:
@@ -162,7 +167,6 @@ class Packer:
             form = TensorKind.MASK
         saved = capture(tensor, form, site, sighting, self._scopes)
         waiting = replace(saved) if sighting.fresh and form is TensorKind.LOSSY else None
-        background = self._own.background
         if background is not None and background.admits(saved):
             packed = background.send(saved)
         else:
@@ -197,7 +201,10 @@ class Packer:
             SpillError: The next tier cannot be read.
             ReaderError: The derivative of GELU was kept of it, and something else asks for it.
         """
-        self.drain()  # a backward inside the scope lets go of nodes that packing looks at
+        if self._own.background is not None:
+            self.drain()  # a backward inside the scope lets go of nodes that packing looks at
+        if isinstance(packed, RawActivation) and not packed.values_gone:
+            return packed.unpack()
         return self._attention.unpack(packed, self.unpack, partial(self._decode, packed))
 
     def _decode(self, packed: Packed) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import all_nodes, all_packed
+from daf_core.codecs import RawActivation
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pager import Pager
@@ -21,6 +22,8 @@ from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.pending import PendingActivation
 from daf_core.saved_tensors.store import ActivationStore
 from daf_core.telemetry import StepRecorder
+
+PackedTensor = TypeVar("PackedTensor", bound=Packed)
 
 NO_OPERATOR = "(not reached from the loss)"
 
@@ -165,14 +168,11 @@ class ItemizingStore:
 
     def store(self, saved: SavedTensor, derivation: Derivation) -> Packed:
         """See `ActivationStore.store`."""
-        recorder, device = self._recorder, saved.tensor.device
-        pager: Pager = self._pagers.on(device)
-        raw, held, counts = recorder.scope_raw_bytes, pager.settle(), recorder.stored_as.copy()
-        packed = self._store.store(saved, derivation)
-        (codec,) = recorder.stored_as - counts
-        item = SavedItem(saved.site, NO_OPERATOR, codec, recorder.scope_raw_bytes - raw, pager.settle() - held)
-        self._items.add(item, packed, device, pager.account.peak_bytes)
-        return packed
+        return self._listed(saved.site, saved.tensor.device, lambda: self._store.store(saved, derivation))
+
+    def keep(self, tensor: Tensor, site: Site) -> RawActivation:
+        """See `ActivationStore.keep`."""
+        return self._listed(site, tensor.device, lambda: self._store.keep(tensor, site))
 
     def room(self, device: torch.device) -> int:
         """See `ActivationStore.room`."""
@@ -188,3 +188,13 @@ class ItemizingStore:
     def finish_pass(self) -> None:
         """See `ActivationStore.finish_pass`."""
         self._store.finish_pass()
+
+    def _listed(self, site: Site, device: torch.device, store: Callable[[], PackedTensor]) -> PackedTensor:
+        recorder = self._recorder
+        pager: Pager = self._pagers.on(device)
+        raw, held, counts = recorder.scope_raw_bytes, pager.settle(), recorder.stored_as.copy()
+        packed = store()
+        (codec,) = recorder.stored_as - counts
+        item = SavedItem(site, NO_OPERATOR, codec, recorder.scope_raw_bytes - raw, pager.settle() - held)
+        self._items.add(item, packed, device, pager.account.peak_bytes)
+        return packed

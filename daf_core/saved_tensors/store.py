@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
+from daf_core.autograd.sites import Site
 from daf_core.codecs import (
     EncodeContext,
     LossyStore,
@@ -106,6 +108,23 @@ class ActivationStore:
             self._sharing.add(key, tensor, saved.version, stored)
         self._recorder.stored_as["shared" if shared else stored.name] += 1
         return Handle(stored, geometry, saved)
+
+    def keep(self, tensor: Tensor, site: Site) -> RawActivation:
+        """Keeps an activation as it is.
+
+        Args:
+            tensor: The activation.
+            site: Where it is saved.
+
+        Raises:
+            ActivationBudgetError: It does not fit in the budget.
+            SpillError: The next tier takes nothing more.
+        """
+        if self._sharing.is_new_storage(tensor):
+            self._recorder.add_raw(tensor.untyped_storage().nbytes())
+        kept = self._sharing.keep(tensor, self._pagers.on(tensor.device))
+        self._recorder.stored_as[RawActivation.name] += 1
+        return RawActivation(tensor, kept)
 
     def room(self, device: torch.device) -> int:
         """Returns the bytes of a device that the budget leaves now."""

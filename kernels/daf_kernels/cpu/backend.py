@@ -118,23 +118,14 @@ class CpuBackend:
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
     ) -> bool:
         """See `Backend.encode`."""
-        tile, starts = _tiling(layout)
-        levels = 2 ** PRECISIONS[max(planes, 1) - 1] - 1
-        random = None if seed is None else np.array(seed, np.uint64)
-        random_address = _NO_SEED_ADDRESS if random is None else random.ctypes.data
-        noise_bytes = 0 if seed is None else 2 * tile
-        scratch = tile + noise_bytes + 24 * (tile // layout.group) + 1024
-        own = (layout.group, tile, planes, levels, noise_bytes, random_address)
-        kernel = _Kernel(cpu_jobs.encode_planes, KINDS[values.dtype], own, tile, scratch, starts)
+        random = None if seed is None else np.array(seed, np.uint64)  # stays until the kernel has run
+        encoder = _encoder if random is None else _encoder.__wrapped__  # no two seeds have one address for long
+        kernel = encoder(layout, planes, values.dtype, None if random is None else random.ctypes.data)
         return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode`."""
-        tile, starts = _tiling(layout)
-        scratch = tile + 16 * (tile // layout.group)
-        own = (layout.group, tile, planes)
-        kernel = _Kernel(cpu_jobs.decode_planes, KINDS[out.dtype], own, tile, scratch, starts)
-        self._over(out, kernel, memory, pages, store=True)
+        self._over(out, _decoder(layout, planes, out.dtype), memory, pages, store=True)
 
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_slopes`."""
@@ -234,6 +225,25 @@ class CpuBackend:
         cpu_masks.copy_strided(
             values.data_ptr(), shape, strides, values.element_size(), first, stop, buffer.data_ptr(), into_dense
         )
+
+
+@lru_cache(maxsize=1024)
+def _encoder(layout: PlaneLayout, planes: int, dtype: torch.dtype, seed: int | None) -> _Kernel:
+    """Returns the kernel that encodes, with the address of a seed if it rounds at random."""
+    tile, starts = _tiling(layout)
+    levels = 2 ** PRECISIONS[max(planes, 1) - 1] - 1
+    noise_bytes = 0 if seed is None else 2 * tile
+    scratch = tile + noise_bytes + 24 * (tile // layout.group) + 1024
+    own = (layout.group, tile, planes, levels, noise_bytes, _NO_SEED_ADDRESS if seed is None else seed)
+    return _Kernel(cpu_jobs.encode_planes, KINDS[dtype], own, tile, scratch, starts)
+
+
+@lru_cache(maxsize=1024)
+def _decoder(layout: PlaneLayout, planes: int, dtype: torch.dtype) -> _Kernel:
+    """Returns the kernel that decodes."""
+    tile, starts = _tiling(layout)
+    scratch = tile + 16 * (tile // layout.group)
+    return _Kernel(cpu_jobs.decode_planes, KINDS[dtype], (layout.group, tile, planes), tile, scratch, starts)
 
 
 @lru_cache(maxsize=1024)
