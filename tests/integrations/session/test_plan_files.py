@@ -23,9 +23,9 @@ from tests.integrations.hf_runs import MakeTrainer, lora, run, weights
 from tests.integrations.lightning_runs import Classifier, fit
 from tests.integrations.loop_runs import adam, batches, weights_of
 
-BUDGET: dict[str, Any] = {"memory_budget": "650KB"}
+BUDGET: dict[str, Any] = {"memory_budget": "1MB"}
 ELASTIC: dict[str, Any] = {"elastic": {"time": 0.7, "refresh": 4}}
-STEPS, SAVED = 11, 7
+STEPS, SAVED = 9, 6
 
 Weights = dict[str, Tensor]
 
