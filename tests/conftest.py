@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,23 @@ def _forget_graphs() -> None:
     """Has torch.compile forget what a test compiled: afterwards every engine would look for compiled modules."""
     if has_compiled_anything():
         torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def full_collection_at_the_end() -> Iterator[None]:
+    """Lets the interpreter collect at its end what `quick_collection` has spared; some libraries complain otherwise."""
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collection() -> None:
+    """Spares the garbage collector the objects that a module's tests begin with, such as the imported libraries.
+
+    Many tests and trainers collect garbage several times, and one look at those objects takes half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,7 @@
-"""What the runs of trainers need: one thread, quick garbage collection, and a Trainer of a small model."""
+"""What the runs of trainers need: one thread, little output, and a Trainer of a small model."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,6 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from tests.integrations.hf_runs import QUICK, MakeTrainer, lora, rows_for
-
-
-@pytest.fixture(autouse=True, scope="session")
-def quick_collection() -> Iterator[None]:
-    """Spares the garbage collector, which a Trainer calls at every start, the objects of imported libraries."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
