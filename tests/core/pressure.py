@@ -128,6 +128,7 @@ def backward(engine: ActivationEngine, model: nn.Module, loss_of: Loss, step: in
     return gradients(model)
 
 
+@cache
 def peak_of(name: str, precision: Any, **options: Any) -> int:
     """Returns the most bytes that are held without pressure; with a spill folder in the forms that can move there."""
     model, loss_of = make_model(name)
@@ -137,6 +138,7 @@ def peak_of(name: str, precision: Any, **options: Any) -> int:
     return engine.finish_step().held_bytes
 
 
+@cache
 def least_budget(name: str, precision: Any, **options: Any) -> int:
     """Returns the smallest budget that a forward pass fits in: the error's `needed` leads there."""
     model, loss_of = make_model(name)
