@@ -67,8 +67,8 @@ ENVIRONMENT = {
     "one to pack.",
     "MALLOC_MMAP_THRESHOLD_": "Of glibc: blocks of so many bytes go back to the system when they are freed "
     "([troubleshooting](troubleshooting.md#memory-allocators)); `daf doctor` looks whether it is set.",
-    "LD_PRELOAD": "`daf bench` has its processes load tcmalloc with it, where that is installed and no allocator is "
-    "named.",
+    "LD_PRELOAD": "`daf run` and `daf bench` load tcmalloc or mimalloc with it, where one is installed and no "
+    "allocator is named.",
     "CONDA_PREFIX": "Set by conda: `daf doctor` then says what to type there.",
 }
 """What code of DAF reads from the environment."""

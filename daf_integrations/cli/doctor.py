@@ -14,7 +14,7 @@ import shutil
 import sys
 from ctypes.util import find_library
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,7 @@ _ALLOCATORS = {
 MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 SMALL_BLOCK, _LARGE_BLOCK = 1 << 16, 1 << 20  # within these, peaks are those of tcmalloc (benchmarks.allocators)
 _TCMALLOC = "libtcmalloc_minimal.so.4"
+_MIMALLOC = "cmeel-mimalloc"  # distribution of the extra [allocator], whose wheel has the library
 _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
 _INSTALLERS = {"apt-get": "libtcmalloc-minimal4", "dnf": "gperftools-libs"}
 
@@ -205,14 +206,16 @@ def allocator_advice() -> str:
     library = installed_tcmalloc()
     if library:
         return f"{why}: LD_PRELOAD={library} python train.py"
+    if installed_mimalloc():
+        return f"{why}: daf run train.py"
     if "CONDA_PREFIX" in os.environ:
         install, library = "conda install -c conda-forge gperftools", f"$CONDA_PREFIX/lib/{_TCMALLOC}"
     else:
         install, library = _install_command(), _TCMALLOC
     setting = f"{MMAP_THRESHOLD}={SMALL_BLOCK} python train.py"
     return (
-        f"{why}: {install}, then LD_PRELOAD={library} python train.py; where nothing can be installed, "
-        f"{setting}, with which steps are slower"
+        f"{why}: {install}, then LD_PRELOAD={library} python train.py; or pip install {_MIMALLOC}, then daf run "
+        f"train.py; where nothing can be installed, {setting}, with which steps are slower"
     )
 
 
@@ -224,6 +227,16 @@ def installed_tcmalloc() -> str | None:
     # That asks ldconfig, gcc or ld, and small containers have none of them.
     found = (str(path) for folder in _LIBRARIES for path in (*folder.glob(_TCMALLOC), *folder.glob(f"*/{_TCMALLOC}")))
     return find_library("tcmalloc_minimal") or next(found, None)
+
+
+def installed_mimalloc() -> str | None:
+    """Returns what to preload for mimalloc: a path, or a name that the loader finds; None where it is not installed."""
+    try:
+        found = [file for file in files(_MIMALLOC) or [] if file.name.startswith("libmimalloc.so.")]
+    except PackageNotFoundError:
+        found = []
+    paths = (Path(str(file.locate())).resolve() for file in sorted(found, key=lambda file: len(file.name)))
+    return next((str(path) for path in paths if path.is_file()), None) or find_library("mimalloc")
 
 
 def _described_allocator() -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from daf_core.config import parse_size
 from daf_core.errors import ConfigError, DAFError
+from daf_integrations.cli.allocator import run
 from daf_integrations.cli.bench.command import bench
 from daf_integrations.cli.doctor import Diagnosis, PackageState, examine
 from daf_integrations.cli.model_options import model_options, precision_of, precision_option, workload_of
@@ -29,6 +30,7 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(profile)
+main.add_command(run)
 
 
 @main.command()

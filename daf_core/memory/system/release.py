@@ -29,10 +29,12 @@ def release_caches(devices: Iterable[torch.device]) -> None:
 def release_free_memory() -> None:
     """Has the allocator of main memory give back what it keeps of freed memory, so that resident means live.
 
-    It can with tcmalloc and with glibc, which otherwise keeps half of what a training step frees.
+    tcmalloc, mimalloc and glibc can; glibc otherwise keeps half of what a training step frees.
     """
     process = ctypes.CDLL(None)
     if hasattr(process, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc
         process.MallocExtension_ReleaseFreeMemory()
+    elif hasattr(process, "mi_collect"):  # mimalloc
+        process.mi_collect(True)
     elif hasattr(process, "malloc_trim"):  # glibc
         process.malloc_trim(0)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from daf_core.errors import ProfileError
+from daf_integrations.cli.allocator import AUTO, PRELOAD, library_of, preloading
 from daf_integrations.cli.bench.methods import traits
 from daf_integrations.cli.bench.summary import MethodResult, Reference, load_gradients, summarize
 from daf_integrations.cli.bench.worker import ERROR, OUT_OF_MEMORY, Measurement, Task
-from daf_integrations.cli.doctor import MMAP_THRESHOLD, SMALL_BLOCK, installed_tcmalloc
+from daf_integrations.cli.doctor import MMAP_THRESHOLD, SMALL_BLOCK
 from daf_integrations.cli.workload.build import Workload
 
 EXACT = ("checkpoint", "daf-exact")
@@ -213,9 +214,7 @@ def _process_variables(environment: Mapping[str, str], threads: int) -> dict[str
 
 
 def _with_allocator() -> dict[str, str]:
-    preloaded, tcmalloc = os.environ.get("LD_PRELOAD", ""), installed_tcmalloc()
-    if "malloc" in preloaded:
-        return dict(os.environ)
-    if tcmalloc:
-        return os.environ | {"LD_PRELOAD": f"{tcmalloc} {preloaded}".strip()}
+    library = library_of(AUTO)
+    if library is not None or "malloc" in os.environ.get(PRELOAD, ""):
+        return preloading(library)
     return {MMAP_THRESHOLD: str(SMALL_BLOCK), **os.environ}

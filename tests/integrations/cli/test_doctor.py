@@ -206,6 +206,13 @@ def test_tcmalloc_is_found_where_nothing_lists_libraries(monkeypatch: pytest.Mon
     assert f"LD_PRELOAD={library} python train.py" in glibc_advice()
 
 
+def test_an_installed_mimalloc_is_what_programs_run_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a_machine(monkeypatch, tmp_path, ["apt-get"])
+    assert "or pip install cmeel-mimalloc, then daf run train.py" in glibc_advice()
+    monkeypatch.setattr(doctor, "find_library", {"mimalloc": "libmimalloc.so.2"}.get)
+    assert glibc_advice().endswith(": daf run train.py")
+
+
 def test_where_nothing_can_be_installed_glibc_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     a_machine(monkeypatch, tmp_path, ["apt-get"])
     assert "MALLOC_MMAP_THRESHOLD_=65536 python train.py" in glibc_advice()
@@ -237,7 +244,8 @@ def a_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, programs: list[str]
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
     monkeypatch.setattr(sys, "prefix", str(folder / "environment"))
     monkeypatch.setattr(doctor, "_LIBRARIES", (folder,))
-    monkeypatch.setattr(doctor, "find_library", lambda _name: library)
+    monkeypatch.setattr(doctor, "find_library", lambda name: library if name == "tcmalloc_minimal" else None)
+    monkeypatch.setattr(doctor, "files", lambda _name: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name in programs else None)
 
 
