@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one for each shape, from `geometry_of`
 class Geometry:
     """Shape and strides of a saved tensor, and of its *compact* form: what is stored.
 
@@ -32,7 +33,7 @@ class Geometry:
     compact_strides: tuple[int, ...]
     row: int
 
-    @property
+    @cached_property
     def row_major(self) -> bool:
         """Whether the tensor is contiguous."""
         expected = 1
@@ -44,15 +45,23 @@ class Geometry:
 
     def compact(self, tensor: Tensor) -> Tensor:
         """Returns the compact form of a detached tensor of this geometry, a view."""
-        return tensor.as_strided(self.compact_shape, self.compact_strides)
+        return tensor.view(-1) if self._is_flat else tensor.as_strided(self.compact_shape, self.compact_strides)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns an uninitialized tensor of this geometry and its compact form, in the same memory."""
+        if self._is_flat:
+            tensor = torch.empty(self.shape, dtype=dtype, device=device)
+            return tensor, tensor.view(-1)
         memory = torch.empty(self.span, dtype=dtype, device=device)
         return (
             memory.as_strided(self.shape, self.strides),
             memory.as_strided(self.compact_shape, self.compact_strides),
         )
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether the compact form is the contiguous tensor itself, flat: `view` takes half as long as `as_strided`."""
+        return self.row_major and self.compact_shape == (math.prod(self.shape),)
 
 
 @lru_cache(maxsize=4096)

@@ -50,9 +50,13 @@ class Lease:
         slots: Its place in the next tier, or None.
         loading: Set when a read from there, now in progress, ends; None without one.
         released: Whether its last handle died.
+        size: Pages of the planes that are stored, and of what comes before them.
+        least: Pages that are left when everything was dropped that may be.
     """
 
-    __slots__ = ("_ends", "drops", "loading", "pages", "planes", "readers", "released", "serial", "slots")
+    __slots__ = (
+        "_ends", "drops", "least", "loading", "pages", "planes", "readers", "released", "serial", "size", "slots"
+    )  # fmt: skip
 
     def __init__(self, serial: int, fixed: int, planes: Sequence[int], drops: list[Drop]) -> None:
         if fixed < 1:
@@ -66,27 +70,22 @@ class Lease:
         self.loading: threading.Event | None = None
         self.released = False
         self._ends = list(accumulate(planes, initial=fixed))
+        self.size = self._ends[-1]
+        self.least = self._ends[drops[0][1]] if drops else self.size
 
     @property
     def resident(self) -> bool:
         """Whether it is in memory."""
         return self.pages.size > 0
 
-    @property
-    def size(self) -> int:
-        """Pages of the planes that are stored, and of what comes before them."""
-        return self._ends[self.planes]
-
-    @property
-    def least(self) -> int:
-        """Pages that are left when everything was dropped that may be."""
-        return self._ends[self.drops[0][1]] if self.drops else self.size
-
     def drop(self) -> int:
         """Gives the next planes up and returns how many there are; their pages are those beyond `size`."""
-        before = self.planes
-        _, self.planes = self.drops.pop()
-        return before - self.planes
+        before, planes = self.planes, self.drops[-1][1]
+        # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all three.
+        del self.drops[-1]
+        self.planes = planes
+        self.size = self._ends[planes]
+        return before - planes
 
 
 def plan_drops(planes: Sequence[int], importances: Sequence[float], least: int) -> list[Drop]:

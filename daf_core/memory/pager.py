@@ -186,17 +186,18 @@ class Pager:
         return started
 
     def _open(self, fixed: int, planes: Sequence[int], importances: Sequence[float], owner: object | None) -> Lease:
-        drops = list(planned_drops(tuple(planes), tuple(importances), self._least_planes))
+        drops = list(planned_drops(tuple(planes), tuple(importances), self._least_planes)) if planes else []
         page = self.pool.page_bytes
         started = self._begin_pressing()
         with self._lock:
             self._collect()
-            lease = Lease(self._serial, fixed, planes, drops)
+            lease, budget = Lease(self._serial, fixed, planes, drops), self._page_budget
             self._serial += 1
-            self._make_room(lease.size * page, lease.least * page, self._page_budget, drop=True, incoming=lease)
+            if budget is not None:
+                self._make_room(lease.size * page, lease.least * page, budget, drop=True, incoming=lease)
             if owner is not None:
                 self._released.add(lease, owner)
-            pages, size = self.pool.take(lease.size, self._page_budget), lease.size * page
+            pages, size = self.pool.take(lease.size, budget), lease.size * page
             if self._spill is not None:
                 self._spill.wait()  # pages that were just given up may still be on their way
             self._writing.add(lease)
@@ -213,7 +214,8 @@ class Pager:
             lease.readers -= 1
             self._writing.remove(lease)
             self._index.add(lease)
-            self._copy_ahead(lease.size)
+            if self._spill is not None:
+                self._copy_ahead(lease.size)
 
     def _pin(self, lease: Lease) -> None:
         started = time.perf_counter()
@@ -363,6 +365,8 @@ class Pager:
 
     def _collect(self) -> None:
         """Counts what was released; pages go back in one go, as each trip to the pool costs 50 us with cold caches."""
+        if not self._released:
+            return
         freed: list[Pages] = []
         for item in self._released.due():
             if isinstance(item, Outside):  # see `hold`

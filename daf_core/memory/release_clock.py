@@ -52,6 +52,9 @@ class Releases(Generic[Item]):
         self._owned: dict[int, tuple[Item, object]] = {}
         self._numbers = count()
 
+    def __bool__(self) -> bool:
+        return bool(self._dead or self._items)
+
     def add(self, item: Item, owner: object | None = None) -> None:
         """Notes that something was released now, or will be when its owner dies."""
         if owner is None:

@@ -54,17 +54,14 @@ class Places:
         """
         inner = unwatched(frame)
         outer = None if inner is None else unwatched(inner.f_back)
-        codes = self._code(inner), self._code(outer)
+        codes = (0 if inner is None else self._code(inner.f_code)), (0 if outer is None else self._code(outer.f_code))
         instructions = inner.f_lasti if inner else 0, outer.f_lasti if outer else 0
         save = call.saved_at[codes, instructions] = call.saved_at.get((codes, instructions), -1) + 1
         return Place(call.name, op, codes, instructions, save)
 
-    def _code(self, frame: FrameType | None) -> int:
-        if frame is None:
-            return 0
-        address = id(frame.f_code)
-        if address not in self._codes:
-            self._codes[address] = frame.f_code
+    def _code(self, code: CodeType) -> int:
+        address = id(code)
+        self._codes.setdefault(address, code)
         return address
 
 

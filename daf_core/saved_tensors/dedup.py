@@ -6,7 +6,6 @@ import weakref
 
 from torch import Tensor, UntypedStorage
 
-from daf_core.autograd.torch_private import storage_id
 from daf_core.codecs import StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
 from daf_core.codecs.tensor_layout import Geometry
@@ -27,9 +26,8 @@ class StorageTable:
         self._stored: dict[Key, tuple[int, weakref.ref[StoredActivation], weakref.ref[UntypedStorage]]] = {}
         self._kept = KeptStorages()
 
-    def is_new_storage(self, tensor: Tensor) -> bool:
-        """Says whether no tensor of this storage was met before."""
-        number, storage = storage_id(tensor), tensor.untyped_storage()
+    def is_new_storage(self, number: int, storage: UntypedStorage) -> bool:
+        """Says whether no tensor of this storage, with this `storage_id`, was met before."""
         found = self._storages.get(number)
         if found is not None and found() is storage:
             return False
@@ -43,11 +41,10 @@ class StorageTable:
             return None
         return found[1]()
 
-    def add(self, key: Key, tensor: Tensor, version: int, stored: StoredActivation) -> None:
-        """Remembers what a tensor was stored as."""
+    def add(self, key: Key, storage: UntypedStorage, version: int, stored: StoredActivation) -> None:
+        """Remembers what a tensor of a storage was stored as."""
         # Of its own: another thread's pass may have ended, and cleared the table, since the storage was met.
-        storage = weakref.ref(tensor.untyped_storage())
-        self._stored[key] = (version, weakref.ref(stored), storage)
+        self._stored[key] = (version, weakref.ref(stored), weakref.ref(storage))
 
     def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
         """Returns the account of the tensor's storage among raw activations.
@@ -63,10 +60,10 @@ class StorageTable:
         self._stored.clear()
 
 
-def sharing_key(tensor: Tensor, geometry: Geometry) -> Key:
-    """Returns what tensors have in common that are the same place in the same storage."""
+def sharing_key(number: int, tensor: Tensor, geometry: Geometry) -> Key:
+    """Returns what tensors have in common that are the same place in the same storage, with this `storage_id`."""
     return (
-        storage_id(tensor),
+        number,
         tensor.storage_offset(),
         tensor.dtype,
         geometry.compact_shape,

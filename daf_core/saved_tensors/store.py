@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from daf_core.autograd.sites import Site
+from daf_core.autograd.torch_private import storage_id
 from daf_core.codecs import (
     EncodeContext,
     LossyStore,
@@ -82,10 +83,9 @@ class ActivationStore:
             SpillError: The next tier takes nothing more.
         """
         tensor = saved.tensor
-        if self._sharing.is_new_storage(tensor):
-            self._recorder.add_raw(tensor.untyped_storage().nbytes())
+        number, storage = self._meet(tensor)
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        key = sharing_key(tensor, geometry)
+        key = sharing_key(number, tensor, geometry)
         shared = self._sharing.find(key, saved.version)
         if shared is not None and not _serves(shared, saved):  # another block's lossy copy
             shared = None
@@ -105,7 +105,7 @@ class ActivationStore:
                 return RawActivation(tensor, kept, saved.version)
             return Handle(_compact(saved, geometry, kept), geometry, saved)  # its reader may need less
         if stored.readable_by_any_op:  # otherwise other operators ask for more
-            self._sharing.add(key, tensor, saved.version, stored)
+            self._sharing.add(key, storage, saved.version, stored)
         self._recorder.stored_as["shared" if shared else stored.name] += 1
         return Handle(stored, geometry, saved)
 
@@ -120,11 +120,17 @@ class ActivationStore:
             ActivationBudgetError: It does not fit in the budget.
             SpillError: The next tier takes nothing more.
         """
-        if self._sharing.is_new_storage(tensor):
-            self._recorder.add_raw(tensor.untyped_storage().nbytes())
+        self._meet(tensor)
         kept = self._sharing.keep(tensor, self._pagers.on(tensor.device))
         self._recorder.stored_as[RawActivation.name] += 1
         return RawActivation(tensor, kept)
+
+    def _meet(self, tensor: Tensor) -> tuple[int, UntypedStorage]:
+        """Counts the storage of a tensor, and returns its `storage_id` and itself."""
+        number, storage = storage_id(tensor), tensor.untyped_storage()
+        if self._sharing.is_new_storage(number, storage):
+            self._recorder.add_raw(storage.nbytes())
+        return number, storage
 
     def room(self, device: torch.device) -> int:
         """Returns the bytes of a device that the budget leaves now."""

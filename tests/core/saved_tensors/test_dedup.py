@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from daf_core.autograd.torch_private import storage_id
 from daf_core.codecs import ProductActivation, RawActivation
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.readers import table
@@ -261,9 +262,10 @@ def test_table_that_another_thread_clears_gives_no_address_to_two_storages() -> 
     table, stored = StorageTable(), ProductActivation(factor, factor)
     for _ in range(50):  # one of the next storages takes the place of the first
         tensor = normal(*LARGE)
-        key = sharing_key(tensor, geometry_of(tuple(tensor.shape), tuple(tensor.stride())))
-        assert table.is_new_storage(tensor)
+        number, storage = storage_id(tensor), tensor.untyped_storage()
+        key = sharing_key(number, tensor, geometry_of(tuple(tensor.shape), tuple(tensor.stride())))
+        assert table.is_new_storage(number, storage)
         assert table.find(key, 0) is None
         table.clear()
-        table.add(key, tensor, 0, stored)
-        del tensor
+        table.add(key, storage, 0, stored)
+        del tensor, storage
