@@ -48,8 +48,8 @@ class LossyStore(Protocol):
         """Says whether a query or key takes more bits where the scores have a deviation."""
         ...
 
-    def withdraw(self, site: Site) -> None:
-        """Takes back what was stored last of a site: it is stored otherwise now."""
+    def withdraw(self, site: Site, stored: StoredActivation | None) -> None:
+        """Takes back what was stored of a site, unless others share it: it is stored otherwise now."""
         ...
 
 
@@ -95,7 +95,7 @@ class PlanesActivation(PagedActivation):
         """See `StoredActivation.encode`; None where a normalization would enlarge the error of a row."""
         if ctx.groups is None:
             return None
-        if saved.normalizes and shares_groups(ctx.groups.row) and _spreads_differ(ctx.values, ctx.groups.row):
+        if saved.normalizes and shares_groups(ctx.groups.row) and spreads_differ(ctx.values, ctx.groups.row):
             return None
         assert ctx.lossy is not None
         return ctx.lossy.store(cls, saved, ctx)
@@ -184,7 +184,7 @@ def _sizes(elements: int, row: int, element_size: int, page_bytes: int) -> list[
     return [*(min(layout.pages(planes) * page_bytes, raw) for planes in range(len(LEVELS))), raw]
 
 
-def _spreads_differ(values: Tensor, row: int) -> bool:
+def spreads_differ(values: Tensor, row: int) -> bool:
     """Says whether some rows spread so little beside others that a code shared with them hides them."""
     if values.numel() % row:
         return False

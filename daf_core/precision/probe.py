@@ -66,7 +66,8 @@ class ProbePass:
         self.sizes = sizes
         self._unpack = unpack
         self._reads = reads
-        self.read_before = frozenset(reads)
+        self._listed = {id(activation) for _, activation in activations}
+        self.read_before = frozenset(self._those_listed(reads))
         self._exact: Gradients | None = None
 
     def gradients(self, precisions: Precisions) -> Gradients:
@@ -93,9 +94,13 @@ class ProbePass:
 
     def take_reads(self) -> list[ProbedActivation]:
         """Returns the activations that backward has read since the last call, each once."""
-        reads = list(dict.fromkeys(self._reads))
+        reads = self._those_listed(self._reads)
         self._reads.clear()
         return reads
+
+    def _those_listed(self, reads: Sequence[ProbedActivation]) -> list[ProbedActivation]:
+        """Returns each of the activations once; one that was stored otherwise since may still be shared, exactly."""
+        return [activation for activation in dict.fromkeys(reads) if id(activation) in self._listed]
 
     def compare(self, precisions: Precisions) -> GradientError:
         """Measures the gradient that activations at these precisions give."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -33,6 +34,7 @@ from daf_core.autograd.torch_private import (
     saving_node,
 )
 from daf_core.errors import ActivationBudgetError
+from daf_core.readers.patterns import last_products, normalized_squares, product_input
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
 from daf_core.readers.sharpness import score_deviation
 from daf_core.readers.table import (
@@ -79,12 +81,14 @@ class _Own(threading.local):
         cancelling: Whether a function of `CANCELLING` is running.
         waiting: It, in order.
         unresolved: By the number of the node that has saved it.
+        newest: The newest results that the watch has seen.
     """
 
     def __init__(self) -> None:
         self.unknown, self.showing, self.cancelling = True, False, False
         self.waiting: deque[Waiting] = deque()
         self.unresolved: dict[int, list[Waiting]] = {}
+        self.newest: deque[weakref.ref[Tensor]] = deque(maxlen=NEWEST)
 
 
 class Readers:
@@ -108,7 +112,11 @@ class Readers:
         """Watches what runs in a forward pass inside, where there is something to learn or `always`."""
         unknown = self._wanted and (always or self._own.unknown or not self._readings)
         self._own.unknown = False
-        with Watch(self.show, self._cancelling) if unknown and not has_compiled_parts(self._model) else nullcontext():
+        with (
+            Watch(self._show_result, self._cancelling)
+            if unknown and not has_compiled_parts(self._model)
+            else nullcontext()
+        ):
             yield
 
     @contextmanager
@@ -165,6 +173,24 @@ class Readers:
         finally:
             own.showing = False
 
+    def _show_result(self, result: Tensor) -> None:
+        """Takes a result that one of torch's functions has returned."""
+        node = result.grad_fn
+        if node is None:
+            return
+        self.show(node)
+        self._own.newest.append(weakref.ref(result))
+        for square in normalized_squares(node):
+            reading = Reading(Kind.NORMALIZED, square.name(), dim=-1, varies=True)
+            self._change(square, "self", reading)
+
+    def _change(self, node: Node, field: str, reading: Reading) -> None:
+        """Learns what a node reads of a field that waits, now that more of the graph is known."""
+        for waiting in [*self._own.waiting]:
+            place, packed = waiting.sighting.place, waiting.packed()
+            if place is not None and packed is not None and packed is packed_for(node, field, waiting.unpack):
+                waiting.settle(self._learn(place, reading))
+
     def _look_through(self, node: Node, unresolved: dict[int, list[Waiting]]) -> None:
         oldest, seen, pending = min(unresolved), set[int](), [node]
         while pending and unresolved:
@@ -204,6 +230,9 @@ class Readers:
     def end_pass(self) -> None:
         """Ends a forward pass: what nothing that was saved leads to stays exact in this one."""
         own = self._own
+        results = [result for reference in reversed(own.newest) if (result := reference()) is not None]
+        if results and results[0].grad_fn is not None:
+            self._sharpen_last(results[0].grad_fn)
         if len(self._readings) > MOST_PLACES:
             self._places, self._readings, self._unread = Places(), {}, {}
         try:
@@ -217,6 +246,7 @@ class Readers:
         """Lets go of what waits."""
         self._own.waiting.clear()
         self._own.unresolved.clear()
+        self._own.newest.clear()
 
     def read(self, packed: object, place: Place | None, node: Node, unpack: Unpack) -> Reading | None:
         """Takes that a node's backward asks for something; returns what it reads of it, None where that is not its own.
@@ -256,7 +286,7 @@ class Readers:
                 reading = replace(reading, deviation=deviation)
             assert waiting.sighting.place is not None
             waiting.settle(self._learn(waiting.sighting.place, reading))
-            if stops_poles(node) or waiting.sighting.reading is not None:
+            if waiting.sighting.reading is not None or (stops_poles(node) and not _is_narrow(node, unpack)):
                 waiting.let_go()
         if has_pole(node, large):
             self._lead(node, unpack)
@@ -267,12 +297,24 @@ class Readers:
         if known is not None and known.kind is Kind.ATTENTION:
             self._readings[place] = replace(known, deviation=deviation)
 
+    def _sharpen_last(self, newest: Node) -> None:
+        """Has the inputs of the last layers of few results take more bits.
+
+        The gradient of a loss by a classifier's logits sums to almost zero over the classes and the rows of a batch. So
+        what the rows have in common cancels in the gradient of the weight, and the errors of the rows do not.
+        """
+        if not self._own.waiting:
+            return
+        for node in last_products(newest):
+            if _is_narrow(node, self._own.waiting[-1].unpack):
+                reading = Reading(Kind.APPROXIMATE, node.name(), deviation=math.inf)
+                self._change(node, product_input(node) or "", reading)
+
     def _learn(self, place: Place, reading: Reading) -> Reading:
         """Remembers what reads at a place; where that is not always the same, it is the most exact."""
         known = self._readings.get(place)
         if known is not None and known.kind is not reading.kind:
-            both = known.takes_approximations and reading.takes_approximations
-            reading = Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)
+            reading = _more_exact(known, reading)
         elif known is not None and not reading.deviation:
             reading = replace(reading, deviation=known.deviation)
         self._readings[place] = reading
@@ -343,3 +385,18 @@ def _is_large(node: Node, unpack: Unpack, field: str) -> bool:
     """Says whether what a node has saved of a name is no statistic of its result: relative to it, as batches differ."""
     packed: Any = packed_for(node, field, unpack)
     return packed is not None and packed.elements * STATISTIC_SHARE >= math.prod(node._input_metadata[0].shape)
+
+
+def _more_exact(known: Reading, reading: Reading) -> Reading:
+    """Returns what serves both of two readings of different kinds."""
+    if {known.kind, reading.kind} == {Kind.APPROXIMATE, Kind.NORMALIZED}:
+        return known if known.kind is Kind.NORMALIZED else reading
+    both = known.takes_approximations and reading.takes_approximations
+    return Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)
+
+
+def _is_narrow(node: Node, unpack: Unpack) -> bool:
+    """Says whether a matrix product has far fewer results than inputs."""
+    field = product_input(node)
+    packed: Any = None if field is None else packed_for(node, field, unpack)
+    return packed is not None and packed.elements >= math.prod(node._input_metadata[0].shape) * STATISTIC_SHARE

@@ -80,8 +80,10 @@ class Reading:
         kind: What it reads.
         reader: Name of its autograd node.
         bounds: Of `Kind.SIDES`.
-        dim: Of `Kind.LOGARITHMS`: the dimension along which the probabilities sum to 1, counted from the end.
-        deviation: Of a query or a key: the deviation of the scores of one query, where that is known.
+        dim: Of `Kind.LOGARITHMS`: the dimension along which the probabilities sum to 1, counted from the end. Of
+            `Kind.NORMALIZED`: that of the rows that are normalized; 0 where the module tells.
+        deviation: Of a query or a key: the deviation of the scores of one query, where that is known. Of the input of
+            a last layer of few results: infinity.
         varies: Whether the same operator reads otherwise where it has other arguments.
     """
 

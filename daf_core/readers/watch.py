@@ -12,21 +12,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from typing_extensions import override
 
-from daf_core.autograd.torch_private import Node
 from daf_core.readers.table import CANCELLING
 
 _HANDLE: CodeType = handle_torch_function.__code__
 
 
 class Watch(TorchFunctionMode):
-    """Calls a function with each autograd node that torch's functions return results of. It takes 2 us a call.
+    """Calls a function with each tensor that torch's functions return. It takes 2 us a call.
 
     Args:
         show: The function.
         exact: Returns a context manager inside which everything that is saved is kept exact.
     """
 
-    def __init__(self, show: Callable[[Node], None], exact: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, show: Callable[[Tensor], None], exact: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
         self._show = show
         self._exact = exact
@@ -40,7 +39,7 @@ class Watch(TorchFunctionMode):
         if torch.compiler.is_compiling():  # a function is compiled that the model calls: it is no part of it
             return result
         for tensor in _tensors(result):
-            self._show(tensor.grad_fn)
+            self._show(tensor)
         return result
 
 

@@ -183,7 +183,7 @@ class Packer:
 
     def _store_again(self, saved: SavedTensor, packed: Packed, reading: Reading | None) -> None:
         """Stores a tensor as its reader needs it; None keeps it as it is."""
-        as_it_is = reading is not None and reading.takes_approximations and not reading.deviation
+        as_it_is = reading is not None and reading.takes_approximations and not (reading.deviation or reading.dim)
         if not as_it_is:
             self.drain()
         handle = packed.packed if isinstance(packed, PendingActivation) else packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 
@@ -80,7 +81,7 @@ class TrainingStore(threading.local):
         """See `LossyStore`."""
         return self._policy.precision(site, deviation) != self._policy.precision(site)
 
-    def withdraw(self, site: Site) -> None:
+    def withdraw(self, site: Site, stored: StoredActivation | None) -> None:
         """See `LossyStore`."""
         self.census.withdraw(site)
 
@@ -126,13 +127,13 @@ class RehearsalStore:
         return activation
 
     def sharpens(self, site: Site, deviation: float) -> bool:
-        """See `LossyStore`: a probe measures the bits that it is told to."""
-        return False
+        """See `LossyStore`: a probe measures the bits that it is told to, of what is no recipe in training either."""
+        return math.isinf(deviation)
 
-    def withdraw(self, site: Site) -> None:
+    def withdraw(self, site: Site, stored: StoredActivation | None) -> None:
         """See `LossyStore`."""
         for place in reversed(range(len(self.activations))):
-            if self.activations[place][0] == site:
+            if self.activations[place] == (site, stored):
                 del self.activations[place]
                 self.census.withdraw(site)
                 return

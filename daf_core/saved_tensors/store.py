@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Mapping
@@ -22,9 +23,10 @@ from daf_core.codecs import (
     encode_first,
     registry,
 )
+from daf_core.codecs.planes import spreads_differ
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
-from daf_core.codecs.scaling_groups import grouping_of, logarithms_of
+from daf_core.codecs.scaling_groups import Grouping, grouping_of, logarithms_of
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
@@ -36,6 +38,7 @@ from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.telemetry import StepRecorder
 from daf_kernels import Backend
+from daf_kernels.layout import shares_groups
 
 
 class ActivationStore:
@@ -89,9 +92,10 @@ class ActivationStore:
         shared = self._sharing.find(key, saved.version)
         if shared is not None and not _serves(shared, saved):  # another block's lossy copy
             shared = None
-        kept = None
+        stored = kept = None
         try:
-            stored = shared or self._derive(saved, derivation) or self._encode(saved, geometry, derivation)
+            if not isinstance(shared, RawActivation):  # codes beside it would take more bytes
+                stored = shared or self._derive(saved, derivation) or self._encode(saved, geometry, derivation)
             if stored is None:
                 kept = self._sharing.keep(tensor, self._pagers.on(tensor.device))
         except ActivationBudgetError:
@@ -102,7 +106,9 @@ class ActivationStore:
         if stored is None:
             self._recorder.stored_as[RawActivation.name] += 1
             if saved.place is None or saved.reading is not None:
-                return RawActivation(tensor, kept, saved.version)
+                raw = RawActivation(tensor, kept, saved.version)
+                self._sharing.add(key, tensor, saved.version, raw)
+                return raw
             return Handle(_compact(saved, geometry, kept), geometry, saved)  # its reader may need less
         if stored.readable_by_any_op:  # otherwise other operators ask for more
             self._sharing.add(key, storage, saved.version, stored)
@@ -154,6 +160,10 @@ class ActivationStore:
             return
         tensor, stored = saved.tensor, None
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
+        if reading is not None and reading.kind is Kind.NORMALIZED:
+            if _suits_normalization(tensor, geometry, saved.site.op):
+                return
+            saved.normalizes = True
         if reading is not None and (reading.kind is Kind.SHAPE or tensor._version == saved.version):
             saved.reading = reading
             stored = self._encode_for(reading, saved, geometry)
@@ -162,8 +172,9 @@ class ActivationStore:
             if reading is not None:  # its codes are of no use, also where there is no room for it
                 handle.stored = ShapeActivation()
             stored = _compact(saved, geometry, self._sharing.keep(tensor, self._pagers.on(tensor.device)))
+            self._sharing.add(sharing_key(tensor, geometry), tensor, saved.version, stored)
         handle.stored = stored
-        self._lossy.withdraw(saved.site)
+        self._lossy.withdraw(saved.site, before())
         counts = self._recorder.stored_as
         counts.subtract(["shared" if before() is not None and counts["shared"] else name])
         counts[stored.name] += 1
@@ -183,6 +194,8 @@ class ActivationStore:
 
     def _derive(self, saved: SavedTensor, derivation: Derivation) -> StoredActivation | None:
         """Returns a recipe for a tensor that follows from what is stored."""
+        if saved.reading is not None and saved.reading.deviation == math.inf:  # a recipe has the error of its source
+            return None
         if saved.attends and not self._exact:
             return derivation.attended(saved) or derivation.derive(saved, self._exact)
         return derivation.derive(saved, self._exact) if saved.takes_approximations else None
@@ -207,6 +220,8 @@ class ActivationStore:
         if saved.form is TensorKind.LOSSY and not self._exact:
             if saved.reading is not None and saved.reading.kind is Kind.LOGARITHMS:
                 groups = logarithms_of(geometry, saved.reading.dim)
+            elif saved.reading is not None and saved.reading.kind is Kind.NORMALIZED and saved.reading.dim:
+                groups = Grouping(geometry.row)
             else:
                 groups = grouping_of(geometry, saved.site.op)
         return EncodeContext(values, pager, backend, groups, lossy=self._lossy, codecs=registry.CODECS)
@@ -214,6 +229,13 @@ class ActivationStore:
 
 def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -> RawActivation:
     return RawActivation(geometry.compact(saved.tensor), kept, saved.version)
+
+
+def _suits_normalization(tensor: Tensor, geometry: Geometry, op: str) -> bool:
+    """Says whether the usual scaling groups keep the error of each row small beside the row."""
+    if grouping_of(geometry, op).shape is not None or grouping_of(geometry, op).row != geometry.row:
+        return False
+    return not (shares_groups(geometry.row) and spreads_differ(geometry.compact(tensor), geometry.row))
 
 
 def _serves(stored: StoredActivation, saved: SavedTensor) -> bool:

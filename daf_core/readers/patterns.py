@@ -1,0 +1,44 @@
+"""What several autograd nodes together tell of a reader: last layers of few results, and normalizations by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from daf_core.autograd.torch_private import Node, is_leaf_node
+
+MOST_NODES = 64
+"""Nodes from the loss to a last layer, at most."""
+
+_PRODUCT_INPUTS = {"MmBackward0": "self", "AddmmBackward0": "mat1", "LinearBackward0": "input"}
+_SQUARE = "PowBackward0"
+_MEANS = ("MeanBackward1", "SumBackward1")
+
+
+def product_input(node: Node) -> str | None:
+    """Returns the name under which a matrix product saves its input; None where a node is no product."""
+    return _PRODUCT_INPUTS.get(node.name())
+
+
+def last_products(node: Node) -> Iterator[Node]:
+    """Yields the matrix products between which and a node no other product is."""
+    seen, pending = {node}, [node]
+    for node in pending:
+        if product_input(node) is not None:
+            yield node
+        elif len(pending) < MOST_NODES and not is_leaf_node(node):
+            following = [each for each, _ in node.next_functions if each is not None and each not in seen]
+            seen.update(following)
+            pending += following
+
+
+def normalized_squares(node: Node) -> Iterator[Node]:
+    """Yields the nodes that square what a root mean square is about to divide: those under a mean of each row."""
+    if node.name() in _MEANS and _is_last(node._saved_dim, len(node._saved_self_sym_sizes)):
+        for square, _ in node.next_functions:
+            if square is not None and square.name() == _SQUARE and square._saved_exponent == 2:
+                yield square
+
+
+def _is_last(dims: tuple[int, ...], count: int) -> bool:
+    """Says whether dimensions are the last one alone: torch shows one below zero as an unsigned number."""
+    return len(dims) == 1 and dims[0] in (count - 1, (1 << 64) - 1)

@@ -1,0 +1,136 @@
+"""Several nodes together tell what is sharp: last layers of few results, and normalizations that are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf_core.readers.patterns import last_products, normalized_squares
+from tests.core.harness import assert_empty, engine_for, error, gradients, normal
+
+BOUNDS = {8: 0.05, 4: 0.5}
+ROWS, TOKENS, WIDTH = 4, 64, 64
+
+
+class Classifier(nn.Module):
+    """Classifies texts by their last token, which is almost the same in all of them."""
+
+    def __init__(self, classes: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, classes, bias=False)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.head(self.layer(x))
+        return F.cross_entropy(scores[:, -1], torch.arange(ROWS) % 2)
+
+
+def texts() -> Tensor:
+    x = normal(ROWS, TOKENS, WIDTH)
+    x[:, -1] = normal(WIDTH, seed=1) + 0.03 * x[:, -1]
+    return x
+
+
+class ByHand(nn.Module):
+    """Normalizes each row of two streams, one of which is much smaller than the other, and adds them up."""
+
+    def __init__(self, normalize: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.normalize = normalize
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = torch.cat([x.unsqueeze(2), 0.02 * self.layer(x).unsqueeze(2)], dim=2)
+        return (self.normalize(streams).sum(2) * normal(ROWS, TOKENS, WIDTH, seed=2)).sum()
+
+
+NORMALIZATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pow": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "square": lambda x: x * torch.rsqrt(x.square().mean(3, keepdim=True) + 1e-6),
+    "sum": lambda x: x * torch.rsqrt((x**2).sum(-1, keepdim=True) + 1e-6),
+}
+
+
+def errors(model: nn.Module, x: Tensor, bits: int, passes: int = 2) -> list[float]:
+    """Returns the errors of a first pass and of later ones."""
+    model(x).backward()
+    exact, engine, found = gradients(model), engine_for(model, bits), list[float]()
+    for _ in range(passes):
+        model.zero_grad()
+        with engine.compress():
+            loss = model(x)
+        loss.backward()
+        found.append(error(gradients(model), exact))
+        assert engine.finish_step().stored_as.get("planes") or bits == 8
+    del loss
+    assert_empty(engine)
+    return found
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+def test_a_classifier_of_rows_that_are_alike_is_within_the_bounds(bits: int) -> None:
+    assert max(errors(Classifier(), texts(), bits)) < BOUNDS[bits]
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("how", NORMALIZATIONS)
+def test_a_normalization_by_hand_of_rows_of_several_sizes_is_within_the_bounds(how: str, bits: int) -> None:
+    assert max(errors(ByHand(NORMALIZATIONS[how]), normal(ROWS, TOKENS, WIDTH), bits)) < BOUNDS[bits]
+
+
+def held(model: nn.Module, x: Tensor) -> int:
+    """Returns the bytes that a pass holds at 4 bits, after a first one."""
+    engine, found = engine_for(model, 4), 0
+    for _ in range(2):
+        with engine.compress():
+            loss = model(x)
+        found = engine.held_bytes
+        loss.backward()
+    return found
+
+
+def test_only_few_results_take_more_bits() -> None:
+    few, many = held(Classifier(WIDTH // 16), texts()), held(Classifier(WIDTH // 16 + 1), texts())
+    assert few - many > ROWS * TOKENS * WIDTH // 3
+
+
+def test_products_before_the_last_one_take_the_usual_bits() -> None:
+    x = normal(8, WIDTH).requires_grad_()
+    narrow, wide = (normal(4, WIDTH) @ x.mT).mT, normal(4, WIDTH, seed=1)
+    scores = torch.mm(torch.tanh(torch.mm(narrow, wide)), normal(WIDTH, 2))
+    assert [node.name() for node in last_products((scores.exp().sum() * 2).grad_fn)] == ["MmBackward0"]
+    assert next(last_products(scores.sum().grad_fn)) is scores.grad_fn
+    assert not [*last_products(x.exp().sum().grad_fn)]
+
+
+def test_squares_are_normalized_whose_mean_along_rows_is_taken() -> None:
+    x = normal(2, 3, 4).requires_grad_()
+    square = x.pow(2)
+    for mean in (square.mean(-1), square.mean(2, keepdim=True), square.sum(-1)):
+        assert [*normalized_squares(mean.grad_fn)] == [square.grad_fn]
+    for other in (square.mean(), square.mean(1), square.mean((1, 2)), square.amax(-1), x.pow(3).mean(-1)):
+        assert not [*normalized_squares(other.grad_fn)]
+
+
+class ReadTwice(nn.Module):
+    """A logarithm reads exactly what a product reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.layer(x).exp()
+        return (values.log1p() + values.sin()).sum()
+
+
+def test_what_stays_as_it_is_anyway_is_not_stored_beside() -> None:
+    x = normal(ROWS, TOKENS, WIDTH)
+    assert x.nbytes < held(ReadTwice(), x) < 1.3 * x.nbytes
