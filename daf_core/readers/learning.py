@@ -17,7 +17,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,12 +33,11 @@ from daf_core.autograd.torch_private import (
     saving_node,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import last_products, normalized_squares, product_input
+from daf_core.readers.patterns import is_large, is_narrow, last_products, normalized_squares, product_input
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
 from daf_core.readers.sharpness import score_deviation
 from daf_core.readers.table import (
     CHECKPOINT,
-    STATISTIC_SHARE,
     Kind,
     Reading,
     has_pole,
@@ -158,7 +156,7 @@ class Readers:
             field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
             if field:
                 reading = self._learn(place, reading_of(node, field))
-                if has_pole(node, partial(_is_large, node, unpack)):
+                if has_pole(node, partial(is_large, node, unpack)):
                     self._lead(node, unpack)
         return Sighting(place, number, reading, not known)
 
@@ -260,7 +258,7 @@ class Readers:
         field = field_of(node, packed, unpack)
         if field is None:
             return None
-        large = partial(_is_large, node, unpack)
+        large = partial(is_large, node, unpack)
         reading = reading_of(node, field, large)
         if place is not None:
             known = self._readings.get(place)
@@ -274,7 +272,7 @@ class Readers:
 
     def _resolve(self, node: Node, found: list[Waiting]) -> None:
         unpack = found[0].unpack
-        large = partial(_is_large, node, unpack)
+        large = partial(is_large, node, unpack)
         fields = [field_of(node, packed, unpack) if (packed := each.packed()) is not None else None for each in found]
         values = {field: each.saved.tensor for field, each in zip(fields, found, strict=True) if each.saved is not None}
         deviation = 0.0
@@ -286,7 +284,7 @@ class Readers:
                 reading = replace(reading, deviation=deviation)
             assert waiting.sighting.place is not None
             waiting.settle(self._learn(waiting.sighting.place, reading))
-            if waiting.sighting.reading is not None or (stops_poles(node) and not _is_narrow(node, unpack)):
+            if waiting.sighting.reading is not None or (stops_poles(node) and not is_narrow(node, unpack)):
                 waiting.let_go()
         if has_pole(node, large):
             self._lead(node, unpack)
@@ -306,7 +304,7 @@ class Readers:
         if not self._own.waiting:
             return
         for node in last_products(newest):
-            if _is_narrow(node, self._own.waiting[-1].unpack):
+            if is_narrow(node, self._own.waiting[-1].unpack):
                 reading = Reading(Kind.APPROXIMATE, node.name(), deviation=math.inf)
                 self._change(node, product_input(node) or "", reading)
 
@@ -381,22 +379,9 @@ def _led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[obj
             pending += [(following, saved) for following, _ in node.next_functions if following is not None]
 
 
-def _is_large(node: Node, unpack: Unpack, field: str) -> bool:
-    """Says whether what a node has saved of a name is no statistic of its result: relative to it, as batches differ."""
-    packed: Any = packed_for(node, field, unpack)
-    return packed is not None and packed.elements * STATISTIC_SHARE >= math.prod(node._input_metadata[0].shape)
-
-
 def _more_exact(known: Reading, reading: Reading) -> Reading:
     """Returns what serves both of two readings of different kinds."""
     if {known.kind, reading.kind} == {Kind.APPROXIMATE, Kind.NORMALIZED}:
         return known if known.kind is Kind.NORMALIZED else reading
     both = known.takes_approximations and reading.takes_approximations
     return Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)
-
-
-def _is_narrow(node: Node, unpack: Unpack) -> bool:
-    """Says whether a matrix product has far fewer results than inputs."""
-    field = product_input(node)
-    packed: Any = None if field is None else packed_for(node, field, unpack)
-    return packed is not None and packed.elements >= math.prod(node._input_metadata[0].shape) * STATISTIC_SHARE

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
-from daf_core.autograd.torch_private import Node, is_leaf_node
+from daf_core.autograd.torch_private import Node, is_leaf_node, packed_for
+from daf_core.readers.table import STATISTIC_SHARE
+from daf_core.readers.waiting import Unpack
 
 MOST_NODES = 64
 """Nodes from the loss to a last layer, at most."""
@@ -42,3 +46,16 @@ def normalized_squares(node: Node) -> Iterator[Node]:
 def _is_last(dims: tuple[int, ...], count: int) -> bool:
     """Says whether dimensions are the last one alone: torch shows one below zero as an unsigned number."""
     return len(dims) == 1 and dims[0] in (count - 1, (1 << 64) - 1)
+
+
+def is_large(node: Node, unpack: Unpack, field: str) -> bool:
+    """Says whether what a node has saved of a name is no statistic of its result: relative to it, as batches differ."""
+    packed: Any = packed_for(node, field, unpack)
+    return packed is not None and packed.elements * STATISTIC_SHARE >= math.prod(node._input_metadata[0].shape)
+
+
+def is_narrow(node: Node, unpack: Unpack) -> bool:
+    """Says whether a matrix product has far fewer results than inputs."""
+    field = product_input(node)
+    packed: Any = None if field is None else packed_for(node, field, unpack)
+    return packed is not None and packed.elements >= math.prod(node._input_metadata[0].shape) * STATISTIC_SHARE
