@@ -193,8 +193,7 @@ class Pager:
             self._collect()
             lease, budget = Lease(self._serial, fixed, planes, drops), self._page_budget
             self._serial += 1
-            if budget is not None:
-                self._make_room(lease.size * page, lease.least * page, budget, drop=True, incoming=lease)
+            self._make_room(lease.size * page, lease.least * page, budget, drop=True, incoming=lease)
             if owner is not None:
                 self._released.add(lease, owner)
             pages, size = self.pool.take(lease.size, budget), lease.size * page
@@ -214,8 +213,7 @@ class Pager:
             lease.readers -= 1
             self._writing.remove(lease)
             self._index.add(lease)
-            if self._spill is not None:
-                self._copy_ahead(lease.size)
+            self._copy_ahead(lease.size)
 
     def _pin(self, lease: Lease) -> None:
         started = time.perf_counter()

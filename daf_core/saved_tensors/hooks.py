@@ -203,7 +203,8 @@ class Packer:
         """
         if self._own.background is not None:
             self.drain()  # a backward inside the scope lets go of nodes that packing looks at
-        if isinstance(packed, RawActivation) and not packed.values_gone:
+        # `isinstance` runs Python code for an abstract class, as that of all codecs is: 0.5 us a tensor each time.
+        if type(packed) is RawActivation and not packed.values_gone:
             return packed.unpack()
         return self._attention.unpack(packed, self.unpack, partial(self._decode, packed))
 
@@ -211,8 +212,9 @@ class Packer:
         result = packed.result() if isinstance(packed, PendingActivation) else packed
         if result.stored.values_gone:
             raise ReaderError(OF_ATTENTION)
-        if isinstance(result, RawActivation):
+        if type(result) is RawActivation:
             return result.unpack()
+        assert type(result) is Handle
         self._check_reader(packed, result)
         started = time.perf_counter()
         tensor = result.unpack()
@@ -226,7 +228,7 @@ class Packer:
             ReaderError: Something else reads.
         """
         stored, reading = handle.stored, handle.reading
-        if isinstance(stored, ReluSignsActivation) or (not stored.lossy and handle.place is None):
+        if type(stored) is ReluSignsActivation or (not stored.lossy and handle.place is None):
             return
         node = running_node()
         name = None if node is None else node.name()
