@@ -363,10 +363,8 @@ class Pager:
 
     def _collect(self) -> None:
         """Counts what was released; pages go back in one go, as each trip to the pool costs 50 us with cold caches."""
-        if not self._released:
-            return
         freed: list[Pages] = []
-        for item in self._released.due():
+        for item in self._released.due() if self._released else ():
             if isinstance(item, Outside):  # see `hold`
                 self.held_bytes -= item.size
                 self._outside_bytes -= item.size
