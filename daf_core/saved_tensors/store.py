@@ -107,7 +107,7 @@ class ActivationStore:
             self._recorder.stored_as[RawActivation.name] += 1
             if saved.place is None or saved.reading is not None:
                 raw = RawActivation(tensor, kept, saved.version)
-                self._sharing.add(key, tensor, saved.version, raw)
+                self._sharing.add(key, storage, saved.version, raw)
                 return raw
             return Handle(_compact(saved, geometry, kept), geometry, saved)  # its reader may need less
         if stored.readable_by_any_op:  # otherwise other operators ask for more
@@ -172,7 +172,8 @@ class ActivationStore:
             if reading is not None:  # its codes are of no use, also where there is no room for it
                 handle.stored = ShapeActivation()
             stored = _compact(saved, geometry, self._sharing.keep(tensor, self._pagers.on(tensor.device)))
-            self._sharing.add(sharing_key(tensor, geometry), tensor, saved.version, stored)
+            key = sharing_key(storage_id(tensor), tensor, geometry)
+            self._sharing.add(key, tensor.untyped_storage(), saved.version, stored)
         handle.stored = stored
         self._lossy.withdraw(saved.site, before())
         counts = self._recorder.stored_as
