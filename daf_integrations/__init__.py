@@ -26,21 +26,14 @@ __all__ = [
     "summary",
 ]
 
-_PLAIN = ("daf_integrations.loop.api", "torch", "dev")
 _HOMES = {
+    **dict.fromkeys(__all__, ("daf_integrations.loop.api", "torch", "dev")),
     "DAFArguments": ("daf_integrations.huggingface.arguments", "torch", "dev"),
     "DAFCallback": ("daf_integrations.huggingface.callback", "transformers", "hf"),
     "DAFStrategy": ("daf_integrations.lightning", "lightning", "lightning"),
-    "DAFTrainer": ("daf_integrations.huggingface.trainer", "transformers", "hf"),
-    "DAFTrainerMixin": ("daf_integrations.huggingface.trainer", "transformers", "hf"),
-    "load_state_dict": _PLAIN,
-    "metrics": _PLAIN,
-    "prepare": _PLAIN,
-    "scope": _PLAIN,
-    "state_dict": _PLAIN,
-    "step": _PLAIN,
-    "summary": _PLAIN,
+    **dict.fromkeys(("DAFTrainer", "DAFTrainerMixin"), ("daf_integrations.huggingface.trainer", "transformers", "hf")),
 }
+"""The module that has a name, the framework that it needs, and the extra that brings it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -259,11 +259,7 @@ class _Patch:
 
 
 def _check_single_callback(trainer: Trainer | None) -> None:
-    """Checks that no other callback of DAF's is there, whose options would not count.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Refuses a second callback of DAF's, whose options would not count."""
     callbacks = [] if trainer is None else trainer.callback_handler.callbacks
     found = [each for each in callbacks if isinstance(each, DAFCallback)]
     if len(found) > 1:

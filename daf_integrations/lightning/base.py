@@ -155,7 +155,6 @@ class CompressingStrategy(Strategy):
             return super().training_step(batch, *args, **kwargs)
 
     def _detach(self) -> None:
-        """Removes everything from the model and the trainer."""
         self._daf_session.detach()
         if self._daf_reporter is not None:
             self._training.trainer.callbacks.remove(self._daf_reporter)

@@ -29,14 +29,7 @@ _REDUCTIONS: dict[Any, Callable[[Iterable[Any]], Any]] = {
 
 @dataclass
 class _Part:
-    """What was logged in a part.
-
-    Attributes:
-        rows: How many rows it has.
-        weight: What its loss is multiplied by.
-        loss: Its loss, once that is known.
-        calls: Names, numbers and options, in order.
-    """
+    """The names, numbers and options that were logged in a part, which has rows, a weight and later a loss."""
 
     rows: int
     weight: float

@@ -155,7 +155,6 @@ def _loss_in(output: Any) -> Tensor:
 
 
 def _taken(module: nn.Module) -> Gradients:
-    """Takes the gradients off a module's parameters."""
     taken = [(parameter, parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
     for parameter, _ in taken:
         parameter.grad = None

@@ -174,11 +174,6 @@ class Training:
                 log.warning("%s", _nothing_compressed(self.exit_summary, f"{UNSEEN_STEPS} optimizer steps"))
 
     def _check_unplanned(self, reason: str) -> None:
-        """Checks that steps are not planned.
-
-        Raises:
-            ConfigError: They are.
-        """
         if self.session.config.plans_steps and self.session.enclosing_session is None:
             raise PLANS.error_for(reason)
 

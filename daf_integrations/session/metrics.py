@@ -13,25 +13,13 @@ from daf_core.state_checks import DAMAGED, amount, count, number
 
 @dataclass
 class RunTotals:
-    """Sums over the steps of a run, as plain numbers that can be saved with a checkpoint.
+    """Figures over the steps of a run, as plain numbers that can be saved with a checkpoint; see `METRICS`.
+
+    Bytes are those of the step that has the most, seconds and the figures of elastic training are sums, and what audits
+    have found is of the last one.
 
     Attributes:
-        steps: Training steps.
-        raw_bytes: The most bytes of saved activations that plain training would have kept.
-        held_bytes: The most bytes that were held instead.
-        pack_seconds: Time spent encoding, by the threads that train.
-        worker_seconds: Time that workers spent encoding meanwhile.
-        unpack_seconds: Time spent decoding.
-        dropped_bytes: The most bytes that were given up in a step to keep the memory budget.
-        spilled_bytes: The most bytes that were written to the spill file in a step.
-        audit_seconds: Time spent on measuring the error of the gradient.
-        gradient_error: The error that was measured last, relative to the gradient's length; None before the first.
-        gradient_cosine: Cosine of the angle between compressed and exact gradient, then.
-        audits: How often the error was measured.
-        audits_above: How often it was above `max_gradient_error`.
-        elastic_steps: Steps of elastic training.
-        elastic_depth: Blocks that built a graph in these, their sum.
-        elastic_share: The time that they take, relative to steps that train everything, their sum.
+        audits_above: How many of the `audits` have found an error above `max_gradient_error`.
     """
 
     steps: int = 0
@@ -70,14 +58,10 @@ class RunTotals:
     def add(self, step: StepStatistics) -> None:
         """Adds a step."""
         self.steps += 1
-        self.raw_bytes = max(self.raw_bytes, step.raw_bytes)
-        self.held_bytes = max(self.held_bytes, step.held_bytes)
-        self.pack_seconds += step.pack_seconds
-        self.worker_seconds += step.worker_seconds
-        self.unpack_seconds += step.unpack_seconds
-        self.dropped_bytes = max(self.dropped_bytes, step.dropped_bytes)
-        self.spilled_bytes = max(self.spilled_bytes, step.spilled_bytes)
-        self.audit_seconds += step.audit_seconds
+        for name in _LARGEST:
+            setattr(self, name, max(getattr(self, name), getattr(step, name)))
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(step, name))
         if step.gradient_error is not None:
             self.gradient_error, self.gradient_cosine = step.gradient_error.error, step.gradient_error.cosine
 
@@ -92,13 +76,10 @@ class RunTotals:
         figures = {name: metric.of(self) for name, metric in METRICS.items()}
         return {name: figure for name, figure in figures.items() if figure is not None}
 
-    def ms_per_step(self, seconds: float) -> float:
-        """Returns a time of all steps as milliseconds a step."""
-        return seconds * 1e3 / max(self.steps, 1)
 
-    def mean_per_elastic_step(self, total: float) -> float | None:
-        """Returns a sum over steps of elastic training as their mean; None if there were none."""
-        return total / self.elastic_steps if self.elastic_steps else None
+_LARGEST = ("raw_bytes", "held_bytes", "dropped_bytes", "spilled_bytes")
+_SUMMED = ("pack_seconds", "worker_seconds", "unpack_seconds", "audit_seconds")
+"""Statistics of a step of which totals have the largest, and the sum."""
 
 
 def _measured(figure: Any) -> None:
@@ -123,31 +104,37 @@ class Metric:
     of: Callable[[RunTotals], float | None]
 
 
+def _mb(name: str) -> Callable[[RunTotals], float]:
+    return lambda run: getattr(run, name) / 1e6
+
+
+def _ms(name: str) -> Callable[[RunTotals], float]:
+    return lambda run: getattr(run, name) * 1e3 / max(run.steps, 1)
+
+
+def _elastic_mean(name: str) -> Callable[[RunTotals], float | None]:
+    return lambda run: getattr(run, name) / run.elastic_steps if run.elastic_steps else None
+
+
 METRICS = {
-    "daf/raw_mb": Metric("Megabytes of saved activations that plain training keeps.", lambda run: run.raw_bytes / 1e6),
-    "daf/held_mb": Metric("Megabytes that were held instead.", lambda run: run.held_bytes / 1e6),
+    "daf/raw_mb": Metric("Megabytes of saved activations that plain training keeps.", _mb("raw_bytes")),
+    "daf/held_mb": Metric("Megabytes that were held instead.", _mb("held_bytes")),
     "daf/ratio": Metric(
         "The first of these over the second.",
         lambda run: run.raw_bytes / run.held_bytes if run.held_bytes else 1.0,
     ),
     "daf/pack_ms": Metric(
-        "Milliseconds a step that the training's own threads spent on encoding.",
-        lambda run: run.ms_per_step(run.pack_seconds),
+        "Milliseconds a step that the training's own threads spent on encoding.", _ms("pack_seconds")
     ),
     "daf/worker_ms": Metric(
-        "Milliseconds a step that DAF's own threads spent on encoding meanwhile.",
-        lambda run: run.ms_per_step(run.worker_seconds),
+        "Milliseconds a step that DAF's own threads spent on encoding meanwhile.", _ms("worker_seconds")
     ),
-    "daf/unpack_ms": Metric("Milliseconds a step spent on decoding.", lambda run: run.ms_per_step(run.unpack_seconds)),
-    "daf/dropped_mb": Metric("Megabytes given up to keep the memory budget.", lambda run: run.dropped_bytes / 1e6),
+    "daf/unpack_ms": Metric("Milliseconds a step spent on decoding.", _ms("unpack_seconds")),
+    "daf/dropped_mb": Metric("Megabytes given up to keep the memory budget.", _mb("dropped_bytes")),
     "daf/spilled_mb": Metric(
-        "Megabytes moved to `spill_dir`, or from a GPU to main memory, to keep the memory budget.",
-        lambda run: run.spilled_bytes / 1e6,
+        "Megabytes moved to `spill_dir`, or from a GPU to main memory, to keep the memory budget.", _mb("spilled_bytes")
     ),
-    "daf/audit_ms": Metric(
-        "Milliseconds a step spent on measuring the error of the gradient.",
-        lambda run: run.ms_per_step(run.audit_seconds),
-    ),
+    "daf/audit_ms": Metric("Milliseconds a step spent on measuring the error of the gradient.", _ms("audit_seconds")),
     "daf/gradient_error": Metric(
         "Length of the gradient's error over the length of the exact gradient, at the last audit; after the first one.",
         lambda run: run.gradient_error,
@@ -156,12 +143,11 @@ METRICS = {
         "Cosine of the angle between the compressed and the exact gradient, then.", lambda run: run.gradient_cosine
     ),
     "daf/elastic_depth": Metric(
-        "Blocks that built a graph, the mean of the steps; with `elastic`.",
-        lambda run: run.mean_per_elastic_step(run.elastic_depth),
+        "Blocks that built a graph, the mean of the steps; with `elastic`.", _elastic_mean("elastic_depth")
     ),
     "daf/elastic_share": Metric(
         "Time that steps take, relative to steps that train everything, as predicted; with `elastic`.",
-        lambda run: run.mean_per_elastic_step(run.elastic_share),
+        _elastic_mean("elastic_share"),
     ),
 }
 """The figures, in the order in which they are logged."""

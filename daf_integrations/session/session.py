@@ -35,11 +35,7 @@ log = getLogger("daf")
 
 
 class _Thread(threading.local):
-    """What runs in this thread.
-
-    Attributes:
-        session: The session whose forward pass or measurement runs.
-    """
+    """The session whose forward pass or measurement runs in this thread."""
 
     session: DAFSession | None = None
 
@@ -378,11 +374,7 @@ class DAFSession:
 
 
 def _check_not_scripted(model: nn.Module) -> None:
-    """Checks that no part of a model is compiled by TorchScript.
-
-    Raises:
-        ModelError: One is: TorchScript allows no forward hook, and inside of its graphs none would run.
-    """
+    """Refuses a model with a part in TorchScript, which allows no forward hook and runs none inside of its graphs."""
     name = next((name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
     if name is not None:
         where = f"{name} in {type(model).__name__}" if name else "the model"

@@ -43,14 +43,7 @@ class GpuMachine(Machine):
 def describe_machine(
     *, dtype: str, threads: int | None = None, allocator: str | None = None, device: str = "cpu"
 ) -> Machine:
-    """Describes this machine and the settings of a benchmark.
-
-    Args:
-        dtype: Name of the data type that was measured.
-        threads: Threads of torch; None for those of this process.
-        allocator: Allocator of main memory; None for that of this process.
-        device: "cpu" or "cuda".
-    """
+    """Describes this machine and a benchmark; without `threads` and `allocator` those of this process."""
     machine = Machine(
         cpu=_cpu_name(),
         cores=core_count(),

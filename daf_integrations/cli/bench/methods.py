@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -76,26 +75,6 @@ class StoredBytes:
     spilled_bytes: int = 0
     pager_seconds: float = 0.0
     audited_error: float | None = None
-
-
-class Method(Protocol):
-    """Runs the passes of training steps."""
-
-    def run(self, batch: Any, loss_of: Loss) -> Tensor:
-        """Runs forward and backward pass of a step, which the optimizer's step ends; returns the loss, detached."""
-        ...
-
-    def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
-        """Returns what the last step stored, or runs one more to find out."""
-        ...
-
-    def figures(self) -> dict[str, float]:
-        """Returns what the method logs of the run so far."""
-        ...
-
-    def close(self) -> None:
-        """Leaves the model as it was."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -180,7 +159,7 @@ def open_method(name: str, model: nn.Module) -> Method:
     if not is_method(name):
         raise ConfigError(f"there is no method {name!r}; allowed are {', '.join(METHODS)}")
     if name == "plain":
-        return _Plain(model)
+        return Method(model)
     if name == "checkpoint":
         return _Checkpointed(model)
     if name == "offload":
@@ -194,7 +173,6 @@ def open_method(name: str, model: nn.Module) -> Method:
 
 
 def _options(name: str) -> dict[str, Any]:
-    """Returns the options of a method of DAF's."""
     if budgeted := _BUDGETED.fullmatch(name):
         if budgeted["name"] == "daf-step":
             return {"memory_budget": budgeted["budget"]}
@@ -209,31 +187,39 @@ def _options(name: str) -> dict[str, Any]:
     return {"precision": DAF_PRECISIONS[name]}
 
 
-class _Plain:
-    """Leaves saved tensors alone."""
+class Method:
+    """Runs the passes of training steps; this one leaves saved tensors alone.
+
+    Args:
+        model: The model that is trained.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def run(self, batch: Any, loss_of: Loss) -> Tensor:
+        """Runs forward and backward pass of a step, which the optimizer's step ends; returns the loss, detached."""
         loss = loss_of(batch)
         loss.backward()
         return loss.detach()
 
     def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
+        """Returns what the last step stored, or runs one more to find out."""
         with SavedTensorCounter(self._model) as counter:
             loss = loss_of(batch)
         loss.backward()
         return StoredBytes(raw_bytes=counter.bytes, held_bytes=counter.bytes)
 
     def figures(self) -> dict[str, float]:
+        """Returns what the method logs of the run so far."""
         return {}
 
     def close(self) -> None:
+        """Leaves the model as it was."""
         return
 
 
-class _Checkpointed(_Plain):
+class _Checkpointed(Method):
     """Recomputes each block in the backward pass.
 
     What counts as held are the inputs of the blocks and what is saved outside of blocks; a block's activations, which
@@ -263,23 +249,10 @@ def _recompute_blocks(model: nn.Module) -> Callable[[], object]:
     return lambda: [delattr(block, "forward") for block in blocks]
 
 
-class _Store(Protocol):
-    """Another form of saved tensors."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that the last step held."""
-        ...
-
-    def storing(self) -> AbstractContextManager[None]:
-        """Stores what autograd saves inside."""
-        ...
-
-
-class _Stored(_Plain):
+class _Stored(Method):
     """Keeps saved tensors in another form."""
 
-    def __init__(self, model: nn.Module, store: _Store) -> None:
+    def __init__(self, model: nn.Module, store: Offload | Stores) -> None:
         super().__init__(model)
         self._store = store
 
@@ -293,11 +266,11 @@ class _Stored(_Plain):
         return StoredBytes(raw_bytes=0, held_bytes=self._store.held_bytes)
 
 
-class _DAF:
+class _DAF(Method):
     """Trains with DAF."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self._model = api.prepare(model, **options)
+        super().__init__(api.prepare(model, **options))
         training = training_of(self._model)
         assert training is not None
         self._training = training

@@ -39,7 +39,7 @@ def print_plans(sized: BuiltWorkload, planning: Planning, planned: Sequence[Plan
         console.print(_plan_table(planned, planning))
     parameter = _parameter(sized)
     where = f"{sized.task or 'own loss'}, {str(parameter.dtype).removeprefix('torch.')}, {parameter.device}"
-    console.print(f"Smallest budget that can be met: {_size(planning.least)}", highlight=False)
+    console.print(f"Smallest budget that can be met: {format_size(planning.least)}", highlight=False)
     console.print(f"{where}. {NOTE}", markup=False, highlight=False, style="dim")
 
 
@@ -67,17 +67,17 @@ def _step_as_dict(step: PlannedStep) -> dict[str, Any]:
 def _block_table(step: PlannedStep) -> Table:
     table = Table("blocks", "number", "treatment", "held by each")
     for name, count, block in joined(step.blocks):
-        table.add_row(name, str(count), block.policy.words, _size(block.held_bytes))
+        table.add_row(name, str(count), block.policy.words, format_size(block.held_bytes))
     return table
 
 
 def _figures(step: PlannedStep, planning: Planning) -> Table:
     table = Table("", "this plan", "plain training")
     plan, plain = step.plan, planning.plain
-    table.add_row("memory budget", _size(step.budget), "-")
+    table.add_row("memory budget", format_size(step.budget), "-")
     table.add_row("micro-batches", str(plan.parts), "1")
     table.add_row("bits that have room", _bits(step), "-")
-    table.add_row("predicted peak", _size(plan.forecast.peak_bytes), _size(plain.peak_bytes))
+    table.add_row("predicted peak", format_size(plan.forecast.peak_bytes), format_size(plain.peak_bytes))
     table.add_row("predicted time", f"{plan.forecast.seconds:.3g} s", f"{plain.seconds:.3g} s")
     return table
 
@@ -87,13 +87,13 @@ def _plan_table(planned: Sequence[PlannedStep], planning: Planning) -> Table:
         "budget", "parts", "blocks", "bits", "peak", "time", "of plain", caption="peak and time are predicted"
     )
     plain = planning.plain
-    table.add_row("plain", "1", "-", "-", _size(plain.peak_bytes), f"{plain.seconds:.3g} s", "1.00")
+    table.add_row("plain", "1", "-", "-", format_size(plain.peak_bytes), f"{plain.seconds:.3g} s", "1.00")
     for step in planned:
         plan = step.plan
         peak, seconds = plan.forecast.peak_bytes, plan.forecast.seconds
         table.add_row(
-            *(_size(step.budget), str(plan.parts), plan.counts, _bits(step)),
-            *(_size(peak), f"{seconds:.3g} s", f"{seconds / plain.seconds:.2f}"),
+            *(format_size(step.budget), str(plan.parts), plan.counts, _bits(step)),
+            *(format_size(peak), f"{seconds:.3g} s", f"{seconds / plain.seconds:.2f}"),
         )
     return table
 
@@ -101,7 +101,3 @@ def _plan_table(planned: Sequence[PlannedStep], planning: Planning) -> Table:
 def _bits(step: PlannedStep) -> str:
     packs = any(block.policy.packs for block in step.blocks)
     return str(step.plan.bits) if packs and step.plan.bits is not None else "-"
-
-
-def _size(size: int) -> str:
-    return format_size(size)

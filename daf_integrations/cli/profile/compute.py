@@ -53,12 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass.
-
-    Attributes:
-        items: What it saved.
-        statistics: What the engine says of it.
-    """
+    """What a forward pass saved, and what the engine says of it."""
 
     items: list[SavedItem]
     statistics: StepStatistics
@@ -151,11 +146,7 @@ def _pass(sized: BuiltWorkload, precision: Precision) -> Pass:
 
 
 def _check_alike(exact: Pass, held: Pass) -> None:
-    """Refuses passes that cannot be shown side by side.
-
-    Raises:
-        ProfileError: They did not save as much.
-    """
+    """Refuses passes that cannot be shown side by side, as they did not save as much."""
     sizes = [passed.statistics.raw_bytes for passed in (exact, held)]
     if sizes[0] != sizes[1]:
         raise ProfileError(
@@ -167,15 +158,7 @@ def _check_alike(exact: Pass, held: Pass) -> None:
 
 @dataclass
 class _Sum:
-    """The sum of items.
-
-    Attributes:
-        modules: Where they were saved.
-        saves: How many they are.
-        raw: See `Row.raw_bytes`.
-        exact: See `Row.exact_bytes`.
-        held: See `Row.held_bytes`.
-    """
+    """The sum of items: the bytes of a `Row`, the modules that saved them, and how many they are."""
 
     modules: set[str] = field(default_factory=set[str])
     saves: int = 0

@@ -14,7 +14,7 @@ from daf_core.config import Precision
 from daf_core.precision.policy import UNIFORM
 from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.plan.compute import shared_prefix
-from daf_integrations.cli.profile.compute import Pass, Profile, Row, fold, total
+from daf_integrations.cli.profile.compute import Profile, Row, fold, total
 from daf_integrations.cli.workload.build import BuiltWorkload, Workload
 
 NOTE = (
@@ -39,8 +39,8 @@ def figures(profile: Profile) -> list[str]:
     """Returns what there is to say of the whole step."""
     plain, peak = profile.plain_curve.peak, profile.curve.peak
     return [
-        f"Peak of all tensors in a step, beside the model, its gradients and the batch: {_size(plain)} without DAF, "
-        f"{_size(peak)} with it ({_share(peak, plain)})."
+        "Peak of all tensors in a step, beside the model, its gradients and the batch: "
+        f"{format_size(plain)} without DAF, {format_size(peak)} with it ({_share(peak, plain)})."
     ]
 
 
@@ -81,7 +81,7 @@ def as_dict(workload: Workload, sized: BuiltWorkload, profile: Profile, precisio
             {"name": row.name, "class": row.kind, "count": row.count, **_sizes(row)} for row in profile.modules
         ],
         "operators": [{"name": row.name, "tensors": row.count, **_sizes(row)} for row in profile.operators],
-        "stored_as": {"exact": _stored_as(profile.exact), "asked": _stored_as(profile.held)},
+        "stored_as": {"exact": profile.exact.statistics.stored_as, "asked": profile.held.statistics.stored_as},
         "peak_bytes": {"plain": profile.plain_curve.peak, "daf": profile.curve.peak},
         "curves": {
             name: {"forward_seconds": curve.forward_seconds, "points": [list(point) for point in curve.points]}
@@ -107,8 +107,8 @@ def _grid(headings: list[str], rows: Sequence[Row], precision: Precision, top: i
 
 def _cells(row: Row, whole: int) -> list[str]:
     name = f"{row.name} ({row.kind})" if row.kind else row.name
-    share, held = _share(row.raw_bytes, whole), _share(row.held_bytes, row.raw_bytes)
-    return [name, str(row.count), _size(row.raw_bytes), share, _size(row.exact_bytes), _size(row.held_bytes), held]
+    raw, exact, held = map(format_size, (row.raw_bytes, row.exact_bytes, row.held_bytes))
+    return [name, str(row.count), raw, _share(row.raw_bytes, whole), exact, held, _share(row.held_bytes, row.raw_bytes)]
 
 
 def _table(grid: Grid) -> Table:
@@ -127,13 +127,5 @@ def _sizes(row: Row) -> dict[str, int]:
     return {"raw_bytes": row.raw_bytes, "exact_bytes": row.exact_bytes, "held_bytes": row.held_bytes}
 
 
-def _stored_as(passed: Pass) -> dict[str, int]:
-    return passed.statistics.stored_as
-
-
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else "-"
-
-
-def _size(size: int) -> str:
-    return format_size(size)

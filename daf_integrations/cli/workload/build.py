@@ -200,11 +200,7 @@ def _batch(config: Any, task: Task, workload: Workload, device: torch.device) ->
 
 
 def _try(sized: BuiltWorkload, workload: Workload) -> None:
-    """Has one row run through the model.
-
-    Raises:
-        ModelError: It does not.
-    """
+    """Refuses a model that one row does not run through."""
     try:
         with torch.no_grad():
             sized.loss_of(1)
