@@ -59,14 +59,12 @@ class MicroBatchWeights:
             MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
         """
         new = _classes(batch) - self._classes if self._tests < MOST_TESTS else set[int]()
-        if new or self._disagree(batch, parts):
+        disagree = len(self._laws) > 1 and len({tuple(weights(law, batch, parts)) for law in self._laws}) > 1
+        if new or disagree:
             self._classes |= new
             self._tests += 1
             self._laws = matching_laws(self._model, batch, loss_function, self._laws)
         return weights(safest(self._laws, batch), batch, parts)
-
-    def _disagree(self, batch: Any, parts: int) -> bool:
-        return len(self._laws) > 1 and len({tuple(weights(law, batch, parts)) for law in self._laws}) > 1
 
 
 def infer_reduction(model: nn.Module, batch: Any, loss_function: LossFunction) -> LossReduction:
@@ -98,7 +96,8 @@ def matching_laws(
     if size < 2:
         raise MicroBatchError(f"a batch of {size} rows cannot be cut into parts; give one of two rows or more")
     sample, count = _sample(batch, size)
-    with measuring(model), _evaluated(model), apart(model), _tolerance(model) as tolerances, torch.no_grad():
+    with measuring(model), apart(model), _tolerance(model) as tolerances, torch.no_grad():
+        model.eval()  # no dropout tells rows and batch apart; `measuring` puts the modes back
         # A copy: Trainer.compute_loss takes the labels out of the batch where it computes the loss itself.
         whole = _loss(loss_function, take(sample, list(range(count)), count))
         single = [_loss(loss_function, take(sample, [row], count)) for row in range(count)]
@@ -193,18 +192,6 @@ def _no_law(whole: float, together: Mapping[LossReduction, float], allowed: floa
         f"equal within {allowed:.1g} of it, and not zero. A loss that compares rows with each other (contrastive "
         "losses), or draws random numbers, is another one in parts: train without micro-batches, on smaller batches"
     )
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Generator[None]:
-    """Puts every module in evaluation mode, so that no dropout tells rows and batch apart."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

@@ -54,15 +54,12 @@ def safest(laws: Collection[LossReduction], batch: Any) -> LossReduction:
     """
     if len(laws) == 1:
         return next(iter(laws))
-    order = [LossReduction.SHIFTED_LABELS, LossReduction.LABELS, LossReduction.ROWS, LossReduction.SUM]
     labels = ignoring(batch, rows_of(batch) or 0)
-    if not labels or labels[0].dim() == 1:
-        order = (
-            [LossReduction.LABELS, LossReduction.ROWS, LossReduction.SHIFTED_LABELS, LossReduction.SUM]
-            if labels
-            else [LossReduction.ROWS, *order]
-        )
-    return next(law for law in order if law in laws)
+    shifted, by_labels, rows = LossReduction.SHIFTED_LABELS, LossReduction.LABELS, LossReduction.ROWS
+    order = [shifted, by_labels, rows] if labels else [rows, shifted, by_labels]
+    if labels and labels[0].dim() == 1:
+        order = [by_labels, rows, shifted]
+    return next(law for law in (*order, LossReduction.SUM) if law in laws)
 
 
 def counts_of(law: LossReduction, batch: Any, rows: int) -> list[int]:

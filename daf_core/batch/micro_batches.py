@@ -36,12 +36,9 @@ def run_parts(model: nn.Module, parts: Sequence[Any], weights: Sequence[float], 
             "that is not 0, as daf_core.batch.loss_reduction.weights does"
         )
     counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
-    losses = [
-        _run(model, part, weight, step, last=index == len(counted)) for index, (part, weight) in enumerate(counted, 1)
-    ]
+    losses: list[Tensor] = []
+    for index, (part, weight) in enumerate(counted, 1):
+        last = index == len(counted)
+        with nullcontext() if last else getattr(model, "no_sync", nullcontext)():
+            losses.append(step(part, weight, last))
     return torch.stack(losses).sum(0)
-
-
-def _run(model: nn.Module, part: Any, weight: float, step: Step, *, last: bool) -> Tensor:
-    with nullcontext() if last else getattr(model, "no_sync", nullcontext)():
-        return step(part, weight, last)

@@ -57,7 +57,11 @@ def few_rows(batch: Any, share: float = SHARE) -> Any:
         return copied(_few_texts(batch, bounds, share))
     rows = min(max(int(size * share), LEAST_ROWS), size)
     length = _common_length(list(tensors_in(batch)), size) if size * share < rows else None
-    kept = _tensor_rows(batch, rows, size)
+
+    def cut(value: Any) -> Any:
+        return value[:rows] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
+
+    kept = map_values(batch, cut)
     return copied(kept if length is None else short_texts(kept, int(length * size * share / rows)))
 
 
@@ -102,13 +106,6 @@ def _copied(value: Any, depth: int = 0) -> Any:
     for name, each in inside.items():
         object.__setattr__(new, name, each)  # also where an object is frozen
     return new
-
-
-def _tensor_rows(batch: Any, rows: int, size: int) -> Any:
-    def cut(value: Any) -> Any:
-        return value[:rows] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
-
-    return map_values(batch, cut)
 
 
 def _few_texts(batch: Any, bounds: list[Tensor], share: float) -> Any:

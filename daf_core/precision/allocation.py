@@ -23,9 +23,7 @@ class Choices:
 
     def __post_init__(self) -> None:
         if not len(self.sizes) == len(self.errors) > 0:
-            raise ValueError(
-                f"a site has as many sizes as errors and at least one, got {len(self.sizes)}, {len(self.errors)}"
-            )
+            raise ValueError(f"a site has as many sizes as errors and at least one, got {self}")
         if not all(0 <= value < math.inf for value in (*self.sizes, *self.errors)):
             raise ValueError(f"bytes and errors are finite and 0 or more, got {self}")
 

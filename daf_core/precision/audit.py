@@ -96,10 +96,13 @@ class Auditor:
         self._done = True
         stored, sizes = last_pass.precisions, last_pass.sizes
         measured = rehearsal.compare(stored) if stored else None
-        if measured is not None and self._step > SETTLED:
-            self._remember(measured, self._policy.predict(stored))
+        predicted = self._policy.predict(stored)
+        if self._step > SETTLED and measured is not None and measured.finite and measured.error and predicted:
+            self._misses.append(math.log(measured.error**2 / predicted))
         if self._learns and (self._calibrates or not self._policy.calibrated):
-            self._calibrate(rehearsal)
+            found = calibrate(rehearsal, self._auto, own_share=self._own_share)
+            if found is not None:
+                self._policy.learn(found, replace=self._step <= SETTLED)
         if self._bound is not None and self._policy.calibrated:
             planned = self._steer(rehearsal, sizes or rehearsal.sizes, self._bound)
             measured = measured or planned
@@ -110,35 +113,19 @@ class Auditor:
     def _calibrates(self) -> bool:
         return self._late_calibration or self._step in EARLY or self._step % CALIBRATE_EVERY == 0
 
-    @property
-    def _excess(self) -> float:
-        """Squared error that one must be ready for, over what is predicted."""
-        return math.exp(np.mean(self._misses) + DEVIATIONS * np.std(self._misses, ddof=1))
-
-    def _remember(self, measured: GradientError, predicted: float) -> None:
-        if measured.finite and measured.error and predicted:
-            self._misses.append(math.log(measured.error**2 / predicted))
-
-    def _calibrate(self, rehearsal: ProbePass) -> None:
-        found = calibrate(rehearsal, self._auto, own_share=self._own_share)
-        if found is not None:
-            self._policy.learn(found, replace=self._step <= SETTLED)
-
     def _steer(self, rehearsal: ProbePass, sizes: Sizes, bound: float) -> GradientError:
         """Plans for the error bound, and returns what the plan's error is on these rows."""
-        settled = self._step >= SETTLED
-        excess, least = (self._excess, LEVELS[0]) if settled else (UNSETTLED_EXCESS, LEVELS[-1])
-        planned = self._try_plan(rehearsal, sizes, bound**2 / excess, least)
-        for _ in range(CORRECTIONS):
-            if not planned.error > bound:
-                break
+        excess, least, corrections = UNSETTLED_EXCESS, LEVELS[-1], 0
+        if self._step >= SETTLED:
+            excess = math.exp(np.mean(self._misses) + DEVIATIONS * np.std(self._misses, ddof=1))
+            least = LEVELS[0]
+        while True:
+            self._policy.keep_error(sizes, bound**2 / excess, least)
+            planned = rehearsal.compare(self._policy.plan)
+            if corrections == CORRECTIONS or not planned.error > bound:
+                return planned
+            corrections += 1
             excess *= 2 * (planned.error / bound) ** 2
-            planned = self._try_plan(rehearsal, sizes, bound**2 / excess, least)
-        return planned
-
-    def _try_plan(self, rehearsal: ProbePass, sizes: Sizes, squared_error: float, least: int) -> GradientError:
-        self._policy.keep_error(sizes, squared_error, least)
-        return rehearsal.compare(self._policy.plan)
 
     def state(self) -> dict[str, Any]:
         """Returns the step, what is late, and the correction, as JSON-able values."""

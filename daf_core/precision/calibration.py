@@ -126,7 +126,9 @@ def calibrate(
     for site, activation in rehearsal.activations:
         activation.variant = chosen[site]
     errors = {site: tried[chosen[site]] for site, tried in found.items() if site not in unknown}
-    errors |= {site: _measured(rehearsal, site) for site in unknown}
+    for site in unknown:  # measured at one precision, and by rounding's law at the others
+        squared = rehearsal.compare({site: MEASURED_BITS}).error ** 2
+        errors[site] = [squared * 4.0 ** (MEASURED_BITS - bits) for bits in LEVELS]
     finite = all(math.isfinite(value) for values in errors.values() for value in values)
     codecs = {site: variant.name for site, variant in chosen.items() if variant is not None}
     return Calibration(errors, codecs) if finite else None
@@ -150,12 +152,6 @@ def _best(errors: Mapping[Variant, list[float]]) -> Variant:
         if variant is not None and _is_less(errors[variant], errors[best]):
             best = variant
     return best
-
-
-def _measured(rehearsal: ProbePass, site: Site) -> list[float]:
-    """Returns the squared errors that a site causes at each of `LEVELS`: measured at one, and by rounding's law."""
-    squared = rehearsal.compare({site: MEASURED_BITS}).error ** 2
-    return [squared * 4.0 ** (MEASURED_BITS - bits) for bits in LEVELS]
 
 
 def _is_less(errors: list[float], others: list[float]) -> bool:

@@ -41,10 +41,8 @@ class SiteStatistics:
         """Counts an activation; None stays as it is."""
         known = self.sizes.get(site)
         self.sizes[site] = list(sizes) if known is None else [a + b for a, b in zip(known, sizes, strict=True)]
-        if stored is None:
-            self._stored.append(_Counted(site, sizes, None, None))
-        else:
-            self._stored.append(_Counted(site, sizes, stored.precision, weakref.ref(stored)))
+        codes = (None, None) if stored is None else (stored.precision, weakref.ref(stored))
+        self._stored.append(_Counted(site, sizes, *codes))
 
     def withdraw(self, site: Site) -> None:
         """Takes back the last activation of a site, if it is gone: others may share it."""
@@ -129,7 +127,8 @@ class KindsOfPasses:
     def turn_to(self, treatments: Treatments) -> None:
         """Goes on with passes of other treatments."""
         if treatments != self.treatments:
-            self._turn_to(treatments, self._known)
+            known = [(self.treatments, self.last)] if self.last.sizes else []
+            self._turn_to(treatments, [*known, *self._others])
 
     def state(self) -> dict[str, Any]:
         """Returns it as JSON-able values."""
@@ -149,10 +148,6 @@ class KindsOfPasses:
             raise StateError(f"this is no saved state of forward passes of DAF: {error!r}") from error
         passes = [PassStatistics.from_state(each) for each in kinds]
         self._turn_to(self.treatments, list(zip(treatments, passes, strict=True)))
-
-    @property
-    def _known(self) -> list[tuple[Treatments, PassStatistics]]:
-        return [(self.treatments, self.last), *self._others] if self.last.sizes else self._others
 
     def _turn_to(self, treatments: Treatments, known: Sequence[tuple[Treatments, PassStatistics]]) -> None:
         self.last = next((last for kind, last in known if kind == treatments), PassStatistics())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -15,8 +14,7 @@ from daf_core.autograd.torch_private import is_tracing, is_transforming
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.base import Undo, is_watched
 from daf_core.rewrites.chunked_loss import linear_cross_entropy_sum
-from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
-from daf_core.rewrites.updates import Updates
+from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource, Updates
 
 
 class ChunkedCausalLMLoss:
@@ -50,12 +48,17 @@ class ChunkedCausalLMLoss:
         **kwargs: Any,
     ) -> Tensor:
         """Returns what transformers' function of the same signature returns."""
-        targets = _targets(labels, shift_labels, ignore_index)
+        targets = shift_labels
+        if targets is None and labels is not None:  # the token after is what is predicted
+            targets = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if targets is None or not _is_pending(logits, vocab_size, targets):
             options: dict[str, Any] = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return self._original(logits, labels, vocab_size, **options, shift_labels=shift_labels, **kwargs)
-        total, count = _summed_loss(logits.source, targets.to(logits.device), ignore_index)
-        divisor = count if num_items_in_batch is None else num_items_in_batch
+        source, targets = logits.source, targets.reshape(-1).to(logits.device)
+        source.gave_loss = True
+        hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
+        total = linear_cross_entropy_sum(hidden, source.weight, source.bias, targets, ignore_index, source.dtype)
+        divisor = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
 
@@ -80,7 +83,14 @@ def _install(model: nn.Module, head: nn.Linear) -> ChunkedCausalLMLoss:
     owner: Any = model
     previous = vars(model).get("_loss_function")
     updates = Updates(head.parameters())
-    wrapper = ForwardPatch(head, partial(_project, head, updates))
+
+    def project(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        own = updates.watch(head.parameters()) and not is_watched(head)
+        if kwargs or len(args) != 1 or not own or not _trains(head, args[0]):
+            return forward(*args, **kwargs)
+        return LazyLogits.of(LogitsSource(args[0], head.weight, head.bias, updates))
+
+    wrapper = ForwardPatch(head, project)
 
     def remove() -> None:
         wrapper.remove()
@@ -92,20 +102,6 @@ def _install(model: nn.Module, head: nn.Linear) -> ChunkedCausalLMLoss:
 
     loss = owner.loss_function = ChunkedCausalLMLoss(owner.loss_function, remove)
     return loss
-
-
-def _project(
-    head: nn.Linear,
-    updates: Updates,
-    forward: Callable[..., Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Returns lazy logits where the output projection is being trained through."""
-    own = updates.watch(head.parameters()) and not is_watched(head)
-    if kwargs or len(args) != 1 or not own or not _trains(head, args[0]):
-        return forward(*args, **kwargs)
-    return LazyLogits.of(LogitsSource(args[0], head.weight, head.bias, updates))
 
 
 def _trains(head: nn.Linear, hidden: Tensor) -> bool:
@@ -120,22 +116,7 @@ def _trains(head: nn.Linear, hidden: Tensor) -> bool:
     return plain and same and any(tensor.requires_grad for tensor in tensors)
 
 
-def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor | None:
-    """Returns the label of each row of logits, shifted as transformers does."""
-    if shift_labels is not None:
-        return shift_labels.reshape(-1)
-    return None if labels is None else functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
-
-
 def _is_pending(logits: Tensor, vocab_size: int, targets: Tensor) -> TypeGuard[LazyLogits]:
     if not isinstance(logits, LazyLogits) or logits.source.is_computed:
         return False
-    return logits.shape[-1] == vocab_size and logits.numel() == len(targets) * vocab_size
-
-
-def _summed_loss(source: LogitsSource, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Returns the sum of losses, and how many labels count."""
-    hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
-    source.gave_loss = True
-    total = linear_cross_entropy_sum(hidden, source.weight, source.bias, targets, ignore_index, source.dtype)
-    return total, (targets != ignore_index).sum()
+    return logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size

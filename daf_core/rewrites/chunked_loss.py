@@ -83,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The mean of no losses is NaN, and yet has no gradient in torch.
         factor = gradient / ctx.scale if ctx.counts else torch.zeros_like(gradient)
         found = [
-            _scaled(tensor, factor, dtype) if needed else None
+            (tensor * factor).to(dtype) if needed else None
             for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
         ]
         return (*found, None, None, None)
@@ -95,7 +95,9 @@ def _accumulate(
     """Returns the sum of losses, and adds to the gradients."""
     rows = (targets != ignore_index).nonzero().squeeze(1)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    parts = _chunks(rows, len(weight))
+    most = max(1, CHUNK_BYTES // (4 * len(weight)))
+    # Equal chunks: a short one at the end would read all of the weight for little.
+    parts = rows.tensor_split(-(-len(rows) // most)) if len(rows) else ()
     longest = max(map(len, parts), default=0)
     scores = torch.empty(longest, len(weight), dtype=weight.dtype, device=weight.device)
     logs = torch.empty_like(scores, dtype=torch.float32)
@@ -114,12 +116,6 @@ def _accumulate(
 
 def _zeros(tensor: Tensor | None, wanted: bool) -> Tensor | None:
     return torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and wanted else None
-
-
-def _chunks(rows: Tensor, vocabulary: int) -> tuple[Tensor, ...]:
-    """Splits rows into equal chunks: a short one at the end would read all of the weight for little."""
-    longest = max(1, CHUNK_BYTES // (4 * vocabulary))
-    return rows.tensor_split(-(-len(rows) // longest)) if len(rows) else ()
 
 
 def _log_probabilities(
@@ -146,10 +142,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:  # chunks are summed in float32
         total += left @ right
-
-
-def _scaled(tensor: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    return None if tensor is None else (tensor * factor).to(dtype)
 
 
 def _itself(tensor: Tensor) -> Tensor:

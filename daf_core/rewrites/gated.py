@@ -37,10 +37,7 @@ class Gate:
 GATES = (
     Gate(functional.silu, torch.ops.aten.silu_backward),
     Gate(functional.gelu, torch.ops.aten.gelu_backward),
-    Gate(
-        partial(functional.gelu, approximate="tanh"),
-        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-    ),
+    Gate(partial(functional.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")),
 )
 """What the activation of a gated MLP may be."""
 
@@ -68,7 +65,14 @@ def find_gate(module: nn.Module) -> Gate | None:
         own = _probe(partial(type(module).forward, twin), layers)
     except Exception:  # whatever a stranger's module raises, it is none that takes a tensor alone
         return None
-    return next((form for form in GATES if _agree(own, _probe(partial(_formula, layers, form), layers))), None)
+
+    def agrees(form: Gate) -> bool:
+        gate, up, down = layers.values()
+        other = _probe(lambda inputs: down(gated_product(gate(inputs), up(inputs), form)), layers)
+        pairs = list(zip(own, other, strict=True))
+        return all(a.shape == b.shape and torch.allclose(a, b, TOLERANCE, TOLERANCE) for a, b in pairs)
+
+    return next(filter(agrees, GATES), None)
 
 
 def rewrite_gated(module: nn.Module, form: Gate) -> Undo:
@@ -79,9 +83,9 @@ def rewrite_gated(module: nn.Module, form: Gate) -> Undo:
         if kwargs or len(args) != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         gate, up = layers.gate_proj(args[0]), layers.up_proj(args[0])
-        if not _fit(gate, up):
-            return layers.down_proj(layers.act_fn(gate) * up)
-        return layers.down_proj(gated_product(gate, up, form))
+        plain = type(gate) is Tensor and type(up) is Tensor and gate.dtype is up.dtype and gate.shape == up.shape
+        fits = plain and gate.requires_grad and up.requires_grad
+        return layers.down_proj(gated_product(gate, up, form) if fits else layers.act_fn(gate) * up)
 
     return ForwardPatch(module, around).remove
 
@@ -100,21 +104,12 @@ class _GatedProduct(torch.autograd.Function):
         return ctx.form.slope(gradient * up, gate), ctx.form.value(gate) * gradient, None
 
 
-def _fit(gate: Tensor, up: Tensor) -> bool:
-    plain = type(gate) is Tensor and type(up) is Tensor and gate.dtype is up.dtype and gate.shape == up.shape
-    return plain and gate.requires_grad and up.requires_grad
-
-
 def _layer(width: int, outputs: int) -> nn.Linear:
     """Returns a layer with weights of its own, for which no random number is drawn."""
     layer = nn.Linear(width, outputs, bias=False, device="meta", dtype=torch.float64).to_empty(device="cpu")
     with torch.no_grad():
         layer.weight.copy_(torch.linspace(-2.0, 3.0, width * outputs, dtype=torch.float64).sin().view(outputs, width))
     return layer
-
-
-def _formula(layers: dict[str, nn.Linear], form: Gate, inputs: Tensor) -> Tensor:
-    return layers["down_proj"](gated_product(layers["gate_proj"](inputs), layers["up_proj"](inputs), form))
 
 
 def _probe(function: Callable[[Tensor], Tensor], layers: dict[str, nn.Linear]) -> list[Tensor]:
@@ -124,8 +119,3 @@ def _probe(function: Callable[[Tensor], Tensor], layers: dict[str, nn.Linear]) -
         values = function(inputs)
         weights = [layer.weight for layer in layers.values()]
         return [values.detach(), *torch.autograd.grad(values.square().sum(), [inputs, *weights])]
-
-
-def _agree(own: list[Tensor], other: list[Tensor]) -> bool:
-    same = all(one.shape == two.shape for one, two in zip(own, other, strict=True))
-    return same and all(torch.allclose(*pair, rtol=TOLERANCE, atol=TOLERANCE) for pair in zip(own, other, strict=True))

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from typing_extensions import Self
 
 from daf_core.errors import ModifiedInPlaceError, ReaderError
-from daf_core.rewrites.updates import Updates
 
 _METADATA: set[Any] = {
     Tensor.dim,
@@ -42,6 +43,36 @@ _GUARDS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 _OF_GRADIENTS: set[Any] = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad}
 
 _WITHOUT_AUTOCAST = (torch.float64, torch.complex64, torch.complex128)
+
+
+class Updates:
+    """Counts the steps of optimizers that hold one of some parameters.
+
+    An optimizer that writes to ``parameter.data``, or by a kernel of its own, leaves no trace in a tensor's version.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.count = 0
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        step = weakref.WeakMethod(self._add)
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            add = step()
+            if add is not None:
+                add(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Says whether the parameters are these, and not what sharding or a functional call has put in their place."""
+        given = list(parameters)
+        known = [reference() for reference in self._parameters]
+        return len(given) == len(known) and all(one is other for one, other in zip(given, known, strict=True))
+
+    def _add(self, optimizer: Optimizer) -> None:
+        watched = [parameter for parameter in (reference() for reference in self._parameters) if parameter is not None]
+        groups = optimizer.param_groups
+        self.count += any(one is other for one in watched for group in groups for other in group["params"])
 
 
 class LogitsSource:
@@ -203,13 +234,12 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> L
         return LazyLogits.of(lazy.source, lazy.dtype)
     elif func is not Tensor.to:
         return None
-    if len(rest) != 1 or not isinstance(rest[0], torch.dtype) or not _holds(rest[0], lazy.dtype):
+    wide = rest[0] if len(rest) == 1 else None
+    if not isinstance(wide, torch.dtype) or not wide.is_floating_point:
         return None
-    return lazy if lazy.dtype is rest[0] else LazyLogits.of(lazy.source, rest[0])
-
-
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    return wide.is_floating_point and torch.promote_types(wide, narrow) is wide
+    if torch.promote_types(wide, lazy.dtype) is not wide:
+        return None
+    return lazy if lazy.dtype is wide else LazyLogits.of(lazy.source, wide)
 
 
 def _is_guard(hooks: tuple[Any, ...]) -> bool:

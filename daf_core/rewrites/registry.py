@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from daf_core.autograd.torch_private import is_compiled
-from daf_core.rewrites.attention_modules import drops_attention, rewrite_attention
+from daf_core.rewrites.attention import drops_attention, rewrite_attention
 from daf_core.rewrites.base import Rewrite, Undo
 from daf_core.rewrites.causal_heads import find_head
 from daf_core.rewrites.causal_lm import rewrite_loss
@@ -49,8 +49,10 @@ class OperatorRewrites:
     def __init__(self, model: nn.Module, kinds: Collection[str] = KINDS) -> None:
         self._steps: list[tuple[str, str, Callable[[], Undo]]] = list(_find(model, kinds))
         self._undo: list[Undo] = []
-        found = dict.fromkeys(kind for kind, _, _ in self._steps)
-        self.found: tuple[Rewrite, ...] = tuple(Rewrite(kind, self._names(kind), REASONS[kind]) for kind in found)
+        names: dict[str, list[str]] = {}
+        for kind, name, _ in self._steps:
+            names.setdefault(kind, []).append(name)
+        self.found = tuple(Rewrite(kind, tuple(found), REASONS[kind]) for kind, found in names.items())
 
     @property
     def applied(self) -> bool:
@@ -66,9 +68,6 @@ class OperatorRewrites:
         """Leaves the model as it was before `apply`; does nothing where that is done."""
         while self._undo:
             self._undo.pop()()
-
-    def _names(self, kind: str) -> tuple[str, ...]:
-        return tuple(name for found, name, _ in self._steps if found == kind)
 
 
 def _find(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, str, Callable[[], Undo]]]:
