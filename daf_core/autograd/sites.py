@@ -154,7 +154,7 @@ def follow_modules(model: nn.Module, scopes: ModuleScopes) -> list[RemovableHand
     # Torch.compile looks at the number of a hook that is always called: with one for each, equal blocks are compiled
     # one by one.
     number = RemovableHandle.next_id
-    for name, module in _outside_of_graphs(model):
+    for name, module in outside_of_graphs(model):
         RemovableHandle.next_id = number
         # What is known of a module now is not asked for at each call: there are as many calls as activations.
         normalizes, noted = "norm" in type(module).__name__.lower(), isinstance(module, _NORMALIZATIONS)
@@ -163,7 +163,7 @@ def follow_modules(model: nn.Module, scopes: ModuleScopes) -> list[RemovableHand
     return handles
 
 
-def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields modules with their names as `named_modules` does, but for those inside of a compiled one."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():

@@ -22,8 +22,9 @@ class Choices:
     errors: Sequence[float]
 
     def __post_init__(self) -> None:
-        if not len(self.sizes) == len(self.errors) > 0:
-            raise ValueError(f"a site has as many sizes as errors and at least one, got {self}")
+        sizes, errors = len(self.sizes), len(self.errors)
+        if not sizes == errors > 0:
+            raise ValueError(f"a site has as many sizes as errors and at least one, got {sizes}, {errors}")
         if not all(0 <= value < math.inf for value in (*self.sizes, *self.errors)):
             raise ValueError(f"bytes and errors are finite and 0 or more, got {self}")
 

@@ -17,7 +17,7 @@ from daf_core.precision.calibration import calibrate
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.probe import ProbePass
 from daf_core.precision.site_stats import KindsOfPasses, PassStatistics, Sizes
-from daf_core.state_checks import DAMAGED, count, flag, number
+from daf_core.state_checks import as_a_whole, count, flag, number
 from daf_core.telemetry import GradientError
 
 EARLY = (1, 3, 10, 30, 100, 300)
@@ -133,23 +133,15 @@ class Auditor:
         return {"step": self._step, "misses": list(self._misses), **late}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned.
-
-        Raises:
-            StateError: It is something else.
-        """
-        try:
-            step, misses = count(state["step"], 1), [number(miss) for miss in state["misses"]]
-            late, late_calibration = (flag(state.get(name, False)) for name in ("late", "late_calibration"))
-            learned = flag(state.get("learns", True))
-            if len(misses) < len(PRIOR):
-                raise ValueError(f"misses {misses}")
-        except DAMAGED as error:
-            raise StateError(f"this is no saved state of DAF's audits: {error!r}") from error
-        self._step, self._misses = step, deque(misses, maxlen=MEMORY)
+        """Goes on from what `state` returned; raises one of `DAMAGED` if it is something else."""
+        misses = [number(miss) for miss in state["misses"]]
+        if len(misses) < len(PRIOR):
+            raise ValueError(f"misses {misses}")
+        self._step, self._misses = count(state["step"], 1), deque(misses, maxlen=MEMORY)
         # With other options than before nothing was learned, and the next calibration may be a thousand steps away.
-        self._late = late or (self._learns and not learned)
-        self._late_calibration = late_calibration or (self._learns and not learned)
+        unlearned = self._learns and not flag(state.get("learns", True))
+        self._late = flag(state.get("late", False)) or unlearned
+        self._late_calibration = flag(state.get("late_calibration", False)) or unlearned
 
 
 PARTS = ("policy", "auditor", "last_pass")
@@ -179,13 +171,10 @@ def restored(
     missing = [name for name in PARTS if not isinstance(parts.get(name), Mapping)]
     if missing:
         raise StateError(f"this is no saved state of an engine: it has no {' and no '.join(missing)}")
-    auditor = Auditor(config, policy)
-    auditor.load(parts["auditor"])
-    passes = KindsOfPasses(treatments)
-    passes.load(parts["last_pass"])
-    try:
+    auditor, passes = Auditor(config, policy), KindsOfPasses(treatments)
+    with as_a_whole(auditor, (), "an engine"):
+        auditor.load(parts["auditor"])
+        passes.load(parts["last_pass"])
         drawn = count(parts.get("passes", 0))
-    except ValueError as error:
-        raise StateError(f"this is no saved state of an engine: {error}") from error
     policy.load(parts["policy"])
     return auditor, passes, drawn

@@ -13,12 +13,11 @@ from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
 from daf_core.codecs.registry import calibrated_codecs
 from daf_core.config import DAFConfig
-from daf_core.errors import StateError
 from daf_core.precision.allocation import Choices, fewest_bytes, least_error
 from daf_core.precision.calibration import Calibration
 from daf_core.precision.site_stats import Sizes, checked_bits
 from daf_core.readers.sharpness import bits_for
-from daf_core.state_checks import DAMAGED, amount, count, flag
+from daf_core.state_checks import amount, as_a_whole, count, flag
 
 UNIFORM = 4
 """Bits where the configuration leaves the choice and nothing is known yet."""
@@ -176,18 +175,14 @@ class PrecisionPolicy:
         Raises:
             StateError: It is something else.
         """
-        try:
-            errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
-            codecs = {
-                Site.from_state(entry): codec.name for codec in calibrated_codecs() for entry in state[codec.name]
-            }
-            plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
+        with as_a_whole(self, vars(self), "DAF's precision"):
+            self._errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
+            names = [codec.name for codec in calibrated_codecs()]
+            self._codecs = {Site.from_state(entry): name for name in names for entry in state[name]}
+            self._plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
             recent = _passes_of(state)
-            planned = recent.pop(0) if flag(state.get("planned", False)) else None
-        except DAMAGED as error:
-            raise StateError(f"this is no saved state of DAF's precision: {error!r}") from error
-        self._errors, self._codecs, self._plan = errors, codecs, plan
-        self._recent, self._planned = deque(recent, maxlen=RECENT), planned
+            self._planned = recent.pop(0) if flag(state.get("planned", False)) else None
+            self._recent = deque(recent, maxlen=RECENT)
 
     def _choose(
         self, sizes: Sizes, levels: Sequence[int | None], least: int, select: Callable[[Sequence[Choices]], list[int]]

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from daf_core.autograd.sites import Site
 from daf_core.codecs import PlanesActivation
 from daf_core.codecs.plane_importance import LEVELS
-from daf_core.errors import StateError
 from daf_core.model.treatments import Treatments
-from daf_core.state_checks import DAMAGED, count, flag
+from daf_core.state_checks import count, flag
 
 KINDS = 4
 """Kinds of steps that are remembered beside the last: elastic training has three, and those of plans are others."""
@@ -97,19 +96,12 @@ class PassStatistics:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PassStatistics:
-        """Returns what `state` was made from.
-
-        Raises:
-            StateError: It was made from something else.
-        """
-        try:
-            sites = [Site.from_state(entry[:3]) for entry in state["sites"]]
-            bits = [checked_bits(entry[3]) for entry in state["sites"]]
-            sizes = [[count(size) for size in entry[4:]] for entry in state["sites"]]
-            if any(len(site_sizes) != len(LEVELS) + 1 for site_sizes in sizes):
-                raise ValueError("a site has a size for each precision")
-        except DAMAGED as error:
-            raise StateError(f"this is no saved state of a forward pass of DAF: {error!r}") from error
+        """Returns what `state` was made from; raises one of `DAMAGED` if that was something else."""
+        sites = [Site.from_state(entry[:3]) for entry in state["sites"]]
+        bits = [checked_bits(entry[3]) for entry in state["sites"]]
+        sizes = [[count(size) for size in entry[4:]] for entry in state["sites"]]
+        if any(len(site_sizes) != len(LEVELS) + 1 for site_sizes in sizes):
+            raise ValueError("a site has a size for each precision")
         return cls(dict(zip(sites, bits, strict=True)), dict(zip(sites, sizes, strict=True)))
 
 
@@ -138,14 +130,10 @@ class KindsOfPasses:
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` returned; a state without treatments is taken to be of those now.
 
-        Raises:
-            StateError: It is something else.
+        Raises one of `DAMAGED` if it is something else.
         """
-        try:
-            kinds = [state, *state.get("others", ())]
-            treatments = [_treatments_of(each) if "kept" in each else self.treatments for each in kinds]
-        except DAMAGED as error:
-            raise StateError(f"this is no saved state of forward passes of DAF: {error!r}") from error
+        kinds = [state, *state.get("others", ())]
+        treatments = [_treatments_of(each) if "kept" in each else self.treatments for each in kinds]
         passes = [PassStatistics.from_state(each) for each in kinds]
         self._turn_to(self.treatments, list(zip(treatments, passes, strict=True)))
 

@@ -9,7 +9,7 @@ from torch import nn
 from daf_core.config import DAFConfig
 from daf_core.rewrites.base import Undo
 from daf_core.rewrites.causal_heads import LOSSES_WITHOUT_LOGITS, has_head
-from daf_core.rewrites.registry import LOSS, OperatorRewrites, outside_of_graphs
+from daf_core.rewrites.registry import LOSS, OperatorRewrites, uncompiled
 from daf_core.unsupported.table import Context, Feature, unsupported_reasons
 
 _SHARDING = ("deepspeed.", "torch.distributed.fsdp.", "fairscale.")
@@ -54,7 +54,7 @@ def _sharding(context: Context) -> str | None:
 
 def _compiled(context: Context) -> bool:
     heads = _with_heads(context.model)
-    return bool(heads) and not any(module in heads for _, module in outside_of_graphs(context.model))
+    return bool(heads) and not any(module in heads for _, module in uncompiled(context.model))
 
 
 def _found_none(context: Context) -> bool:

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from daf_core.autograd.sites import outside_of_graphs
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.rewrites.attention import drops_attention, rewrite_attention
 from daf_core.rewrites.base import Rewrite, Undo
@@ -16,8 +17,6 @@ from daf_core.rewrites.gated import find_gate, rewrite_gated
 from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
 
 LOSS = "causal-lm-loss"
-
-_Named = tuple[str, nn.Module]
 
 REASONS = {
     "attention-dropout": "a mask of one byte; probabilities are computed again in backward",
@@ -72,7 +71,7 @@ class OperatorRewrites:
 
 def _find(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, str, Callable[[], Undo]]]:
     """Yields the kind of each rewrite, the name of the module and what installs it."""
-    modules = list(outside_of_graphs(model))
+    modules = uncompiled(model)
     names = {module: name for name, module in modules}
     heads: set[nn.Module] = set()
     for name, module in modules:
@@ -88,11 +87,6 @@ def _find(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, str, 
             yield LOSS, names[head], partial(rewrite_loss, module, head)
 
 
-def outside_of_graphs(model: nn.Module) -> Iterator[_Named]:
-    """Yields modules with their names as `named_modules` does, but for what torch.compile compiles."""
-    inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            inside.update(module.modules())
-        if module not in inside:
-            yield name, module
+def uncompiled(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns modules with their names as `named_modules` does, but for what torch.compile compiles."""
+    return [(name, module) for name, module in outside_of_graphs(model) if not is_compiled(module)]

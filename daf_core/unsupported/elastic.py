@@ -27,22 +27,10 @@ class FirstStep(NamedTuple):
     unrecorded: Collection[str]
 
 
-def _few_blocks(context: Context) -> tuple[str, int] | None:
-    return (type(context.model).__name__, context.blocks) if context.blocks < 2 else None
-
-
 def _drops_layers(context: Context) -> tuple[str, float, str] | None:
     configs = [(getattr(each, "config", None), type(each).__name__) for each in context.model.modules()]
     rates = ((name, getattr(config, name, 0.0), kind) for config, kind in configs for name in LAYER_DROPS)
     return next((found for found in rates if found[1]), None)
-
-
-def _static_graph(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel) and bool(getattr(module, "static_graph", False))
-
-
-def _waits_for_all(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel) and not module.find_unused_parameters
 
 
 def _reentrant(module: nn.Module) -> bool:
@@ -60,20 +48,12 @@ def _moves_untrained(optimizers: Sequence[Any]) -> str | None:
     return next((type(each).__name__ for one, each in inner if isinstance(one, torch.optim.LBFGS)), None)
 
 
-def _without_graph(step: FirstStep) -> str | None:
-    return next((name for name in step.blocks if name not in step.recorded and name in step.unrecorded), None)
-
-
-def _skipped(step: FirstStep) -> str | None:
-    return next((name for name in step.blocks if name not in step.recorded and name not in step.unrecorded), None)
-
-
 ELASTIC = Feature(
     "elastic training",
     (
         (missing, "{}"),
         (
-            _few_blocks,
+            lambda context: (type(context.model).__name__, context.blocks) if context.blocks < 2 else None,
             "{} has {} blocks, such as the layers of a transformer or equal modules in an nn.ModuleList or "
             "nn.Sequential, and two are needed; leave out elastic",
         ),
@@ -89,18 +69,18 @@ ELASTIC = Feature(
         (sharded, f"{SHARDED}; use DistributedDataParallel, or leave out elastic"),
         (compiled, "{} is compiled, and would be again for each part that is trained; leave out torch.compile"),
         (
-            lambda context: kind_of_first(context.model, _static_graph),
+            kind_of_first(lambda each: isinstance(each, DistributedDataParallel) and getattr(each, "static_graph", 0)),
             "{}(static_graph=True) expects the same graph in every step; leave it out",
         ),
         (
-            lambda context: kind_of_first(context.model, _waits_for_all),
+            kind_of_first(lambda each: isinstance(each, DistributedDataParallel) and not each.find_unused_parameters),
             "{} waits for gradients of what is not trained in a step; give it find_unused_parameters=True "
             "(TrainingArguments: ddp_find_unused_parameters=True; Accelerate: "
             "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]; Lightning and Fabric: "
             "DDPStrategy(find_unused_parameters=True))",
         ),
         (
-            lambda context: kind_of_first(context.model, _reentrant),
+            kind_of_first(_reentrant),
             "{} recomputes in the reentrant way, in which blocks that get no gradient are not trained; set "
             'gradient_checkpointing_kwargs={{"use_reentrant": False}}',
         ),
@@ -125,13 +105,15 @@ ELASTIC_FIRST_STEP = Feature(
     "the first step of elastic training",
     (
         (
-            _without_graph,
+            lambda step: next(
+                (each for each in step.blocks if each not in step.recorded and each in step.unrecorded), None
+            ),
             "{} ran without recording a graph in the first step, though something in it is trained, as under "
             "torch.no_grad() or in a reentrant activation checkpoint; record it, use_reentrant=False, or leave out "
             "elastic",
         ),
         (
-            _skipped,
+            lambda step: next((each for each in step.blocks if each not in {*step.recorded, *step.unrecorded}), None),
             "{} did not run in the first step, as layers that are skipped at random (layerdrop) or experts do; have "
             "all layers run, or leave out elastic",
         ),

@@ -50,10 +50,6 @@ def _balances_experts(module: nn.Module) -> bool:
     return asked is not False and (not coefficients or any(coefficients))
 
 
-def _packed(context: Context) -> str | None:
-    return min(PACKED & set(_keys(context.batch)), default=None)
-
-
 def _keys(batch: Any) -> Iterator[str]:
     yield from (str(key) for key in batch) if isinstance(batch, Mapping) else ()
     for value in _values(batch):
@@ -69,11 +65,6 @@ def _positions_restart(context: Context) -> bool:
         return False
     named = [each.flatten() for name, each in named_tensors(context.batch) if name.rpartition(".")[2] == "position_ids"]
     return any(bool((each[1:] < each[:-1]).any()) for each in named)
-
-
-def _too_few(context: Context) -> tuple[int] | None:
-    rows = rows_of(context.batch)
-    return None if rows is None or rows > 1 else (rows,)
 
 
 def _other_rows(context: Context) -> tuple[str, int, int] | None:
@@ -103,14 +94,17 @@ MICRO_BATCHES = Feature(
         ),
         (_batch_statistics, "{} {!r} normalizes by the mean and variance of the rows that it is given"),
         (
-            lambda context: kind_of_first(context.model, _balances_experts),
+            kind_of_first(_balances_experts),
             "the router's auxiliary loss is a product of means over the whole batch, so parts have another; "
             "output_router_logits=False leaves it out",
         ),
         (lambda context: without_rows(context.batch), NO_ROWS),
-        (_packed, "the batch is packed: {} says where its texts begin, and parts begin elsewhere"),
+        (
+            lambda context: min(PACKED & set(_keys(context.batch)), default=None),
+            "the batch is packed: {} says where its texts begin, and parts begin elsewhere",
+        ),
         (_positions_restart, "the batch is packed: its texts are in one row, where position_ids begin anew"),
-        (_too_few, "the batch has {} row"),
+        (lambda context: (rows,) if (rows := rows_of(context.batch)) in (0, 1) else None, "the batch has {} row"),
         (_other_rows, "{} has {} rows and the batch {}: which belong together is unknown"),
         (_ambiguous, "it is unknown whether a list of {0} tensors in the batch has one for each of its {0} rows"),
     ),

@@ -26,9 +26,14 @@ def is_named(module: nn.Module, names: set[str]) -> bool:
     return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
-def kind_of_first(model: nn.Module, condition: Callable[[nn.Module], object]) -> str | None:
-    """Returns the class name of the first module, the model included, that meets a condition."""
-    return next((type(module).__name__ for module in model.modules() if condition(module)), None)
+def kind_of_first(condition: Callable[[nn.Module], object]) -> Callable[[Context], str | None]:
+    """Returns a predicate: it names the class of the first module, the model included, that meets a condition."""
+    return lambda context: next((type(each).__name__ for each in context.model.modules() if condition(each)), None)
+
+
+def among_several(predicate: Callable[[Context], object]) -> Callable[[Context], object]:
+    """Returns the predicate of a limitation that exists only among several processes."""
+    return lambda context: several() and predicate(context)
 
 
 def missing(context: Context) -> str | None:
@@ -43,61 +48,48 @@ def sharded_tensors(context: Context) -> str | None:
 
 def sharded(context: Context) -> str | None:
     """Names the class that shards the model's parameters."""
-    return kind_of_first(context.model, lambda each: is_named(each, SHARDING)) or sharded_tensors(context)
+    return kind_of_first(lambda each: is_named(each, SHARDING))(context) or sharded_tensors(context)
 
 
-def compiled(context: Context) -> str | None:
-    """Names the class of a module that torch.compile compiles."""
-    return kind_of_first(context.model, is_compiled)
+compiled = kind_of_first(is_compiled)
+"""Names the class of a module that torch.compile compiles."""
 
-
-def _sharded_now(context: Context) -> str | None:
-    return sharded(context) if several() else None
-
-
-def _synchronized_norm(context: Context) -> str | None:
-    return kind_of_first(context.model, lambda each: isinstance(each, nn.SyncBatchNorm)) if several() else None
-
-
-def _sparse(context: Context) -> str | None:
-    def is_sparse(module: nn.Module) -> bool:
-        return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-
-    return kind_of_first(context.model, is_sparse) if several() else None
+synchronized = among_several(kind_of_first(lambda each: isinstance(each, nn.SyncBatchNorm)))
+"""Names the class of a normalization over several processes."""
 
 
 def _communication_hook(context: Context) -> bool:
     wrappers = [each for each in context.model.modules() if isinstance(each, DistributedDataParallel)]
-    return several() and any(getattr(each, "_comm_hooks", None) for each in wrappers)
+    return any(getattr(each, "_comm_hooks", None) for each in wrappers)
 
 
-def _gradient_hook(context: Context) -> bool:
-    # Torch has no public way to ask for these hooks.
-    return any(getattr(each, "_post_accumulate_grad_hooks", None) for each in context.model.parameters())
-
-
-def _several_devices(context: Context) -> bool:
-    return len(devices_of(context.inner or context.model)) > 1
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
 
 
 def _compiled_unmeasured(context: Context) -> str | None:
     """Names a compiled module that no profile sees: profiles run the inner model, and a CPU's see no tensor inside."""
     inner = context.inner or context.model
     on_gpu = all(device.type == "cuda" for device in devices_of(inner))
-    return kind_of_first(context.model, lambda each: is_compiled(each) and (not on_gpu or inner in set(each.modules())))
+    return kind_of_first(lambda each: is_compiled(each) and (not on_gpu or inner in set(each.modules())))(context)
 
 
 RERUNS = Feature(
     "a second run of a step",
     (
-        (
-            _gradient_hook,
+        (  # torch has no public way to ask for these hooks
+            lambda context: any(
+                getattr(each, "_post_accumulate_grad_hooks", None) for each in context.model.parameters()
+            ),
             "a hook on a parameter runs as soon as its gradient is there, and may change weights in backward",
         ),
-        (_sharded_now, f"{SHARDED}, which communicate in forward and backward"),
-        (_synchronized_norm, "{} communicates in forward"),
-        (_sparse, "{} has sparse gradients, which are not averaged here"),
-        (_communication_hook, "a communication hook of DistributedDataParallel decides how gradients are averaged"),
+        (among_several(sharded), f"{SHARDED}, which communicate in forward and backward"),
+        (synchronized, "{} communicates in forward"),
+        (among_several(kind_of_first(_is_sparse)), "{} has sparse gradients, which are not averaged here"),
+        (
+            among_several(_communication_hook),
+            "a communication hook of DistributedDataParallel decides how gradients are averaged",
+        ),
     ),
 )
 
@@ -106,10 +98,13 @@ _ALONE = "so no process can measure or run a step again on its own"
 PLANS = Feature(
     "planned steps",
     (
-        (_sharded_now, f"{SHARDED}, which communicate in forward and backward, {_ALONE}"),
-        (_synchronized_norm, f"{{}} communicates in forward, {_ALONE}"),
+        (among_several(sharded), f"{SHARDED}, which communicate in forward and backward, {_ALONE}"),
+        (synchronized, f"{{}} communicates in forward, {_ALONE}"),
         (missing, "{}"),
-        (_several_devices, "its parameters are on several devices, and what a step takes is measured on one"),
+        (
+            lambda context: len(devices_of(context.inner or context.model)) > 1,
+            "its parameters are on several devices, and what a step takes is measured on one",
+        ),
         (_compiled_unmeasured, "{} is compiled, and what a graph of torch.compile takes is not measured"),
     ),
     error=(
