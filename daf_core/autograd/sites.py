@@ -44,11 +44,7 @@ class Site(NamedTuple):
 
     @classmethod
     def from_state(cls, values: Sequence[Any]) -> Site:
-        """Returns the site with these fields, as they are saved.
-
-        Raises:
-            ValueError: They are something else.
-        """
+        """Returns the site with these fields, as they are saved; a ValueError if they are something else."""
         module, op, save = values
         if not (isinstance(module, str) and isinstance(op, str)):
             raise ValueError(f"{values!r} names no site")

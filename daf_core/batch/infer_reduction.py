@@ -51,9 +51,7 @@ class MicroBatchWeights:
         self._tests = 0
 
     def of(self, batch: Any, parts: int, loss_function: LossFunction) -> list[float]:
-        """Returns the weight of each part that `split` makes.
-
-        What the loss function counts or logs is its own affair.
+        """Returns the weight of each part that `split` makes; the loss function leaves no trace.
 
         Raises:
             MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.

@@ -78,11 +78,7 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 
 def bounds_of(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Returns the first row of each piece that `split` makes, and the row after its last.
-
-    Raises:
-        MicroBatchError: `parts` is below 1.
-    """
+    """Returns the first row of each piece that `split` makes, and the row after its last."""
     if parts < 1:
         raise MicroBatchError(f"parts={parts} is not allowed; a batch is cut into 1 part or more")
     count = max(min(parts, rows), 1)

@@ -64,11 +64,7 @@ class TimedSteps:
         self._file = plan_file
 
     def add(self, times: StepTimes) -> StepTimes | None:
-        """Returns what a step is to have taken, given what the clock says; None where it could not be timed.
-
-        Raises:
-            ConfigError: The file is of a model with other blocks, or cannot be written.
-        """
+        """Returns what a step is to have taken, given what the clock says; None where it could not be timed."""
         if times.elements:
             self._untimed = 0
             self.count += 1

@@ -17,12 +17,7 @@ from daf_core.model.module_hooks import CallHooks, is_training_pass
 
 
 class ForwardTracer:
-    """Watches a model's modules until `stop`.
-
-    Attributes:
-        calls: See `units.Calls`.
-        unrecorded: Names of modules that ran without recording a graph.
-    """
+    """Watches a model's modules until `stop`: their `calls`, and which ran without recording a graph."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -46,11 +41,7 @@ class ForwardTracer:
         return [block for block in blocks if not in_vain(block)]
 
     def check_graphs(self, blocks: Sequence[Block]) -> None:
-        """Checks that blocks below the lowest one that was trained have built no graph.
-
-        Raises:
-            ElasticError: One has, and nothing would be saved.
-        """
+        """Checks that blocks below the lowest trained one have built no graph; an ElasticError if one has."""
         found = next((block.name for block in blocks if block.name in self._with_graph), None)
         if found is None:
             return

@@ -143,11 +143,7 @@ class StepCosts:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: It is something else.
-        """
+        """Goes on from what `state` returned; raises one of `DAMAGED` if it is something else."""
         length = len(self.units.blocks)
         blocks = {phase: [*map(_newest, state[phase])] for phase in PHASES}
         held = [amount(size) for size in state["held"]]

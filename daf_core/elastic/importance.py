@@ -23,8 +23,7 @@ class Update:
     def gains(self) -> list[float]:
         """Returns -<g, w_after - w_before> of each unit, after the step and before gradients are dropped.
 
-        ElasticTrainer (MobiSys 2023) takes the gradient of a second pass in place of g; the order of layers is nearly
-        the same (their ranks correlate by .83).
+        ElasticTrainer (MobiSys 2023) takes the gradient of a second pass for g; ranks of layers correlate by .83.
         """
         pairs = zip(self._units, self._before, strict=True)
         return [sum(map(_gain, unit.parameters, before)) for unit, before in pairs]

@@ -87,10 +87,7 @@ class StepSchedule:
     def finish(self, choice: Choice, times: StepTimes | None, gains: Sequence[float] | None) -> bool:
         """Ends a step; says whether `plan` is to be called now.
 
-        Args:
-            choice: What it was to do.
-            times: What it took, where that was measured.
-            gains: Gains of its units in the order of their numbers, where they were measured.
+        Times and gains, which are in the order of the units' numbers, are None where they were not measured.
         """
         if times is not None:
             self._costs.add(times, choice.on)
@@ -246,11 +243,9 @@ class StepSchedule:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned, with a plan of its own where the shares were others.
+        """Goes on from what `state` returned, with a plan of its own where the shares were others; see `plan`.
 
-        Raises:
-            ElasticError: See `plan`.
-            KeyError, TypeError, ValueError: It is something else.
+        Raises one of `DAMAGED` if it is something else.
         """
         gains, selection = state["gains"], state["selection"]
         self._costs.load(state["costs"])

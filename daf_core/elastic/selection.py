@@ -72,11 +72,7 @@ class Selection:
 
     @classmethod
     def from_state(cls, units: Units, state: Mapping[str, Any]) -> Selection:
-        """Returns what `state` was made from.
-
-        Raises:
-            KeyError, TypeError, ValueError: It was made from something else.
-        """
+        """Returns what `state` was made from; raises one of `DAMAGED` if that was something else."""
         own, depth, fixed = state["prices"]
         costs = UnitCosts([*map(number, own)], [*map(number, depth)], number(fixed))
         gains, most = [*map(amount, state["gains"])], frozenset(map(count, state["most"]))

@@ -133,11 +133,7 @@ class ElasticTraining:
         return None if self._updated and waiting else self.finish_stepped()
 
     def finish_stepped(self) -> ElasticStep | None:
-        """Ends a step that an optimizer has stepped in, though others have gradients left; None where none has.
-
-        Raises:
-            ElasticError: See `finish_step`.
-        """
+        """Ends a step that an optimizer has stepped in, though others have gradients left; None where none has."""
         choice = self._choice
         if choice is None or not self._stepped:
             return None

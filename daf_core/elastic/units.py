@@ -28,8 +28,8 @@ class Unit:
 
     Attributes:
         name: Qualified name of the module that they are in.
-        stage: The gradient has to pass the blocks from this one on to reach them: the number of their block, or of the
-            first one after them.
+        stage: The gradient has to pass the blocks from this one on to reach them: the number of their block, or of
+            the first one after them.
         outside: Whether they come before the block rather than being in it.
         share: Of a block's time in backward, the part that their own gradients take.
         parameters: Those that the user trains.

@@ -27,13 +27,7 @@ _hull = lru_cache(maxsize=4096)(lower_hull)  # blocks of a model have equal opti
 
 
 class Solution(NamedTuple):
-    """One option of each item.
-
-    Attributes:
-        loss: The sum of the options' losses.
-        cost: The sum of their costs.
-        picked: Index of each item's option.
-    """
+    """One option of each item: the sums of their losses and costs, and the index of each item's option."""
 
     loss: float
     cost: float
@@ -49,11 +43,8 @@ class Solution(NamedTuple):
 class Knapsack:
     """Finds the best options of some items for any budget.
 
-    Args:
-        items: Cost and loss of each item's options: finite, 0 or more.
-
-    Attributes:
-        cheapest: Index of each item's option with the lowest cost; of equal costs the one with the least loss.
+    Costs and losses are finite, 0 or more. `cheapest` is the index of each item's option with the lowest cost; of equal
+    costs the one with the least loss.
 
     Raises:
         ValueError: An item has no option.
@@ -78,14 +69,9 @@ class Knapsack:
         return float(self._least_loss(0, np.array([budget]))[0])
 
     def solve(self, budget: float, limit: float = math.inf) -> Solution | None:
-        """Returns the solution with the least loss, and of several the one with the lowest cost.
+        """Returns the solution with the least loss within a budget, and of several the one with the lowest cost.
 
-        Args:
-            budget: The largest sum of costs.
-            limit: The search may skip solutions with more loss.
-
-        Returns:
-            None if nothing fits.
+        The search may skip solutions with more loss than `limit`. None if nothing fits.
         """
         greedy = self._greedy(budget)
         if greedy is None:

@@ -19,11 +19,8 @@ ROUNDING = 1e-12
 def lower_hull(points: Sequence[Point], tolerance: float = 0.0) -> list[int]:
     """Returns the indices of the lower convex hull, from the lowest cost to the least loss.
 
-    Costs rise and losses fall along it. Points on a line between two others stay: a walk along it has short steps.
-
-    Args:
-        points: Cost and loss of each.
-        tolerance: Relative difference between two slopes that counts as one line.
+    Costs rise and losses fall along it. Points on a line between two others stay: a walk along it has short steps. Two
+    slopes count as one line up to the relative tolerance.
     """
     hull: list[int] = []
     for index in sorted(range(len(points)), key=points.__getitem__):

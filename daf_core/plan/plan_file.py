@@ -116,11 +116,7 @@ class PlanFile:
         return True
 
     def times(self, number: int, measured: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the file has for a measured step, else what it took, which is noted.
-
-        Args:
-            number: How many steps were measured before, of a resumed run with those before.
-            measured: What it took, as JSON-able values.
+        """Returns what the file has for the measured step of this number, else what it took, which is noted.
 
         Raises:
             ConfigError: The file has a step of other blocks.

@@ -144,11 +144,7 @@ POLICIES: tuple[BlockPolicy, ...] = (KEEP, COMPRESS, RECOMPUTE, RECOMPUTE_COMPRE
 
 
 def policy_named(name: str) -> BlockPolicy:
-    """Returns the policy with a name in a plan file.
-
-    Raises:
-        KeyError: There is none.
-    """
+    """Returns the policy with a name in a plan file; a KeyError if there is none."""
     return {policy.name: policy for policy in POLICIES}[name]
 
 

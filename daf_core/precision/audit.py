@@ -153,12 +153,6 @@ def restored(
 ) -> tuple[Auditor, KindsOfPasses, int]:
     """Has a policy go on from the state of an engine, and returns its other parts; with an error it stays as it was.
 
-    Args:
-        config: The engine's.
-        policy: Its policy.
-        state: What its `state_dict` returned.
-        treatments: Those of its steps now; None for none.
-
     Returns:
         The auditor, what is remembered of passes, and the number of passes whose rounding drew random numbers.
 

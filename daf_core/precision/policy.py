@@ -55,8 +55,7 @@ class Pass(NamedTuple):
 class PrecisionPolicy:
     """Says in how many bits activations are stored, and what their planes are worth.
 
-    Attributes:
-        recomputed: Modules of which only the input is stored, see `Treatments`.
+    Of modules that are `recomputed` only the input is stored, see `Treatments`.
     """
 
     def __init__(self, config: DAFConfig) -> None:

@@ -17,12 +17,9 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Operators of a model that have an equal form which needs less memory.
+    """Operators of a model that have an equal form which needs less memory, for the reason given in a few words.
 
-    Attributes:
-        kind: One of `registry.KINDS`.
-        modules: Qualified names of the modules whose forward changes, in the model's order.
-        reason: What is gained, in a few words.
+    `kind` is one of `registry.KINDS`; `modules` are qualified names in the model's order.
     """
 
     kind: str

@@ -18,14 +18,10 @@ from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource, Updates
 
 
 class ChunkedCausalLMLoss:
-    """The loss of a causal language model, from its lazy logits. Copies and pickles of it are the function it replaces.
+    """The loss of a causal language model, from its lazy logits.
 
-    Args:
-        original: transformers' ``ForCausalLMLoss``. It computes the loss of logits that are there.
-        remove: Makes the model the one it was.
-
-    Attributes:
-        holders: How many want the model to be rewritten.
+    Copies and pickles of it are the function it replaces, transformers' ``ForCausalLMLoss``, which computes the loss of
+    logits that are there. `remove` makes the model the one it was; `holders` count who wants it to be rewritten.
     """
 
     def __init__(self, original: Callable[..., Tensor], remove: Callable[[], None]) -> None:

@@ -109,11 +109,7 @@ class LogitsSource:
         return self._logits is not None
 
     def logits(self) -> Tensor:
-        """Returns the logits, recorded by autograd; from the second call on, the same tensor again.
-
-        Raises:
-            ModifiedInPlaceError: Hidden states or weights were changed since.
-        """
+        """Returns the logits, recorded by autograd; from the second call on, the same tensor again."""
         if self._logits is None:
             self._check()
             hidden, weight, bias = self.cast_inputs()
@@ -152,9 +148,6 @@ class LazyLogits(Tensor):
     What it is done with is then an ordinary tensor, part of the graph that the output projection would have recorded.
     Only `float`, `to` a type that has all their values, and `clone` give lazy logits again: mixed precision puts the
     first two around a model, and distributed training the last.
-
-    Attributes:
-        source: What they are computed from.
     """
 
     source: LogitsSource
@@ -247,11 +240,7 @@ def _is_guard(hooks: tuple[Any, ...]) -> bool:
 
 
 def _check_no_gradient(values: Iterable[Any]) -> None:
-    """Refuses what would find no gradient, and say nothing.
-
-    Raises:
-        ReaderError: One of these logits is not what the loss was computed from.
-    """
+    """Refuses what would find no gradient, and say nothing: the loss was not computed from these logits."""
     for value in values:
         if isinstance(value, list | tuple):
             _check_no_gradient(cast("Iterable[Any]", value))

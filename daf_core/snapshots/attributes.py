@@ -107,14 +107,7 @@ class ModuleAttributes:
     """The attributes of all modules of a model, and of their own classes, as they are now, with what is in them.
 
     Objects that they refer to are looked into where their classes come from the packages of the model's, and so is what
-    functions that are hooks refer to.
-
-    Args:
-        model: The model.
-
-    Attributes:
-        tensors: The tensors among them, with their names.
-        opaque: Values of which a copy is no way back, with their names.
+    functions that are hooks refer to. For `tensors` and `opaque` see `Contents`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,12 +157,7 @@ class Contents:
         self._finish()
 
     def add(self, name: str, value: Any) -> None:
-        """Adds a value, and what is in it.
-
-        Args:
-            name: What it is called; what is in a collection is called as that is.
-            value: The value.
-        """
+        """Adds a value, and what is in it; what is in a collection is called as that is."""
         self._waiting.append((name, value))
         self._finish()
 

@@ -47,14 +47,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Context:
-    """What most predicates look at.
-
-    Attributes:
-        model: The model as the user calls it.
-        inner: The model inside its wrappers; `model` by default.
-        batch: The step's batch.
-        blocks: Number of blocks that the model has.
-    """
+    """What most predicates look at: the model as the user calls it, and inside its wrappers, the batch, and blocks."""
 
     model: nn.Module
     inner: nn.Module | None = None
@@ -69,10 +62,6 @@ def unsupported_reasons(feature: Feature, context: Any) -> list[str]:
 
 
 def check_supported(feature: Feature, context: Any) -> None:
-    """Checks that a feature works in a context.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Checks that a feature works in a context; a ConfigError if it does not."""
     for reason in unsupported_reasons(feature, context):
         raise feature.error_for(reason)

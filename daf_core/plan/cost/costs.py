@@ -40,11 +40,9 @@ class PolicyCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What a pass of N rows costs.
+    """What a pass of N rows costs: by policy, infinite where that cannot be applied, and between calls.
 
-    Attributes:
-        by_policy: Costs of each policy; infinite where it cannot be applied.
-        between: The most bytes of tensors before each call, and after the last one, above what earlier calls hold.
+    `between` is the most bytes of tensors before each call, and after the last one, above what earlier calls hold.
     """
 
     by_policy: Mapping[BlockPolicy, PolicyCosts]

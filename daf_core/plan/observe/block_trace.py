@@ -45,13 +45,8 @@ class Reading(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A part of a pass, without interruption.
-
-    Attributes:
-        kind: What runs in it.
-        call: Number of the block's call, in the order of calls; `OUTSIDE` for none.
-        start: The reading at its beginning.
-        end: The reading at its end.
+    """A part of a pass, without interruption: what runs in it, for which call (`OUTSIDE` for none), and its two
+    readings.
     """
 
     kind: Kind

@@ -35,10 +35,8 @@ class StepRunner:
     """Runs a model's training steps so that they keep `memory_budget`.
 
     Operators are rewritten while it exists, unless nothing may lose precision: their results differ by rounding.
-
-    Args:
-        elastic: Says which blocks build no graph in a step; None where all do.
-        plan_file: Has plans to follow, and takes those that are made; None for none.
+    `inner` is the model inside of a DistributedDataParallel, or the model itself. For `elastic` and `plan_file` see
+    `StepPlanner`.
 
     Raises:
         ConfigError: Steps of this model cannot be planned.

@@ -112,11 +112,7 @@ class StepPlanner:
         return None if self.plan is None else _in_words(self.plan)
 
     def prepare(self, batch: Batch, whole: str | None = None) -> Plan:
-        """Returns the plan for a step, and has the model follow it.
-
-        Args:
-            batch: The step's batch.
-            whole: Why the batch cannot be split; None if it can.
+        """Returns the plan for a step, and has the model follow it; `whole` says why the batch cannot be split.
 
         Raises:
             PlanError: There is none.

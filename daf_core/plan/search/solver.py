@@ -13,12 +13,7 @@ from daf_core.knapsack.hull import ROUNDING, Point
 
 @dataclass(frozen=True)
 class Choice:
-    """A treatment of a block.
-
-    Attributes:
-        seconds: Time that it takes.
-        held_bytes: Bytes that it holds from the block's forward pass to its backward pass.
-        transient_bytes: Bytes on top of those that all blocks hold, while the block runs.
+    """A treatment of a block: its time, its bytes from forward to backward, and bytes on top of all while it runs.
 
     Raises:
         ValueError: One of them is negative, or the time not finite.
@@ -62,11 +57,7 @@ def choose(blocks: Sequence[Sequence[Choice]], budget: int) -> list[int] | None:
 
 
 def least(blocks: Sequence[Sequence[Choice]]) -> int:
-    """Returns the smallest budget that something fits in.
-
-    Raises:
-        ValueError: A block has no choice.
-    """
+    """Returns the smallest budget that something fits in."""
     return min(cap + sum(min(c.held_bytes for c in block) for block in allowed) for cap, allowed in _capped(blocks))
 
 
