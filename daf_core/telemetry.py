@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from daf_core.memory.pager_stats import PagerAccount
 
@@ -100,19 +100,14 @@ class StepRecorder:
 
     def finish(self, accounts: Sequence[PagerAccount]) -> StepStatistics:
         """Returns the step's statistics, with those of the pagers of all devices, and begins the next step."""
+        own = {each.name: getattr(self, each.name) for each in fields(StepStatistics) if hasattr(self, each.name)}
         statistics = StepStatistics(
-            raw_bytes=self.raw_bytes,
+            **own,
             held_bytes=sum(account.peak_bytes for account in accounts),
-            stored_as=dict(self.stored_as),
-            pack_seconds=self.pack_seconds,
-            worker_seconds=self.worker_seconds,
-            unpack_seconds=self.unpack_seconds,
             dropped_planes=sum(account.dropped_planes for account in accounts),
             dropped_bytes=sum(account.dropped_bytes for account in accounts),
             spilled_bytes=sum(account.spilled_bytes for account in accounts),
             pager_seconds=sum(account.seconds for account in accounts),
-            gradient_error=self.gradient_error,
-            audit_seconds=self.audit_seconds,
         )
         self._begin_step()
         return statistics

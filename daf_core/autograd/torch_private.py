@@ -56,13 +56,13 @@ def skip_dynamo(*functions: Any) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Says whether a module is what torch.compile made of another, or was compiled in place."""
+    """Whether a module is what torch.compile made of another, or was compiled in place."""
     # The class of what torch.compile returns is torch._dynamo's, which takes a second to import.
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Says whether parts of a model are compiled, in place or by what torch.compile has made of them anywhere.
+    """Whether parts of a model are compiled, in place or by what torch.compile has made of them anywhere.
 
     A part does not know of the latter, so all objects are looked through, about 0.1 s, where anything was compiled.
     """
@@ -76,7 +76,7 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 
 def has_compiled_anything() -> bool:
-    """Says whether torch.compile was used in this process; where it cannot be known, whether it was loaded."""
+    """Whether torch.compile was used in this process; where it cannot be known, whether it was loaded."""
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None:
         return False
@@ -133,17 +133,17 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def is_tracing() -> bool:
-    """Says whether ``torch.jit.trace`` is recording this thread: `torch.jit` does not export its name for it."""
+    """Whether ``torch.jit.trace`` is recording this thread: `torch.jit` does not export its name for it."""
     return torch._C._is_tracing()
 
 
 def is_transforming() -> bool:
-    """Says whether this thread is inside of ``torch.func.grad``, `vmap` or the like."""
+    """Whether this thread is inside of ``torch.func.grad``, `vmap` or the like."""
     return torch._C._are_functorch_transforms_active()
 
 
 def in_backward() -> bool:
-    """Says whether this thread is running a backward pass."""
+    """Whether this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -235,7 +235,7 @@ def all_packed(node: Any, unpack: Callable[[Any], Tensor]) -> list[object]:
 
 
 def is_being_saved(node: Any, name: str) -> bool:
-    """Says whether an autograd node is saving its tensor of that name just now: a pack hook is not told who asks."""
+    """Whether an autograd node is saving its tensor of that name just now: a pack hook is not told who asks."""
     try:
         saved = getattr(node, _RAW + name, None)
         # Under hooks that is put in place first; without, the tensor itself is there.
@@ -319,7 +319,7 @@ def output_count(node: Any) -> int:
 
 
 def is_leaf_node(node: Any) -> bool:
-    """Says whether an autograd node accumulates the gradient of a leaf."""
+    """Whether an autograd node accumulates the gradient of a leaf."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
@@ -334,7 +334,7 @@ def order_of(node: Any) -> int:
 
 
 def keeps_only_for(node: Any, unpack: Callable[[Any], Tensor]) -> bool:
-    """Says whether nothing that an autograd node saved goes through an unpack hook other than `unpack`."""
+    """Whether nothing that an autograd node saved goes through an unpack hook other than `unpack`."""
     for name in fields_of(node):
         saved = getattr(node, _RAW + name)
         several = saved if isinstance(saved, tuple | list) else (saved,)

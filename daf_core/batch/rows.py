@@ -36,7 +36,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def has_rows(batch: Any) -> bool:
-    """Says whether there is anything in a batch that has rows."""
+    """Whether there is anything in a batch that has rows."""
     return next(tensors_in(batch), None) is not None
 
 
@@ -103,7 +103,7 @@ def take(batch: Any, rows: slice | list[int], size: int | None = None) -> Any:
 
 
 def _one_each(value: Any, size: int | None) -> bool:
-    """Says whether a list or tuple holds one value for each row, rather than tensors that hold them all."""
+    """Whether a list or tuple holds one value for each row, rather than tensors that hold them all."""
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != size:
         return False
     return all(tensor.shape[0] != size for tensor in tensors_in(value))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,19 +48,15 @@ class ForwardTracer:
         if origin is None:
             where = f"{found} is given an input that requires a gradient"
         else:
-            hooks = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in self._foreign_hooks(origin))
-            where = f"what {origin or 'the model'} returns requires a gradient" + (
-                f" (its hooks: {hooks})" * bool(hooks)
-            )
+            found = [getattr(hook, "func", hook) for hook in hooks_of(self._model.get_submodule(origin))]
+            foreign = [each for each in found if not getattr(each, "__module__", "").startswith("daf_core")]
+            hooks = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in foreign)
+            where = f"what {origin or 'the model'} returns requires a gradient"
+            where += f" (its hooks: {hooks})" * bool(hooks)
         raise ElasticError(
             f"elastic training would save nothing: {where}, though nothing up to there is trained in this step, so "
             "that every block from there on builds a graph. Have nothing require a gradient there, or leave out elastic"
         )
-
-    def _foreign_hooks(self, name: str) -> list[Any]:
-        hooks = hooks_of(self._model.get_submodule(name))
-        functions = [getattr(hook, "func", hook) for hook in hooks]
-        return [each for each in functions if not getattr(each, "__module__", "").startswith("daf_core")]
 
     def _enter(self, name: str, _arguments: object) -> None:
         if is_training_pass():

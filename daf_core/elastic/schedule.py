@@ -59,7 +59,8 @@ class StepSchedule:
     def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:
         self._units, self._all = units, units.everything
         self._costs = costs
-        self.target = self._asked = _target(units, config)
+        limited = 1.0 if config.memory is not None else DEFAULT_TIMES["whole" if units.whole else "adapters"]
+        self.target = self._asked = limited if config.time is None else config.time
         self._memory = config.memory
         self._refresh = config.refresh
         self._gains: list[float] | None = None
@@ -264,9 +265,3 @@ class StepSchedule:
         elif selection is not None:
             self._selection, self._settled, self._seen = None, False, 0
             self.plan()
-
-
-def _target(units: Units, config: ElasticConfig) -> float:
-    if config.time is not None:
-        return config.time
-    return 1.0 if config.memory is not None else DEFAULT_TIMES["whole" if units.whole else "adapters"]

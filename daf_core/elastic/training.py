@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from logging import getLogger
 from typing import Any
@@ -18,7 +18,6 @@ from daf_core.elastic.call_order import ForwardTracer
 from daf_core.elastic.cost_model import StepCosts
 from daf_core.elastic.freeze import STALE, FrozenUnits, InputGradientHooks, forget_momentum
 from daf_core.elastic.importance import Update
-from daf_core.elastic.learned import Learned
 from daf_core.elastic.schedule import Choice, ElasticStep, StepSchedule
 from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of, warn_of_deepest
 from daf_core.engine import ActivationEngine
@@ -33,19 +32,45 @@ from daf_core.unsupported.table import Context, check_supported
 log = getLogger("daf")
 
 
+@dataclass
+class Learned:
+    """What is known of one set of parameters that the user trains.
+
+    Attributes:
+        trained: The parameters.
+        unused: Indices of those that no gradient reaches.
+        units: The units that they form.
+        schedule: Decides what the next step trains.
+        frozen: Freezes the other units.
+        idle: Steps since each unit was last trained, by its name.
+    """
+
+    trained: list[nn.Parameter]
+    unused: set[int]
+    units: Units
+    schedule: StepSchedule
+    frozen: FrozenUnits
+    idle: dict[str, int]
+
+    @property
+    def summary(self) -> str:
+        """What is trained now, in words."""
+        blocks, pair = len(self.units.blocks), self.schedule.pair
+        if not self.schedule.is_planned:
+            return f"the best of {blocks} blocks, once it is known"
+        if pair[0] == self.schedule.most:
+            return f"{blocks - self.units.depth(pair[0])} of {blocks} blocks in every step"
+        parts = [f"{len(on)} of {len(self.units.units)} units in {blocks - self.units.depth(on)}" for on in pair]
+        return f"{' and '.join(dict.fromkeys(parts))} of {blocks} blocks"
+
+
 class ElasticTraining:
     """Has each step of a model's training train a part of it, within a share of time or memory.
 
     Only from the beginning of a step to its end parameters are marked as not trained: optimizers, checkpoints and
-    evaluation find what the user has chosen.
-
-    Args:
-        model: The model.
-        outer: The model as it is called, perhaps in a DistributedDataParallel.
-        engine: Says what saved activations hold.
-        config: The share of time or memory.
-        course: Makes what decides; others are for comparison.
-        plan_file: Has the times of an earlier run, and takes those that it does not have; None for none.
+    evaluation find what the user has chosen. `outer` is the model as it is called, perhaps in a
+    DistributedDataParallel. The plan file, if there is one, has the times of an earlier run. Courses other than
+    `StepSchedule` are for comparison.
 
     Raises:
         ConfigError: The model cannot be trained elastically.
@@ -65,10 +90,9 @@ class ElasticTraining:
         self._blocks = layers_of(model)
         check_supported(ELASTIC, Context(outer, blocks=len(self._blocks)))
         self._others: dict[tuple[int, ...], Learned] = {}
-        self._aside = self._inside = False
         self._follow(registered_calls(model), self._user_trains(), set())
         check_supported(ELASTIC_UNITS, self._learned.units)
-        self._checked = self._begun = self._stepped = False
+        self._aside = self._inside = self._checked = self._begun = self._stepped = False
         self._updated: set[int] = set()
         self._choice: Choice | None = None
         self._watch: ForwardTracer | None = None
@@ -253,7 +277,9 @@ class ElasticTraining:
         self._leave_step()
         with as_a_whole(self, ("_learned", "_blocks", "_calls"), "elastic training of this model"):
             timed, calls = count(state.get("timed", 0)), {str(name): count(size) for name, size in state["calls"]}
-            if self._trained_something_else(calls, state["trained"]):
+            known = {name for name, _ in self._model.named_parameters()}
+            own = {*state["trained"]} <= known and all(block.name in calls for block in self._blocks)
+            if own and [*state["trained"]] != self._names():  # of this model, when it trained others
                 self._timed.count = timed
                 log.info("other parameters were trained when this state was saved: DAF measures anew what pays")
                 return
@@ -275,12 +301,6 @@ class ElasticTraining:
     def _names(self) -> list[str]:
         known = set(map(id, self._learned.trained))
         return [name for name, each in self._model.named_parameters() if id(each) in known]
-
-    def _trained_something_else(self, calls: Calls, names: Sequence[str]) -> bool:
-        """Whether a saved state is of this model, when other parameters of it were trained."""
-        known = {name for name, _ in self._model.named_parameters()}
-        own = {*names} <= known and all(block.name in calls for block in self._blocks)
-        return own and [*names] != self._names()
 
     def _user_trains(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]

@@ -124,7 +124,9 @@ def units_of(model: nn.Module, blocks: Sequence[Block], trained: Sequence[nn.Par
     """
     order = {name: number for number, name in enumerate(calls)}
     blocks = sorted(blocks, key=lambda block: order.get(block.name, len(order)))
-    whole = [_is_whole(block.module, trained) for block in blocks]
+    known = set(map(id, trained))
+    sizes = [[(each.numel(), id(each) in known) for each in block.module.parameters()] for block in blocks]
+    whole = [sum(size for size, on in each if on) > WHOLE * sum(size for size, _ in each) for each in sizes]
     places = _places(model, blocks, whole, calls)
     always: list[nn.Parameter] = []
     grouped: dict[tuple[int, str], list[nn.Parameter]] = {}
@@ -154,12 +156,6 @@ def _places(model: nn.Module, blocks: Sequence[Block], whole: Sequence[bool], ca
         for parameter in module.parameters(recurse=False):
             places[id(parameter)] = min(places.get(id(parameter), place), place)
     return places
-
-
-def _is_whole(block: nn.Module, trained: Sequence[nn.Parameter]) -> bool:
-    known = {id(parameter) for parameter in trained}
-    sizes = [(parameter.numel(), id(parameter) in known) for parameter in block.parameters()]
-    return sum(size for size, is_trained in sizes if is_trained) > WHOLE * sum(size for size, _ in sizes)
 
 
 def _called(name: str, calls: Calls) -> str:

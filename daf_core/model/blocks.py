@@ -40,12 +40,18 @@ class Block:
         Statistics of batches and the signs that ReLUs read off them change: ResNets had a larger gradient error from
         inputs in 8 bits than from everything in 4 (.0201 against .0180). Experts are others.
         """
-        return self.routes or any(isinstance(each, BATCH_NORMS) or _is_expert(each) for each in self.module.modules())
+        modules = list(self.module.modules())
+        experts = self.routes or any(_EXPERTS.search(type(each).__name__) for each in modules)
+        return experts or any(isinstance(each, BATCH_NORMS) for each in modules)
 
 
 def blocks_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:
     """Returns the blocks of a model that may be recomputed: those of `layers_of` that are not already."""
-    return [block for block in layers_of(model, left_out) if not any(map(_recomputes, block.module.modules()))]
+
+    def recomputes(module: nn.Module) -> bool:  # transformers was told to
+        return any(getattr(each, "gradient_checkpointing", False) is True for each in module.modules())
+
+    return [block for block in layers_of(model, left_out) if not recomputes(block.module)]
 
 
 def layers_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:
@@ -57,24 +63,11 @@ def layers_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:
     """
     compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
     usable = {module: name for name, module in model.named_modules() if module not in compiled}
-    layers = [module for module in usable if _is_layer(module)]
+    layers = [each for each in usable if any(kind.__name__ == CHECKPOINTING_LAYER for kind in type(each).__mro__)]
     found = layers or list(dict.fromkeys(child for module in usable for child in _repeated(module) if child in usable))
     candidates = {module for module in found if usable[module] not in left_out}
-    innermost = [module for module in found if module in candidates and candidates.isdisjoint(_inside(module))]
+    innermost = [each for each in found if candidates.intersection(each.modules()) == {each}]
     return [Block(usable[module], module) for module in innermost]
-
-
-def _is_expert(module: nn.Module) -> bool:
-    return _EXPERTS.search(type(module).__name__) is not None
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return any(kind.__name__ == CHECKPOINTING_LAYER for kind in type(module).__mro__)
-
-
-def _recomputes(module: nn.Module) -> bool:
-    """Whether it was told, as transformers does, to recompute itself or what is inside of it."""
-    return getattr(module, "gradient_checkpointing", False) is True
 
 
 def _repeated(container: nn.Module) -> Iterator[nn.Module]:
@@ -91,7 +84,3 @@ def _weights(module: nn.Module) -> int:
     return sum(
         any(not is_lazy(p) and p.dim() > 1 for p in inner.parameters(recurse=False)) for inner in module.modules()
     )
-
-
-def _inside(module: nn.Module) -> Iterator[nn.Module]:
-    return (inner for inner in module.modules() if inner is not module)

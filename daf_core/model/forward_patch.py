@@ -39,7 +39,7 @@ class ForwardPatch:
             vars(self.model)["forward"] = self._replaced
 
     def is_leftover(self, function: object, module: nn.Module) -> bool:
-        """Says whether a function is this wrapper's, and a module a copy of the model: it runs what was wrapped."""
+        """Whether a function is this wrapper's, and a module a copy of the model: it runs what was wrapped."""
         return function is self._bound and module is not self.model
 
     def _wrapped(self, forward: Callable[..., Any], around: Around) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,12 +63,9 @@ class RecomputedBlock:
         return checkpoint(self._watched(with_tensors), *tensors, use_reentrant=False, context_fn=self._contexts)
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        watch = self._watch
-        if watch is None:
-            return function
-
         def watched(*args: Any) -> Any:
-            if not in_backward():
+            watch = self._watch
+            if watch is None or not in_backward():
                 return function(*args)
             watch(True)
             try:
@@ -79,8 +76,7 @@ class RecomputedBlock:
         return watched
 
     def _contexts(self) -> tuple[AbstractContextManager[None, None], AbstractContextManager[None, None]]:
-        first = _FirstRun()
-        return first, _SecondRun(first, self._module)
+        return nullcontext(), _SecondRun(self._module)
 
 
 def _without_caches(
@@ -99,26 +95,18 @@ def _is_cache(value: object) -> bool:
     return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
 
 
-class _FirstRun:
-    """Records the random numbers of Python and numpy; the checkpoint itself replays those of torch."""
-
-    def __enter__(self) -> None:
-        self.numbers = RandomNumbers()
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 class _SecondRun:
-    """Repeats the random numbers of the first run, as often as backward runs, and restores buffers afterwards."""
+    """Repeats the random numbers of the first run, which begins now, as often as backward runs, and restores buffers.
 
-    def __init__(self, first: _FirstRun, module: nn.Module) -> None:
-        self._first = first
-        self._module = module
+    The checkpoint itself replays torch's random numbers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._first = module, RandomNumbers()
 
     def __enter__(self) -> None:
         self._now, self._buffers = RandomNumbers(), Buffers(self._module)
-        self._first.numbers.restore()
+        self._first.restore()
 
     def __exit__(self, *_: object) -> None:
         self._buffers.restore()

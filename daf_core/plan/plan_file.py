@@ -71,7 +71,8 @@ class PlanFile:
     """
 
     def __init__(self, path: str, config: DAFConfig, model: nn.Module, step: Callable[[], int] = lambda: 0) -> None:
-        self.path = _of_process(Path(path))
+        rank, named = distributed.rank(), Path(path)
+        self.path = named.with_name(f"{named.stem}.rank{rank}{named.suffix}") if rank else named
         self._step = step
         self._now = (-1, 0)
         self._modules = {name for name, _ in model.named_modules()}
@@ -192,11 +193,6 @@ class PlanFile:
 def open_plan_file(config: DAFConfig, model: nn.Module, step: Callable[[], int]) -> PlanFile | None:
     """Returns the file that `plan_file` names; None where it names none. See `PlanFile`."""
     return None if config.plan_file is None else PlanFile(config.plan_file, config, model, step)
-
-
-def _of_process(path: Path) -> Path:
-    rank = distributed.rank()
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
 def _purpose(config: DAFConfig, model: nn.Module) -> dict[str, Any]:

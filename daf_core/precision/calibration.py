@@ -122,7 +122,12 @@ def calibrate(
         rehearsal.take_reads()  # those of running nodes again
 
     _backward(rehearsal, inject)
-    chosen = {site: _best(tried) for site, tried in found.items()}
+    chosen: dict[Site, Variant] = {}
+    for site, tried in found.items():
+        chosen[site] = None
+        for variant, errors in tried.items():
+            if variant is not None and _is_less(errors, tried[chosen[site]]):
+                chosen[site] = variant
     for site, activation in rehearsal.activations:
         activation.variant = chosen[site]
     errors = {site: tried[chosen[site]] for site, tried in found.items() if site not in unknown}
@@ -146,16 +151,8 @@ def _variants(rehearsal: ProbePass, readers: Readers, variants: bool) -> dict[Si
     }
 
 
-def _best(errors: Mapping[Variant, list[float]]) -> Variant:
-    best: Variant = None
-    for variant in errors:
-        if variant is not None and _is_less(errors[variant], errors[best]):
-            best = variant
-    return best
-
-
 def _is_less(errors: list[float], others: list[float]) -> bool:
-    """Says whether errors are less than others, by the geometric mean of their ratios over the bits there are."""
+    """Whether errors are less than others, by the geometric mean of their ratios over the bits there are."""
     known = [
         (error, other) for bits, error, other in zip(LEVELS, errors, others, strict=True) if bits and error and other
     ]

@@ -45,7 +45,7 @@ class Pass(NamedTuple):
     sizes: Sizes
 
     def is_like(self, other: Pass) -> bool:
-        """Says whether a plan for one serves the other."""
+        """Whether a plan for one serves the other."""
         return self.sizes.keys() <= other.sizes.keys() and all(
             math.isclose(mine, others, rel_tol=ALIKE)
             for mine, others in ((self.raw, other.raw), (self.room, other.room))

@@ -33,10 +33,10 @@ def qualified_name(thing: object) -> str:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Says whether a module runs the forward of its class, and nobody looks on: no hooks but those of DAF."""
+    """Whether a module runs the forward of its class, and nobody looks on: no hooks but those of DAF."""
     return runs_own_forward(module) and not is_parametrized(module) and not is_watched(module)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Says whether a module has hooks that are not DAF's."""
+    """Whether a module has hooks that are not DAF's."""
     return not all(map(is_own_hook, hooks_of(module)))

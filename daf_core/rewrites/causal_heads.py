@@ -33,7 +33,7 @@ def find_head(model: nn.Module) -> nn.Linear | None:
 
 
 def has_head(model: nn.Module) -> bool:
-    """Says whether a module is a model of transformers with an output projection of any kind."""
+    """Whether a module is a model of transformers with an output projection of any kind."""
     owner: Any = model
     is_pretrained = any(qualified_name(base) == _MODEL for base in type(model).__mro__)
     return is_pretrained and owner.get_output_embeddings() is not None

@@ -64,7 +64,7 @@ class Updates:
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Says whether the parameters are these, and not what sharding or a functional call has put in their place."""
+        """Whether the parameters are these, and not what sharding or a functional call has put in their place."""
         given = list(parameters)
         known = [reference() for reference in self._parameters]
         return len(given) == len(known) and all(one is other for one, other in zip(given, known, strict=True))
@@ -172,7 +172,8 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA or (func is Tensor.register_hook and _is_guard(args[1:])):
+        owners = {getattr(getattr(hook, "func", hook), "__module__", None) for hook in args[1:]}
+        if func in _METADATA or (func is Tensor.register_hook and not owners.isdisjoint(_GUARDS)):
             return super().__torch_function__(func, types, args, kwargs or {})
         if func in _OF_GRADIENTS:
             _check_no_gradient([*args, *(kwargs or {}).values()])
@@ -233,10 +234,6 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> L
     if torch.promote_types(wide, lazy.dtype) is not wide:
         return None
     return lazy if lazy.dtype is wide else LazyLogits.of(lazy.source, wide)
-
-
-def _is_guard(hooks: tuple[Any, ...]) -> bool:
-    return any(getattr(getattr(hook, "func", hook), "__module__", None) in _GUARDS for hook in hooks)
 
 
 def _check_no_gradient(values: Iterable[Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import is_dataclass
 from functools import partial
@@ -81,26 +81,20 @@ class Attributes:
         self._contents.restore()
 
 
-@contextmanager
-def attributes_kept(owner: object, private: bool = False, others: nn.Module | None = None) -> Generator[None]:
-    """Restores an object's attributes afterwards, as `Attributes` does."""
-    kept = Attributes(owner, private=private, others=others)
-    try:
-        yield
-    finally:
-        kept.restore()
+def attributes_kept(owner: object, private: bool = False, others: nn.Module | None = None) -> ExitStack:
+    """Returns a context that restores an object's attributes afterwards, as `Attributes` does."""
+    stack = ExitStack()
+    stack.callback(Attributes(owner, private=private, others=others).restore)
+    return stack
 
 
-@contextmanager
-def referred_kept(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
-    """Restores what a function refers to, such as a loss with a moving average, except the model."""
-    contents = Contents(set(), set(map(id, model.modules())))
+def referred_kept(function: Callable[..., Any], model: nn.Module) -> ExitStack:
+    """Returns a context that restores what a function refers to, such as a moving average, except the model."""
+    contents, stack = Contents(set(), set(map(id, model.modules()))), ExitStack()
     contents.add("", function)
     contents.copy_small_tensors()
-    try:
-        yield
-    finally:
-        contents.restore()
+    stack.callback(contents.restore)
+    return stack
 
 
 class ModuleAttributes:
@@ -270,18 +264,17 @@ class _Collection:
 
 
 class _Numbers:
-    """What is in an array or a random generator."""
+    """What is in an array or a random generator; `_owner` keeps it alive."""
 
     def __init__(self, name: str, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        self._name, self._owner = name, owner
-        self._read, self._write = read, write
+        self._name, self._owner, self._read, self._write = name, owner, read, write
         self._before = read()
 
     def restore(self) -> set[str]:
-        if _equal(self._read(), self._before):
-            return set()
-        self._write(self._before)
-        return {self._name}
+        changed = not _equal(self._read(), self._before)
+        if changed:
+            self._write(self._before)
+        return {self._name} if changed else set()
 
 
 class _ClassAttributes:
@@ -306,7 +299,7 @@ class _ClassAttributes:
 
 
 def is_plain(value: object) -> bool:
-    """Says whether a value cannot change."""
+    """Whether a value cannot change."""
     return value is None or isinstance(value, _PLAIN)
 
 

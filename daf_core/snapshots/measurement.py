@@ -80,7 +80,13 @@ class Measurement:
         # Under what looks at operators nothing runs compiled, and what was to be compiled then never is.
         compiled = has_compiled_anything() or any(map(is_compiled, self._model.modules()))
         watched = not (timed or compiled)
-        copies = [] if watched else self._copied(tensors, compiled)
+        copies = [  # of what may be written to where operators are not looked at
+            Copy(each)
+            for name, each in tensors
+            if not watched
+            and has_storage(each)
+            and (name in self._written or (compiled and not isinstance(each, nn.Parameter)))
+        ]
         writes = Writes(tensors)
         try:
             with writes if watched else nullcontext():
@@ -118,14 +124,6 @@ class Measurement:
         unknown = {name for name in self.changed if HOOKS not in name and _of_attribute(name, second) is None}
         return unknown | {name for name, value in second.items() if value != first.get(name)}
 
-    def _copied(self, tensors: Iterable[tuple[str, Tensor]], compiled: bool) -> list[Copy]:
-        """Returns copies of what may be written to where operators are not looked at."""
-        return [
-            Copy(tensor)
-            for name, tensor in tensors
-            if has_storage(tensor) and (name in self._written or (compiled and not isinstance(tensor, nn.Parameter)))
-        ]
-
     def _check_measurable(self) -> None:
         lazy = missing_values(self._model)
         if lazy is not None:
@@ -146,7 +144,7 @@ class Measurement:
 
 
 def missing_values(model: nn.Module) -> str | None:
-    """Says which parameter or buffer of a model has no values before its first forward pass; None where all have."""
+    """Names the parameter or buffer of a model has no values before its first forward pass; None where all have."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is None:

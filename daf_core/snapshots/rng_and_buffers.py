@@ -44,17 +44,16 @@ class Buffers:
             (module, name, buffer, buffer.clone())
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-            if largest is None or isinstance(module, NORMALIZATION) or _size(buffer) <= largest
+            if largest is None
+            or isinstance(module, NORMALIZATION)
+            or buffer.layout is not torch.strided
+            or buffer.nbytes <= largest
         ]
 
     def restore(self) -> None:
         """Takes them back, any number of times."""
         for module, name, buffer, before in self._buffers:
             setattr(module, name, _restored(buffer, before))
-
-
-def _size(buffer: Tensor) -> int:
-    return buffer.nbytes if buffer.layout is torch.strided else 0
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers, devices_of
 
@@ -23,7 +23,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, snapshot: Callable[[], Callable[[], None]] | None = None) -> None:
         self.devices = devices_of(model)
-        self._gradients = [(parameter, _Gradient(parameter.grad)) for parameter in model.parameters()]
+        found = [(each, each.grad) for each in model.parameters()]
+        self._gradients = [(each, grad, None if grad is None else grad.detach().clone()) for each, grad in found]
         self._numbers = RandomNumbers(self.devices)
         self._buffers = Buffers(model)
         self._modes = [(module, module.training) for module in model.modules()]
@@ -31,8 +32,10 @@ class Snapshot:
 
     def restore(self) -> None:
         """Takes everything back, any number of times; what the step has saved for backward must be gone by then."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient.restored()
+        for parameter, gradient, before in self._gradients:
+            parameter.grad = gradient
+            if gradient is not None and before is not None:
+                gradient.detach().copy_(before)  # in the same tensor: others may have views of it, or it of them
         self._buffers.restore()
         for module, training in self._modes:
             module.training = training
@@ -40,17 +43,3 @@ class Snapshot:
         if self._restore_engine is not None:
             self._restore_engine()
         self._numbers.restore()
-
-
-class _Gradient:
-    """A gradient as it is now. It comes back in the same tensor: others may have views of it, or it of them."""
-
-    def __init__(self, gradient: Tensor | None) -> None:
-        self._gradient = gradient
-        self._before = None if gradient is None else gradient.detach().clone()
-
-    def restored(self) -> Tensor | None:
-        if self._gradient is None or self._before is None:
-            return None
-        with torch.no_grad():
-            return self._gradient.copy_(self._before)

@@ -40,7 +40,7 @@ def _batch_statistics(context: Context) -> tuple[str, str] | None:
 
 
 def _balances_experts(module: nn.Module) -> bool:
-    """Says whether the loss has a term for the balance of experts; where it is optional, the logits tell."""
+    """Whether the loss has a term for the balance of experts; where it is optional, the logits tell."""
     config: Any = vars(module).get("config")
     experts = any(isinstance(count := getattr(config, name, None), int) and count > 1 for name in EXPERTS)
     coefficients = [value for name in AUXILIARY if (value := getattr(config, name, None)) is not None]

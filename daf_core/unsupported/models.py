@@ -22,7 +22,7 @@ UNMEASURED = "DAF cannot measure the error of the gradient on a part of the batc
 
 
 def is_named(module: nn.Module, names: set[str]) -> bool:
-    """Says whether a module's class or one of its bases has one of the names."""
+    """Whether a module's class or one of its bases has one of the names."""
     return any(kind.__name__ in names for kind in type(module).__mro__)
 
 

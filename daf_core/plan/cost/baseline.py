@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -39,11 +40,10 @@ def _measured(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int) -> 
     with measurement.running(), gradients_aside(model), meter_on(next(model.parameters()).device) as meter:
         loss_of(rows).backward()
         peak = meter.take_peak()
+    seconds = math.inf
     with measurement.running(timed=True), gradients_aside(model):
-        return min(_seconds(loss_of, rows) for _ in range(REPEATS)), peak
-
-
-def _seconds(loss_of: Callable[[int], Tensor], rows: int) -> float:
-    started = timing.synchronized_time()
-    loss_of(rows).backward()
-    return timing.synchronized_time() - started
+        for _ in range(REPEATS):
+            started = timing.synchronized_time()
+            loss_of(rows).backward()
+            seconds = min(seconds, timing.synchronized_time() - started)
+    return seconds, peak

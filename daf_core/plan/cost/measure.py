@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -40,7 +40,10 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
     """
     left_out: set[str] = set()
     while True:
-        blocks = [_exact_around(block, left_out) for block in blocks_of(model, left_out)]
+        blocks = blocks_of(model, left_out)
+        # A block that holds experts needs its exact input: one that lost precision may send rows to other experts.
+        routes = {block for block in blocks if any(name.startswith(f"{block.name}.") for name in left_out)}
+        blocks = [replace(block, routes=block in routes) for block in blocks]
         passes = _Passes(model, blocks, config, loss_of)
         observed = passes.few_and_many(rows, limit)
         unsteady = _unsteady(observed)
@@ -63,7 +66,8 @@ class _Passes:
         self.changed: set[str] = set()
 
     def few_and_many(self, rows: int, limit: int) -> list[Observed]:
-        least = min(_least_rows(self._model), rows)
+        # Batch normalization of one value has no statistics.
+        least = min(2 if any(isinstance(each, BATCH_NORMS) for each in self._model.modules()) else 1, rows)
         few = self._observe_within(least, REPEATS)
         if few is None:
             raise ProfileError(
@@ -74,8 +78,9 @@ class _Passes:
         if _unsteady([few]):
             return [few]
         profile, many = Profile(self._blocks, few), least
-        while 2 * many <= min(rows, max(rows // 2, 2 * least)) and profile.observed_peak(2 * many) <= limit:
+        while 2 * many <= max(rows // 2, 2 * least) and profile.observed_peak(2 * many) <= limit:
             many *= 2
+        many = min(many, rows)
         while many > least:
             found = self._observe_within(many, 1)
             if found is not None:
@@ -114,22 +119,12 @@ class _Passes:
             engine.close()
 
 
-def _exact_around(block: Block, left_out: Collection[str]) -> Block:
-    """Marks a block that holds experts: an input that lost precision may send rows to other experts."""
-    return replace(block, routes=any(name.startswith(f"{block.name}.") for name in left_out))
-
-
 def _unsteady(observed: Sequence[Observed]) -> set[int]:
     """Returns the numbers of blocks that ran differently from pass to pass, such as experts without rows."""
     passes = [each.blocks for these in observed for pair in (these.metered, *these.timed) for each in pair]
     return {
         block for calls in passes for pair in zip_longest(passes[0], calls) if pair[0] != pair[1] for block in pair
     } - {None}
-
-
-def _least_rows(model: nn.Module) -> int:
-    """Returns the fewest rows to measure: batch normalization of one value has no statistics."""
-    return 2 if any(isinstance(module, BATCH_NORMS) for module in model.modules()) else 1
 
 
 def _plain(config: DAFConfig) -> DAFConfig:

@@ -45,9 +45,7 @@ class Reading(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A part of a pass, without interruption: what runs in it, for which call (`OUTSIDE` for none), and its two
-    readings.
-    """
+    """An uninterrupted part of a pass: what runs in it, for which call (`OUTSIDE`: none), and readings around it."""
 
     kind: Kind
     call: int

@@ -78,7 +78,7 @@ class StepRunner:
             ProfileError: What a step takes cannot be measured.
         """
         self.planner.begin_batch()
-        return self.planner.prepare(self._described(batch, loss_function), reason)
+        return self.planner.prepare(described(self._model, batch, loss_function), reason)
 
     def run(
         self, batch: Any, loss_function: LossFunction, step: Step, begin: Callable[[], None] | None = None
@@ -103,8 +103,20 @@ class StepRunner:
         context = Context(self._model, batch=batch)
         once = unsupported_reasons(RERUNS, context)
         reasons = once or unsupported_reasons(MICRO_BATCHES, context)
-        whole = self._unsplittable or next(iter(reasons), None)
-        attempt = partial(self._attempt, batch, loss_function, step, whole, begin)
+
+        def attempt() -> Tensor:
+            if begin is not None:
+                begin()
+            known = described(self._model, batch, loss_function)
+            parts = self.planner.prepare(known, self._unsplittable or next(iter(reasons), None)).parts
+            try:
+                weights = [1.0] if parts == 1 else self._weighting.of(batch, parts, loss_function)
+            except MicroBatchError as error:
+                self._unsplittable = str(error)
+                parts, weights = self.planner.prepare(known, self._unsplittable).parts, [1.0]
+            with self._engine.accumulating():
+                return run_parts(self._model, split(batch, parts), weights, step)
+
         if once:
             return attempt()
         snapshot = Snapshot(self._inner, self._engine.snapshot)
@@ -126,43 +138,16 @@ class StepRunner:
         self.planner.close()
         self._rewrites.undo()
 
-    def _attempt(
-        self,
-        batch: Any,
-        loss_function: LossFunction,
-        step: Step,
-        whole: str | None,
-        begin: Callable[[], None] | None,
-    ) -> Tensor:
-        """Runs a step once; `whole` is why its batch cannot be split, None if it can."""
-        if begin is not None:
-            begin()
-        described = self._described(batch, loss_function)
-        parts = self.planner.prepare(described, self._unsplittable or whole).parts
-        try:
-            weights = [1.0] if parts == 1 else self._weighting.of(batch, parts, loss_function)
-        except MicroBatchError as error:
-            self._unsplittable = str(error)
-            parts, weights = self.planner.prepare(described, self._unsplittable).parts, [1.0]
-        with self._engine.accumulating():
-            return run_parts(self._model, split(batch, parts), weights, step)
 
-    def _described(self, batch: Any, loss_function: LossFunction) -> Batch:
-        def apart(rows: Any) -> Tensor:
-            with distributed.apart(self._model):  # processes measure on their own
-                return loss_function(rows)
-
-        return described(batch, apart)
-
-
-def described(batch: Any, loss_function: LossFunction) -> Batch:
+def described(model: nn.Module, batch: Any, loss_function: LossFunction) -> Batch:
     """Returns what a plan needs to know of a batch; `loss_function` returns the loss of some of its rows."""
     rows = rows_of(batch) or 1
     lengths = [tensor.numel() // rows for tensor in tensors_in(batch) if tensor.shape[0] == rows]
 
     def loss_of(count: int) -> Tensor:
         try:
-            return loss_function(copied(take(batch, slice(0, count), rows)))
+            with distributed.apart(model):  # processes measure on their own
+                return loss_function(copied(take(batch, slice(0, count), rows)))
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -106,13 +106,11 @@ def find_plan(profile: Profile, batch: BatchSize, budget: int, config: DAFConfig
     for bits in planned_bits(config):
         plans = [plan for parts in _parts(batch.rows, splits) for plan in _plans(profile, batch, parts, bits, budget)]
         if plans:
-            best = min(plans, key=_rank)
+            best = min(
+                plans, key=lambda plan: (plan.forecast.seconds * plan.parts**SPLITTING, plan.forecast.peak_bytes)
+            )
             return _filled(profile, batch, best, config, limit)
     return _spilling(profile, batch, config, limit, splits) if config.spill_dir is not None else None
-
-
-def _rank(plan: Plan) -> tuple[float, int]:
-    return plan.forecast.seconds * plan.parts**SPLITTING, plan.forecast.peak_bytes
 
 
 def least_budget(profile: Profile, batch: BatchSize, config: DAFConfig, splits: bool) -> int:
@@ -194,7 +192,8 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
     costs = profile.at(batch.of_part(parts), bits)
     choices = _choices(profile, costs)
     tried: set[tuple[int, ...]] = set()
-    for allowed in _relaxed(limit):
+    first = math.floor(math.log(max(limit, 1), RELAXATION)) + 1
+    for allowed in (limit, *(int(RELAXATION**power) for power in range(first, first + RELAXATION_STEPS))):
         picked = choose([[choice for choice, _ in block] for block in choices], allowed)
         if picked is None or (key := tuple(picked)) in tried:
             continue
@@ -207,13 +206,6 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
             packs = outside.packs or any(policy.packs for policy in blocks)
             room = forecast.held_bytes + (limit if packs else budget) - forecast.peak_bytes
             yield Plan(parts, bits, outside, tuple(blocks), whole, room)
-
-
-def _relaxed(limit: int) -> Iterator[int]:
-    """Yields the budgets that the solver gets for a limit, the limit first."""
-    yield limit
-    first = math.floor(math.log(max(limit, 1), RELAXATION)) + 1
-    yield from (int(RELAXATION**power) for power in range(first, first + RELAXATION_STEPS))
 
 
 def _choices(profile: Profile, costs: Costs) -> list[list[tuple[Choice, BlockPolicy]]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daf_core.knapsack.choose import Knapsack, Solution
-from daf_core.knapsack.hull import ROUNDING, Point
+from daf_core.knapsack.hull import ROUNDING
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ def choose(blocks: Sequence[Sequence[Choice]], budget: int) -> list[int] | None:
     Raises:
         ValueError: A block has no choice.
     """
-    knapsacks = [(Knapsack(_points(allowed)), budget - cap, allowed) for cap, allowed in _capped(blocks)]
+    knapsacks: list[tuple[Knapsack, int, list[Block]]] = []
+    for cap, allowed in _capped(blocks):
+        points = [tuple((float(choice.held_bytes), choice.seconds) for choice in block) for block in allowed]
+        knapsacks.append((Knapsack(points), budget - cap, allowed))
     best: Solution | None = None
     picked: list[Choice] = []
     for knapsack, room, allowed in sorted(knapsacks, key=lambda each: each[0].bound(each[1])):
@@ -68,10 +71,6 @@ def _capped(blocks: Sequence[Sequence[Choice]]) -> list[tuple[int, list[Block]]]
     unavoidable = max((min(c.transient_bytes for c in block) for block in blocks), default=0)
     caps = {unavoidable} | {c.transient_bytes for block in blocks for c in block if c.transient_bytes > unavoidable}
     return [(cap, [tuple(c for c in block if c.transient_bytes <= cap) for block in blocks]) for cap in sorted(caps)]
-
-
-def _points(blocks: Sequence[Block]) -> list[tuple[Point, ...]]:
-    return [tuple((choice.held_bytes, choice.seconds) for choice in block) for block in blocks]
 
 
 def _least_held_first(blocks: Sequence[Sequence[Choice]], picked: Sequence[Choice]) -> list[int]:

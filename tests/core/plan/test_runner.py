@@ -66,7 +66,9 @@ class Training:
         for _ in range(times):
             if not self.runner.planner.tighten("the test says so"):
                 break
-            self.runner.planner.prepare(described(self.batch, lambda part: self.loss(self.model, part)), whole)
+            self.runner.planner.prepare(
+                described(self.model, self.batch, lambda part: self.loss(self.model, part)), whole
+            )
         self.model.zero_grad()
         self.plans.clear()
 
@@ -195,7 +197,7 @@ def test_step_leaves_random_numbers_and_statistics_of_its_own() -> None:
     ],
 )
 def test_rows_and_lengths_of_batches(batch: Any, rows: int, length: int) -> None:
-    found = described(batch, lambda part: torch.zeros(()))
+    found = described(nn.Identity(), batch, lambda part: torch.zeros(()))
     assert (found.rows, found.length) == (rows, length)
     assert found.loss_of(rows) is not None
 
