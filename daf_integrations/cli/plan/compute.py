@@ -75,7 +75,7 @@ class Planning:
 
     def __init__(self, sized: BuiltWorkload, precision: Precision) -> None:
         self._config, self._model = DAFConfig(precision=precision), sized.model
-        self._batch = described(sized.batch, sized.loss)
+        self._batch = described(sized.model, sized.batch, sized.loss)
         self._size = self._batch.size(self._batch.length)
         self._unsplit = next(iter(unsupported_reasons(MICRO_BATCHES, Context(sized.model, batch=sized.batch))), None)
         limit = beside_reserve(*device_memory(next(sized.model.parameters()).device))
