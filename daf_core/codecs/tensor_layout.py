@@ -61,7 +61,8 @@ class Geometry:
     @cached_property
     def _is_flat(self) -> bool:
         """Whether the compact form is the contiguous tensor itself, flat: `view` takes half as long as `as_strided`."""
-        return self.row_major and self.compact_shape == (math.prod(self.shape),)
+        expected = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        return self.strides == expected and self.compact_shape == (math.prod(self.shape),)
 
 
 @lru_cache(maxsize=4096)

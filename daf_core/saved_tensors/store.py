@@ -6,6 +6,8 @@ import math
 import sys
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -86,6 +88,8 @@ class ActivationStore:
             SpillError: The next tier takes nothing more.
         """
         tensor = saved.tensor
+        if self._spares_bits(saved.reading, tensor.device):
+            saved.reading = replace(saved.reading, deviation=0.0)
         number, storage = self._meet(tensor)
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         key = sharing_key(number, tensor, geometry)
@@ -158,6 +162,8 @@ class ActivationStore:
             return
         if reading is not None and reading.deviation and not self._lossy.sharpens(saved.site, reading.deviation):
             return
+        if self._spares_bits(reading, saved.tensor.device):
+            return
         tensor, stored = saved.tensor, None
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         if reading is not None and reading.kind is Kind.NORMALIZED:
@@ -180,6 +186,13 @@ class ActivationStore:
         counts.subtract(["shared" if before() is not None and counts["shared"] else name])
         counts[stored.name] += 1
         self._recorder.stored_as = +counts
+
+    def _spares_bits(self, reading: Reading | None, device: torch.device) -> TypeGuard[Reading]:
+        """Says whether a budget has no bits to give to what takes twice as many without one, or stays exact.
+
+        That is the input of a last layer, whose error is larger by it, and not without bounds as that of sharp scores.
+        """
+        return reading is not None and reading.deviation == math.inf and self._pagers.on(device).budget is not None
 
     def _encode_for(self, reading: Reading, saved: SavedTensor, geometry: Geometry) -> StoredActivation | None:
         """Stores a tensor that waited for its reader; None keeps it as it is."""
