@@ -108,7 +108,7 @@ def test_planes_are_dropped_before_anything_moves(name: str) -> None:
     model, loss_of = make_model(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("daf_core.memory.devices.host_memory_of", lambda device, page_bytes: None)
-        dropping = least_budget(name, 8)
+        dropping = least_budget.__wrapped__(name, 8)  # one that is kept was measured with the memory of the host
     assert least_budget(name, 8) < dropping
     engine = engine_for(model, 8, memory_budget=dropping * 3 // 2)
     backward(engine, model, loss_of)
