@@ -10,10 +10,11 @@ from types import FrameType
 
 
 def interrupted(event: int, run: Callable[[], object], counts: Callable[[FrameType], bool] = lambda _: True) -> bool:
-    """Runs a function and raises KeyboardInterrupt in it, where a function is called or returns.
+    """Runs a function and raises KeyboardInterrupt in it, at one of the moments at which Python may.
 
     Args:
-        event: Number of the call or return that raises, from 1.
+        event: Number of the event that raises, from 1: a call of a Python function, or a return of any. Before it calls
+            a function in C Python raises none, and so none before a `with` statement has given its lock back.
         run: The function.
         counts: Whether an event in a frame counts. Callbacks of collections and weak sets never do: Python prints what
             they raise, and goes on.
@@ -23,10 +24,10 @@ def interrupted(event: int, run: Callable[[], object], counts: Callable[[FrameTy
     """
     left = event
 
-    def count(frame: FrameType, *_: object) -> None:
+    def count(frame: FrameType, kind: str, _: object) -> None:
         nonlocal left
         ignored = frame.f_code is interrupted.__code__ or frame.f_code.co_filename == _weakrefset.__file__
-        if not ignored and counts(frame):
+        if kind != "c_call" and not ignored and counts(frame):
             left -= 1
             if not left:
                 raise KeyboardInterrupt
