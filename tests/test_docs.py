@@ -109,6 +109,10 @@ def test_troubleshooting_quotes_what_the_code_says() -> None:
     assert [quote for quote in quoted if quote not in said] == []
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     links = [
         (page, link)

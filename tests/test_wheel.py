@@ -131,6 +131,7 @@ def test_wheel_is_described_by_the_readme(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = archive.read(name).decode()
+    assert "\nName: daf-training\n" in metadata, "another project has the name daf on the index"
     assert "Description-Content-Type: text/markdown" in metadata
     assert (ROOT / "README.md").read_text().splitlines()[0] in metadata
 

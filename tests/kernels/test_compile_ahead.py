@@ -29,7 +29,7 @@ load_backend(torch.device("cpu"))
 from daf_kernels.cpu import compile_cache
 print(json.dumps(compile_cache.compilations()))
 """
-BEGINS = "DAF compiles its CPU kernels in a process of its own, once"
+BEGINS = "DAF prepares its CPU kernels in a process of its own, once"
 ENDS = "DAF compiled its CPU kernels in "
 
 
@@ -62,6 +62,17 @@ def test_a_process_only_loads_what_another_compiles(copied: Path) -> None:
     assert ends.startswith(ENDS)
     assert "the next run finds them on disk" in ends
     assert ended(start(copied)) == (0, [])
+
+
+def test_kernels_that_were_compiled_by_a_process_that_was_killed_count_as_such(copied: Path) -> None:
+    """Nobody has compiled then, however long it took to look."""
+    ended(start(copied))
+    (marker,) = (copied / "daf_kernels" / "cpu" / "__pycache__").glob("*.complete")
+    marker.unlink()
+    compiled, (begins,) = ended(start(copied))
+    assert compiled == 0
+    assert begins.startswith(BEGINS)
+    assert marker.exists()
 
 
 def test_processes_that_start_together_compile_once(copied: Path) -> None:
