@@ -25,6 +25,11 @@ DEPTH = 20.0
 """How far below the largest of its row a logarithm is told from smaller ones: such probabilities are 2e-9 of the
 largest. The range of a group would otherwise be that of a mask (-1e9)."""
 
+LEAST_DIFFERENCE = 0.1
+"""Probability of all but the largest logarithms of a row from which 1 minus that of the largest is as good as a sum."""
+
+LEAST = torch.finfo(torch.float32).tiny
+
 CHUNK_BYTES = 16 << 20
 """Bytes of rows that are decoded at a time: what is computed of them is as large."""
 
@@ -61,17 +66,18 @@ class LogarithmsActivation(PlanesActivation):
         shaped = values.view(rows.shape)
         best, places = shaped.topk(min(LARGEST, rows.length - 1) + 1, dim=1)
         next_best = best[:, -1:]
-        others = shaped.clamp(best[:, :1] - DEPTH, next_best)
+        count = best.shape[1] - 1
+        others = torch.maximum(shaped, best[:, :1] - DEPTH)
+        others.scatter_(1, places[:, :count], next_best.expand(-1, count, -1))
         # A pending check would keep only the values of the planes, and not the exact logarithms.
         stored = super().write(replace(ctx, values=others.view(-1), checks=None))
         if stored is None:
             return None
-        count = best.shape[1] - 1
-        total = others.exp_().sum(1, keepdim=True, dtype=torch.float32) - count * next_best.float().exp()
+        total = _total(others, best)
         stored._rows = rows
         stored._best = best[:, :-1].clone()
         stored._places = places[:, :-1].int()
-        stored._log_sum = total.clamp_min_(0).log_()
+        stored._log_sum = total.log_()
         stored._kept = KeptStorage(ctx.pager, beside)
         return stored
 
@@ -95,15 +101,37 @@ class LogarithmsActivation(PlanesActivation):
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
         super()._decode(out, lease)
+        buffer = torch.empty(0, device=out.device)
         for rows, best, places, log_sum in self._chunks(out.view(self._rows.shape)):
             rows.scatter_(1, places, -torch.inf)
-            rows += (log_sum - rows.float().logsumexp(1, keepdim=True)).to(rows.dtype)
+            buffer.resize_(rows.shape)
+            total = torch.exp(rows.float(), out=buffer).sum(1, keepdim=True)  # none is above 1, as log_sum is at most 0
+            rows += (log_sum - total.clamp_min_(LEAST).log_()).to(rows.dtype)
             rows.scatter_(1, places, best)
 
     def _chunks(self, out: Tensor) -> Iterator[tuple[Any, ...]]:
-        count = max(1, CHUNK_BYTES // max(1, out[0].nbytes))
         parts = (out, self._best, self._places.long(), self._log_sum)
-        return zip(*(part.split(count) for part in parts), strict=True)
+        return zip(*(part.split(_chunk_rows(out)) for part in parts), strict=True)
+
+
+def _total(others: Tensor, best: Tensor) -> Tensor:
+    """Returns the sum of the probabilities of all but the largest logarithms of each row.
+
+    Args:
+        others: The logarithms, of shape (outer, length, inner), with the next largest in place of the largest.
+        best: The largest of them, and the next largest.
+    """
+    count = best.shape[1] - 1
+    total = 1 - best[:, :-1].float().exp().sum(1, keepdim=True)
+    known = total >= LEAST_DIFFERENCE if others.dtype is torch.float32 else torch.zeros_like(total, dtype=torch.bool)
+    for some in (~known).flatten(1).any(1).nonzero()[:, 0].split(_chunk_rows(others)):
+        summed = others[some].exp_().sum(1, keepdim=True, dtype=torch.float32)
+        total[some] = summed - count * best[some, -1:].float().exp()
+    return total.clamp_min_(0)
+
+
+def _chunk_rows(rows: Tensor) -> int:
+    return max(1, CHUNK_BYTES // max(1, rows[0].nbytes))
 
 
 def _rows_of(ctx: EncodeContext) -> Rows:
