@@ -25,8 +25,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr(allocator.os, "execve", lambda _, command, environment: found.append((command, environment)))
     for name in ("tcmalloc", "jemalloc"):
         monkeypatch.setitem(allocator.LIBRARIES, name, lambda: None)
-    monkeypatch.setattr(allocator, "installed_tcmalloc", lambda: None)
-    monkeypatch.setattr(allocator, "installed_mimalloc", lambda: None)
+    for module in (allocator, doctor):
+        monkeypatch.setattr(module, "installed_tcmalloc", lambda: None)
+        monkeypatch.setattr(module, "installed_mimalloc", lambda: None)
     monkeypatch.setattr(allocator, "loaded_allocator", lambda: "glibc")
     monkeypatch.setattr(allocator.sys, "platform", "linux")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
