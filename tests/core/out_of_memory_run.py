@@ -1,10 +1,11 @@
 """Trains a step in a process whose memory is limited, so that it runs out of it, and compares it with one that fits.
 
-It is started with ``MALLOC_MMAP_THRESHOLD_``, so that glibc unmaps what is freed: what it kept would add to the room.
+What glibc kept of freed blocks would add to the room, so it unmaps them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import resource
 
 import torch
@@ -14,11 +15,15 @@ from torch.utils.checkpoint import checkpoint_sequential
 from daf_core.plan.run.retry import with_retries
 from daf_core.snapshots.step import Snapshot
 
+M_MMAP_THRESHOLD = -3
+"""Of malloc.h."""
+
 ROOM = 380 << 20
 """Bytes that may be mapped beside what is when training begins: activations take 12 x 36 MB, their inputs 12 x 16."""
 
 
 def main() -> None:
+    unmap_freed_blocks()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.1)) for _ in range(12)))
@@ -32,7 +37,7 @@ def main() -> None:
     def tighten(message: str) -> bool:
         failures.append(message)
         plan["segments"] = 12
-        return len(failures) < 3
+        return len(failures) < 3  # a step that never fits would be run for ever
 
     plan["segments"] = 0
     limit(ROOM)
@@ -51,6 +56,12 @@ def step(model: nn.Sequential, x: Tensor, plan: dict[str, int]) -> list[Tensor]:
     output = checkpoint_sequential(model, segments, x, use_reentrant=False) if segments else model(x)
     output.square().mean().backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def unmap_freed_blocks() -> None:
+    process = ctypes.CDLL(None)
+    if hasattr(process, "mallopt"):  # glibc
+        process.mallopt(M_MMAP_THRESHOLD, 1 << 16)
 
 
 def limit(room: int) -> None:
