@@ -57,7 +57,7 @@ class StoredActivation(ABC):
             ActivationBudgetError: The pages do not fit in the budget.
             SpillError: The next tier takes nothing more.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # of a codec that accepts nothing by itself, as `accepts` says here
 
     def serves(self, reading: Reading) -> bool:
         """Says whether an operator gets what it reads."""

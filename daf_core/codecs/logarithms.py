@@ -29,6 +29,7 @@ LEAST_DIFFERENCE = 0.1
 """Probability of all but the largest logarithms of a row from which 1 minus that of the largest is as good as a sum."""
 
 LEAST = torch.finfo(torch.float32).tiny
+"""Sum of probabilities whose logarithm is taken at least: that of 0 is -inf."""
 
 CHUNK_BYTES = 16 << 20
 """Bytes of rows that are decoded at a time: what is computed of them is as large."""

@@ -110,7 +110,7 @@ def test_mimalloc_is_found_in_its_wheel(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     listed = [PackagePath(name) for name in ("lib/libmimalloc.a", "lib/libmimalloc.so.3.4", "lib/libmimalloc.so.3")]
     for path in listed:
-        path.dist = Folder()  # type: ignore[assignment]
+        path.dist = Folder()
     monkeypatch.setattr(doctor, "files", lambda _: listed)
     monkeypatch.setattr(doctor, "find_library", lambda _: None)
     assert doctor.installed_mimalloc() is None
