@@ -66,7 +66,7 @@ ENVIRONMENT = {
     "LOCAL_WORLD_SIZE": "Set by `torchrun` and its like: processes that share the cores, of which DAF takes an idle "
     "one to pack.",
     "MALLOC_MMAP_THRESHOLD_": "Of glibc: blocks of so many bytes go back to the system when they are freed "
-    "([troubleshooting](troubleshooting.md#memory-allocators)); `daf doctor` looks whether it is set.",
+    "([troubleshooting](../guides/troubleshooting.md#memory-allocators)); `daf doctor` looks whether it is set.",
     "LD_PRELOAD": "`daf run` and `daf bench` load tcmalloc or mimalloc with it, where one is installed and no "
     "allocator is named.",
     "CONDA_PREFIX": "Set by conda: `daf doctor` then says what to type there.",
@@ -225,7 +225,7 @@ def _line(text: str | None) -> str:
 
 def numerics() -> str:
     """Returns the page with its table of readers as the code has it."""
-    text = (FOLDER / "numerics.md").read_text()
+    text = (FOLDER / "concepts" / "numerics.md").read_text()
     before, _, rest = text.partition(READERS_BEGIN)
     _, _, after = rest.partition(READERS_END)
     return "\n".join([before + READERS_BEGIN, "", *_readers(), READERS_END + after])
@@ -244,9 +244,9 @@ def _readers() -> list[str]:
 
 
 PAGES = {
-    FOLDER / "configuration.md": configuration,
-    FOLDER / "reference.md": reference,
-    FOLDER / "numerics.md": numerics,
+    FOLDER / "reference" / "configuration.md": configuration,
+    FOLDER / "reference" / "reference.md": reference,
+    FOLDER / "concepts" / "numerics.md": numerics,
 }
 
 if __name__ == "__main__":

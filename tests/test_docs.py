@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"daf_core": "daf_core", "daf_integrations": "daf_integrations", "daf_kernels": "kernels/daf_kernels"}
 FOLDERS = (*PACKAGES.values(), "benchmarks", "docs", "examples", "tests")
 ROOTS = {*FOLDERS, "kernels"}
-FILE = re.compile(r"[\w./-]+\.(py|sh)|docs/[\w-]+\.md|examples/[\w-]+\.yaml")
+FILE = re.compile(r"[\w./-]+\.(py|sh)|docs/[\w/-]+\.md|examples/[\w-]+\.yaml")
 COMMANDS = [pytest.param(command, id=name) for name, command in main.commands.items()]
 
 
@@ -76,9 +76,8 @@ def test_every_command_and_option_is_documented(command: click.Command) -> None:
     assert f"daf {command.name}" in {" ".join(code.split()[:2]) for _, code in inline_code()}
     options = [each for each in command.params if isinstance(each, click.Option)]
     assert [option.name for option in options if not option.help] == []
-    reference = (
-        (ROOT / "docs" / "reference.md").read_text().partition(f"### `daf {command.name}")[2].partition("###")[0]
-    )
+    page = (ROOT / "docs" / "reference" / "reference.md").read_text()
+    reference = page.partition(f"### `daf {command.name}")[2].partition("###")[0]
     assert [name for option in options for name in option.opts if f"`{name}`" not in reference] == []
 
 
@@ -103,7 +102,7 @@ def test_every_variable_of_the_environment_is_documented() -> None:
 
 
 def test_troubleshooting_quotes_what_the_code_says() -> None:
-    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs" / "troubleshooting.md").read_text())
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs" / "guides" / "troubleshooting.md").read_text())
     assert len(quoted) > 10
     said = "\n".join(text for tree in _trees() for text in _constants(tree))
     assert [quote for quote in quoted if quote not in said] == []
@@ -148,11 +147,11 @@ def test_tables_name_files_by_their_names() -> None:
 
 
 def test_terms_of_the_glossary_are_names_in_the_code() -> None:
-    glossary = ROOT / "docs" / "glossary.md"
+    glossary = ROOT / "docs" / "concepts" / "glossary.md"
     lines = [line for line in glossary.read_text().splitlines() if line.startswith("- **")]
     assert len(lines) > 40
     assert [line for line in lines if not re.match(r"- \*\*[A-Z][a-z -]+\*\*( \(`[^)]+`\))?: ", line)] == []
-    words = {code for place, code in inline_code() if place.startswith("docs/glossary.md")}
+    words = {code for place, code in inline_code() if place.startswith("docs/concepts/glossary.md")}
     known = {name for tree in _trees() for name in _identifiers(tree)} | {path.stem for path in _sources()}
     known |= {text for tree in _trees() for text in _constants(tree)}
     assert sorted(word for word in words if word.strip('"') not in known) == []
