@@ -48,7 +48,8 @@ allowed, is a `ConfigError` before training.
 
 COMMANDS_HEAD = """# Commands
 
-The commands, as the code documents them (`python docs/generate.py` writes this page).
+The commands, as the code documents them (`python docs/generate.py` writes this page). `daf --version` prints the
+version of the distribution `daf-training`.
 """
 
 FIGURES_HEAD = """# Figures in the log, and variables of the environment
