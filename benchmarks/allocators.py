@@ -38,7 +38,7 @@ class Result:
     """What a method took under an allocator: medians of rounds.
 
     ``held_bytes`` are those of saved activations as they wait for backward. ``peak_rss_bytes`` is above the loaded
-    model. ``step_ratio`` is to the same method under the first setting, glibc's defaults, within a round.
+    model. ``step_ratio`` is to the same method under the first setting within a round.
     """
 
     setting: str
@@ -55,6 +55,15 @@ def settings() -> dict[str, dict[str, str]]:
     named = {" ".join(["glibc", *(f"{name}={value}" for name, value in each.items())]): each for each in GLIBC}
     found = {name: library() for name, library in LIBRARIES.items()}
     return named | {name: {PRELOAD: library} for name, library in found.items() if library is not None}
+
+
+def setting_names(text: str) -> tuple[str, ...]:
+    """Parses names of settings, separated by commas; the first is what others are compared with."""
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in settings()]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not installed; allowed are {', '.join(settings())}")
+    return names
 
 
 def variables_of(setting: Mapping[str, str]) -> dict[str, str]:
@@ -95,7 +104,7 @@ def result_grid(results: Sequence[Result]) -> Grid:
         )
         for each in results
     ]
-    headings = ("allocator", "method", "saved MB", "held MB", "peak RSS MB", "step s", "of glibc's")
+    headings = ("allocator", "method", "saved MB", "held MB", "peak RSS MB", "step s", "of the first")
     return Grid("the same training with each allocator", headings, rows)
 
 
@@ -106,9 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=whole_number(1), default=8, help="rows of a batch")
     parser.add_argument("--seq", type=whole_number(2), default=128, help="tokens of a row")
     parser.add_argument("--methods", type=method_names(), default="plain,daf-4bit", help="separated by commas")
+    parser.add_argument("--allocators", type=setting_names, default=tuple(settings()), help="default: all, glibc first")
     parser.add_argument("--steps", type=whole_number(1), default=5, help="steps of each process, after two to warm up")
     options = parser.parse_args(arguments)
-    named = settings()
+    named = {name: settings()[name] for name in options.allocators}
     measured = {method: {name: list[Measurement]() for name in named} for method in options.methods}
     runs = [
         (name, each) for turn in range(options.rounds) for each in options.methods for name in rotated([*named], turn)

@@ -62,5 +62,17 @@ def test_every_method_runs_under_every_setting_and_no_other(
     assert "3.0" in capsys.readouterr().out
 
 
+def test_chosen_allocators_run_alone_and_others_are_refused(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(allocators, "LIBRARIES", {"mimalloc": lambda: "libmimalloc.so"})
+    small = ["--model", "tiny", "--methods", "plain", "--rounds", "1", "--json", str(tmp_path / "allocators.json")]
+    allocators.main([*small, "--allocators", "glibc,mimalloc"])
+    assert [variables_of(env) for _, env in processes.started] == [{}, {"LD_PRELOAD": "libmimalloc.so"}]
+    with pytest.raises(SystemExit):
+        allocators.main([*small, "--allocators", "tcmalloc"])
+    assert "tcmalloc is not installed; allowed are glibc, " in capsys.readouterr().err
+
+
 def variables_of(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(("MALLOC_", "LD_PRELOAD"))}
