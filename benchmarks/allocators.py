@@ -57,15 +57,6 @@ def settings() -> dict[str, dict[str, str]]:
     return named | {name: {PRELOAD: library} for name, library in found.items() if library is not None}
 
 
-def setting_names(text: str) -> tuple[str, ...]:
-    """Parses names of settings, separated by commas; the first is what others are compared with."""
-    names = tuple(text.split(","))
-    unknown = [name for name in names if name not in settings()]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not installed; allowed are {', '.join(settings())}")
-    return names
-
-
 def variables_of(setting: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of this process with those of a setting, and no others that allocators read."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", PRELOAD))}
@@ -115,10 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=whole_number(1), default=8, help="rows of a batch")
     parser.add_argument("--seq", type=whole_number(2), default=128, help="tokens of a row")
     parser.add_argument("--methods", type=method_names(), default="plain,daf-4bit", help="separated by commas")
-    parser.add_argument("--allocators", type=setting_names, default=tuple(settings()), help="default: all, glibc first")
+    parser.add_argument(
+        "--allocators", default=",".join(settings()), help="separated by commas; default: all, glibc first"
+    )
     parser.add_argument("--steps", type=whole_number(1), default=5, help="steps of each process, after two to warm up")
     options = parser.parse_args(arguments)
-    named = {name: settings()[name] for name in options.allocators}
+    names = options.allocators.split(",")
+    if unknown := [name for name in names if name not in settings()]:
+        parser.error(f"--allocators: {', '.join(unknown)} is not installed; allowed are {', '.join(settings())}")
+    named = {name: settings()[name] for name in names}
     measured = {method: {name: list[Measurement]() for name in named} for method in options.methods}
     runs = [
         (name, each) for turn in range(options.rounds) for each in options.methods for name in rotated([*named], turn)
