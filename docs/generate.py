@@ -46,14 +46,26 @@ allowed, is a `ConfigError` before training.
 """
 
 
-REFERENCE_HEAD = """# Reference
+COMMANDS_HEAD = """# Commands
 
-Commands, figures, variables and names, as the code documents them (`python docs/generate.py` writes this page). Options
-of training and errors are in [configuration.md](configuration.md). In Python, `help(daf_integrations.prepare)` and the
-like say more.
+The commands, as the code documents them (`python docs/generate.py` writes this page). `daf --version` prints the
+version of the distribution `daf-training`.
 """
 
-FIGURES_HEAD = "Of the steps since the line before: sizes of the largest step, and times as a mean."
+FIGURES_HEAD = """# Figures in the log, and variables of the environment
+
+Both as the code documents them (`python docs/generate.py` writes this page).
+
+## Figures in the log
+
+A figure counts the steps since the line before: sizes are those of the largest step, and times are a mean.
+"""
+
+PYTHON_HEAD = """# Python names
+
+The public names, as the code documents them (`python docs/generate.py` writes this page).
+[configuration.md](configuration.md) has the options of training, and the errors. In Python, `help(prepare)` says more.
+"""
 
 ENVIRONMENT = {
     "ACCELERATE_USE_DAF": "1 switches DAF on in Accelerate, and has `DAFCallback`, `DAFStrategy` and `prepare` read "
@@ -66,7 +78,7 @@ ENVIRONMENT = {
     "LOCAL_WORLD_SIZE": "Set by `torchrun` and its like: processes that share the cores, of which DAF takes an idle "
     "one to pack.",
     "MALLOC_MMAP_THRESHOLD_": "Of glibc: blocks of so many bytes go back to the system when they are freed "
-    "([troubleshooting](troubleshooting.md#memory-allocators)); `daf doctor` looks whether it is set.",
+    "([troubleshooting](../guides/troubleshooting.md#memory-allocators)); `daf doctor` looks whether it is set.",
     "LD_PRELOAD": "`daf run` and `daf bench` load tcmalloc or mimalloc with it, where one is installed and no "
     "allocator is named.",
     "CONDA_PREFIX": "Set by conda: `daf doctor` then says what to type there.",
@@ -92,20 +104,22 @@ def configuration() -> str:
     return "\n".join([CONFIGURATION_HEAD, *options, *_errors()])
 
 
-def reference() -> str:
-    """Returns the text of the page on everything else that has a name."""
-    figures = [f"| `{name}` | {metric.meaning} |" for name, metric in METRICS.items()]
+def commands() -> str:
+    """Returns the text of the page on commands."""
+    return "\n".join([COMMANDS_HEAD, *(line for name in sorted(main.commands) for line in _command(name))])
+
+
+def figures() -> str:
+    """Returns the text of the page on figures in the log, and on variables of the environment."""
+    logged = [f"| `{name}` | {metric.meaning} |" for name, metric in METRICS.items()]
     variables = [f"| `{name}` | {said} |" for name, said in ENVIRONMENT.items()]
-    return "\n".join(
-        [
-            REFERENCE_HEAD,
-            *("## Commands", ""),
-            *(line for name, command in sorted(main.commands.items()) for line in _command(name, command)),
-            *("## Figures in the log", "", FIGURES_HEAD, "", *_table(("figure", "meaning"), figures)),
-            *("## Environment", "", *_table(("variable", "meaning"), variables)),
-            *("## Python", "", *(line for name in MODULES for line in _module(name))),
-        ]
-    )
+    environment = ["## Environment", "", *_table(("variable", "meaning"), variables)]
+    return "\n".join([FIGURES_HEAD, *_table(("figure", "meaning"), logged), *environment])
+
+
+def python_names() -> str:
+    """Returns the text of the page on what users import."""
+    return "\n".join([PYTHON_HEAD, *(line for name in MODULES for line in _module(name))])
 
 
 def meaning(module: types.ModuleType, name: str) -> str:
@@ -127,12 +141,13 @@ def _said_below(folder: Path, name: str) -> str:
     return ""
 
 
-def _command(name: str, command: click.Command) -> list[str]:
+def _command(name: str) -> list[str]:
+    command = main.commands[name]
     arguments = [each.human_readable_name for each in command.params if isinstance(each, click.Argument)]
     rows = [_option(each) for each in command.params if isinstance(each, click.Option)]
     paragraphs = [_line(paragraph) for paragraph in inspect.cleandoc(command.help or "").split("\n\n")]
     return [
-        *(f"### `{' '.join(['daf', name, *arguments])}`", ""),
+        *(f"## `{' '.join(['daf', name, *arguments])}`", ""),
         *(line for paragraph in paragraphs for line in (paragraph, "")),
         *_table(("option", "values", "default", "meaning"), rows),
     ]
@@ -157,7 +172,7 @@ def _module(name: str) -> list[str]:
     module = importlib.import_module(name)
     public = [each for each in getattr(module, "__all__", ()) if not _is_error(getattr(module, each))]
     rows = [row for each in public for row in _rows(each, getattr(module, each), meaning(module, each))]
-    heading = [f"### `{name}`", "", _line(_first_paragraph(module.__doc__)), ""]
+    heading = [f"## `{name}`", "", _line(_first_paragraph(module.__doc__)), ""]
     return [*heading, *(_table(("name", "meaning"), rows) if rows else [])]
 
 
@@ -225,7 +240,7 @@ def _line(text: str | None) -> str:
 
 def numerics() -> str:
     """Returns the page with its table of readers as the code has it."""
-    text = (FOLDER / "numerics.md").read_text()
+    text = (FOLDER / "concepts" / "numerics.md").read_text()
     before, _, rest = text.partition(READERS_BEGIN)
     _, _, after = rest.partition(READERS_END)
     return "\n".join([before + READERS_BEGIN, "", *_readers(), READERS_END + after])
@@ -244,9 +259,11 @@ def _readers() -> list[str]:
 
 
 PAGES = {
-    FOLDER / "configuration.md": configuration,
-    FOLDER / "reference.md": reference,
-    FOLDER / "numerics.md": numerics,
+    FOLDER / "reference" / "configuration.md": configuration,
+    FOLDER / "reference" / "commands.md": commands,
+    FOLDER / "reference" / "figures.md": figures,
+    FOLDER / "reference" / "python.md": python_names,
+    FOLDER / "concepts" / "numerics.md": numerics,
 }
 
 if __name__ == "__main__":

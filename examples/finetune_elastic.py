@@ -46,10 +46,10 @@ def train(
     model = AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=len(task.label_names))
     model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, r=8, lora_alpha=16))
     with tempfile.TemporaryDirectory() as folder:
-        recipe = {"steps": steps, "epochs": None, "batch": BATCH, "learning_rate": 5e-3, "seed": options.seed}
+        recipe = {"steps": steps, "epochs": None, "batch": BATCH, "learning_rate": 5e-3}
         trainer = Trainer(
             model=model,
-            args=training_arguments(argparse.Namespace(**recipe), folder),
+            args=training_arguments(argparse.Namespace(**recipe), folder, options.seed),
             train_dataset=TokenizedTexts(task.train, tokenizer, SEQ),
             eval_dataset=TokenizedTexts(task.test, tokenizer, SEQ),
             compute_metrics=accuracy,

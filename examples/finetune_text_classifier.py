@@ -1,4 +1,4 @@
-"""Fine-tunes a real pre-trained encoder with LoRA twice, plain and with DAF, and shows both side by side.
+"""Fine-tunes a real pre-trained encoder with LoRA, plain and with DAF, and shows both side by side.
 
     python examples/finetune_text_classifier.py
 
@@ -28,12 +28,13 @@ from transformers import (
 )
 
 from daf_integrations import DAFCallback
-from daf_integrations.cli.doctor import allocator_advice, installed_tcmalloc, loaded_allocator
+from daf_integrations.cli.allocator import AUTO, library_of
+from daf_integrations.cli.doctor import loaded_allocator
 from support.child_runs import run_in_child
 from support.classifier_data import load_task
 from support.classifier_options import build_parser, check_options, load_tokenizer
 from support.command_line import InputError
-from support.comparison import RunResult, comparison_table, draw_curves
+from support.comparison import RunResult, comparison_table, draw_curves, summary
 from support.step_probe import StepProbe
 from support.text_task import LabelledTexts, TextTask
 
@@ -52,28 +53,40 @@ class TokenizedTexts(torch.utils.data.Dataset[dict[str, Any]]):
         return {**tokens, "labels": self._rows.labels[index]}
 
 
-def train(options: argparse.Namespace, task: TextTask, tokenizer: PreTrainedTokenizerBase) -> RunResult:
-    """Fine-tunes once, in the role the options name, and returns what was measured."""
-    set_seed(options.seed)
+def train(
+    options: argparse.Namespace,
+    task: TextTask,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    probes: Sequence[TrainerCallback] = (),
+) -> tuple[float, list[dict[str, float]]]:
+    """Fine-tunes once, in the role the options name; returns the accuracy on the test texts and the Trainer's log."""
+    set_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=len(task.label_names))
     # Where no target_modules are given, peft takes the query and value projections of this kind of encoder.
     model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, r=8, lora_alpha=16))
     callbacks: list[TrainerCallback] = []
     if options.role == "daf":
         callbacks.append(DAFCallback(precision=options.precision))  # <- this one line is DAF; all else is as without
-    probe = StepProbe()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
-            args=training_arguments(options, folder),
+            args=training_arguments(options, folder, seed),
             train_dataset=TokenizedTexts(task.train, tokenizer, options.seq),
             eval_dataset=TokenizedTexts(task.test, tokenizer, options.seq),
             compute_metrics=accuracy,
-            callbacks=[*callbacks, probe],  # the probe last: code that DAF loads once counts as loaded
+            callbacks=[*callbacks, *probes],  # the probes last: code that DAF loads once counts as loaded
         )
         trainer.train()
-        evaluation = trainer.evaluate()
-    last_log = next((row for row in reversed(trainer.state.log_history) if "daf/raw_mb" in row), {})
+        return trainer.evaluate()["eval_accuracy"], trainer.state.log_history
+
+
+def measure(options: argparse.Namespace, task: TextTask, tokenizer: PreTrainedTokenizerBase) -> RunResult:
+    """Fine-tunes with every seed, and returns the accuracies, and the time and memory of the first training."""
+    probe = StepProbe()
+    first, log = train(options, task, tokenizer, options.seed, [probe])
+    others = [train(options, task, tokenizer, options.seed + number)[0] for number in range(1, options.seeds)]
+    last_log = next((row for row in reversed(log) if "daf/raw_mb" in row), {})
     return RunResult(
         title=f"DAF, precision {options.precision}" if options.role == "daf" else "plain",
         allocator=loaded_allocator(),
@@ -82,12 +95,12 @@ def train(options: argparse.Namespace, task: TextTask, tokenizer: PreTrainedToke
         loaded_bytes=probe.loaded_bytes,
         peak_bytes=probe.peak_bytes,
         step_seconds=probe.median_step_seconds,
-        accuracy=evaluation["eval_accuracy"],
+        accuracies=[first, *others],
         curve=probe.curve,
     )
 
 
-def training_arguments(options: argparse.Namespace, folder: str) -> TrainingArguments:
+def training_arguments(options: argparse.Namespace, folder: str, seed: int) -> TrainingArguments:
     """Returns the Trainer's settings, which are the same in both roles."""
     return TrainingArguments(
         output_dir=folder,
@@ -97,12 +110,12 @@ def training_arguments(options: argparse.Namespace, folder: str) -> TrainingArgu
         per_device_eval_batch_size=options.batch,
         learning_rate=options.learning_rate,
         warmup_steps=0.1,  # a share of all steps, as is logging_steps
-        logging_steps=0.125,
+        logging_steps=0.25,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,  # plain log lines instead of bars: they show DAF's own figures
         use_cpu=not torch.cuda.is_available(),
-        seed=options.seed,
+        seed=seed,
     )
 
 
@@ -114,20 +127,18 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def compare(arguments: Sequence[str], options: argparse.Namespace, task: TextTask) -> None:
     """Trains in both roles, one process after the other, and shows the table and the picture."""
     console = Console()
-    tcmalloc = installed_tcmalloc()
-    if tcmalloc is None:
-        console.print(f"No tcmalloc found: {allocator_advice()}")
     results: dict[str, RunResult] = {}
     with tempfile.TemporaryDirectory() as folder:
         for role in ("plain", "daf"):
-            console.rule(f"training: {role}")
+            console.rule(f"training: {role}, {options.seeds} seed(s)")
             result = Path(folder, f"{role}.json")
-            run_in_child(Path(__file__), [*arguments, "--role", role, "--result", str(result)], tcmalloc)
+            run_in_child(Path(__file__), [*arguments, "--role", role, "--result", str(result)], library_of(AUTO))
             results[role] = RunResult.load(result)
     largest = max(task.test.labels.count(label) for label in range(len(task.label_names)))
     console.print(comparison_table(results["plain"], results["daf"], chance=largest / len(task.test.labels)))
     draw_curves(results["plain"], results["daf"], options.output)
-    console.print(f"Memory over one training step: {options.output}")
+    console.print(summary(results["plain"], results["daf"]))
+    console.print(f"Both over one training step: {options.output.absolute()}", soft_wrap=True)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -143,7 +154,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.role == "compare":
         compare(arguments, options, task)
     else:
-        train(options, task, tokenizer).save(options.result)
+        measure(options, task, tokenizer).save(options.result)
 
 
 if __name__ == "__main__":

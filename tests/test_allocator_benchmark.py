@@ -42,7 +42,7 @@ def test_every_method_runs_under_every_setting_and_no_other(
 ) -> None:
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
     monkeypatch.setenv("LD_PRELOAD", "")
-    monkeypatch.setattr(allocators, "installed_tcmalloc", lambda: "libtcmalloc.so")
+    monkeypatch.setattr(allocators, "LIBRARIES", {"tcmalloc": lambda: "libtcmalloc.so", "mimalloc": lambda: None})
     file = tmp_path / "allocators.json"
     allocators.main(
         ["--model", "tiny", "--seq", "16", "--methods", "plain,daf-4bit", "--rounds", "2", "--json", str(file)]
@@ -54,6 +54,7 @@ def test_every_method_runs_under_every_setting_and_no_other(
     assert sorted(map(str, read[len(first) :])) == sorted(map(str, first))
     assert read[len(first)] == ("plain", named[1]), "another setting begins each round"
     assert {"LD_PRELOAD": "libtcmalloc.so"} in named
+    assert "mimalloc" not in allocators.settings()
     results: list[dict[str, Any]] = json.loads(file.read_text())["results"]
     assert [(each["method"], each["peak_rss_bytes"]) for each in results[:1]] == [("plain", 3_000_000)]
     ratios = {each["setting"]: each["step_ratio"] for each in results if each["method"] == "daf-4bit"}
@@ -61,9 +62,16 @@ def test_every_method_runs_under_every_setting_and_no_other(
     assert "3.0" in capsys.readouterr().out
 
 
-def test_tcmalloc_is_left_out_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocators, "installed_tcmalloc", lambda: None)
-    assert all(name.startswith("glibc") for name in allocators.settings())
+def test_chosen_allocators_run_alone_and_others_are_refused(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(allocators, "LIBRARIES", {"mimalloc": lambda: "libmimalloc.so"})
+    small = ["--model", "tiny", "--methods", "plain", "--rounds", "1", "--json", str(tmp_path / "allocators.json")]
+    allocators.main([*small, "--allocators", "glibc,mimalloc"])
+    assert [variables_of(env) for _, env in processes.started] == [{}, {"LD_PRELOAD": "libmimalloc.so"}]
+    with pytest.raises(SystemExit):
+        allocators.main([*small, "--allocators", "tcmalloc"])
+    assert "tcmalloc is not installed; allowed are glibc, " in capsys.readouterr().err
 
 
 def variables_of(environment: dict[str, str]) -> dict[str, str]:

