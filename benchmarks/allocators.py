@@ -21,7 +21,7 @@ from daf_integrations.cli.bench.summary import paired_ratio
 from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.bench.worker import Measurement, Task
 from daf_integrations.cli.doctor import installed_tcmalloc
-from daf_integrations.cli.workload.build import Workload
+from daf_integrations.cli.workload import Workload
 
 GLIBC = (
     {},

@@ -1,4 +1,4 @@
-"""Files that commands write, and how far they are."""
+"""What commands write and draw, and how far they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from daf_core.errors import ProfileError
+
+MEGABYTE = 1e6
 STANDARD_OUTPUT = "-"
 
 
 def output_file(suffixes: tuple[str, ...], dash: bool = False) -> Callable[..., Path | str | None]:
-    """Returns a callback for an option that names a file which can be written, with one of the suffixes.
+    """Returns a callback for an option that names a file which can be written.
 
     Args:
         suffixes: Those that are allowed.
@@ -45,20 +50,56 @@ def output_file(suffixes: tuple[str, ...], dash: bool = False) -> Callable[..., 
 json_option = click.option(
     "--json", "json_file", metavar="FILE", callback=output_file((".json",), dash=True), help="Figures; - prints them."
 )
-"""Gives a command the file that `write_json` writes."""
 
 
-def write_json(file: Path | str, content: dict[str, Any]) -> None:
-    """Writes JSON to a file, or prints it.
+def write(file: Path | str | None, content: Callable[[], str | bytes | dict[str, Any]]) -> None:
+    """Writes what a function returns to a file, or prints it for "-"; does nothing where no file was named.
+
+    Args:
+        file: The value of an option with `output_file`.
+        content: Returns an image, a text, or values for JSON.
 
     Raises:
-        OSError: The file cannot be written.
+        click.ClickException: The file cannot be written.
     """
-    text = json.dumps(content, indent=2)
-    if isinstance(file, Path):
-        file.write_text(text + "\n")
-    else:
-        click.echo(text)
+    if file is None:
+        return
+    found = content()
+    text = json.dumps(found, indent=2) if isinstance(found, dict) else found
+    try:
+        if isinstance(file, str):
+            click.echo(text)
+        elif isinstance(text, bytes):
+            file.write_bytes(text)
+        else:
+            file.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} was not written: {error.strerror}") from error
+
+
+def check_matplotlib(option: str, file: Path | None) -> None:
+    """Makes sure that a picture can be drawn, where an option asks for one.
+
+    Raises:
+        ProfileError: matplotlib is missing.
+    """
+    if file is None:
+        return
+    try:
+        import_module("matplotlib")
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise ProfileError(f"{option} needs matplotlib, which is not installed: pip install matplotlib") from error
+
+
+def drawn(size: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
+    """Returns a PNG file with what a function draws on a figure of matplotlib; the size is in inches."""
+    figure = import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    draw(figure)
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=144)
+    return content.getvalue()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +24,7 @@ GROUP = 256
 
 @dataclass(frozen=True)
 class Stored:
-    """A saved tensor in another form.
-
-    Attributes:
-        restore: Returns it.
-        size: Bytes that are held.
-    """
+    """A saved tensor in another form, which holds `size` bytes."""
 
     restore: Callable[[], Tensor]
     size: int
@@ -39,14 +34,10 @@ Coding = Callable[[Tensor], Stored]
 
 
 class Stores:
-    """Stores activations in another form.
+    """Stores activations in another form, which `code` brings them into.
 
     It stores the same tensors as DAF: large floating-point tensors other than weights, casts of weights and
     statistics. It stores a tensor once that is saved several times, but each view of another shape by itself.
-
-    Args:
-        model: The model.
-        code: Brings a tensor into the other form.
     """
 
     def __init__(self, model: nn.Module, code: Coding) -> None:
@@ -105,10 +96,6 @@ def in_bits(bits: int, device: torch.device) -> Coding:
 
     It stores minimum and step of each group of 256 elements in float32, and elements in steps above the minimum,
     rounded up or down at random so that the mean is right. It does not use the random numbers of the model.
-
-    Args:
-        bits: 8, 4 or 2.
-        device: Where the tensors are.
     """
     return partial(_in_bits, bits=bits, numbers=Numbers(device).manual_seed(0))
 
@@ -148,17 +135,11 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 class Offload:
     """Keeps saved tensors, weights too, in main memory, with `torch.autograd.graph.save_on_cpu`.
 
-    Args:
-        model: The model.
-
-    Attributes:
-        held_bytes: Zero: nothing is held on the GPU.
-
     Raises:
-        ConfigError: It is in main memory already.
+        ConfigError: The model is in main memory already.
     """
 
-    held_bytes = 0
+    held_bytes = 0  # on the GPU
 
     def __init__(self, model: nn.Module) -> None:
         if next(model.parameters()).device.type == "cpu":
@@ -167,8 +148,6 @@ class Offload:
                 "CPU; leave it out"
             )
 
-    @contextmanager
-    def storing(self) -> Generator[None]:
+    def storing(self) -> AbstractContextManager[None]:
         """Moves what autograd saves inside."""
-        with save_on_cpu(pin_memory=True):
-            yield
+        return save_on_cpu(pin_memory=True)

@@ -6,6 +6,7 @@ of a `Task`, RESULT the file that the JSON of the `Measurement` is written to.
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import sys
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch._dynamo  # pyright: ignore[reportUnusedImport]  # the first checkpoint would load it: code, not activations
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -23,16 +23,13 @@ from daf_core.errors import DAFError
 from daf_core.memory.system.release import release_free_memory
 from daf_core.plan.run.retry import is_out_of_memory
 from daf_core.timing import synchronized_time
-from daf_integrations.cli.bench.methods import Method, StoredBytes, Traits, open_method, traits
+from daf_integrations.cli.bench.methods import Method, StoredBytes, Traits, traits
 from daf_integrations.cli.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
 from daf_integrations.cli.doctor import loaded_allocator
-from daf_integrations.cli.workload.build import SEED, BuiltWorkload, Workload, build
+from daf_integrations.cli.workload import SEED, BuiltWorkload, Workload, build
 
-ERROR = "error"
-"""Key of the message in the file of a process that could not measure."""
-
-OUT_OF_MEMORY = "out of memory"
-"""Key of the message where memory was what it lacked."""
+ERROR, OUT_OF_MEMORY = "error", "out of memory"
+"""Keys of the message in the file of a process that could not measure, the latter where memory was what it lacked."""
 
 DROPOUT, NO_DROPOUT = "dropout", "no dropout"
 """Keys of what was computed with dropout, and without."""
@@ -52,7 +49,6 @@ class Task:
     """What one process runs.
 
     Attributes:
-        method: One of `daf_integrations.cli.bench.methods.METHODS`.
         workload: The fields of a `Workload`.
         dtype: "bf16" is autocast over the model's own weights.
         steps: Steps that are timed; at least `ALTERNATING_STEPS` of a method whose steps differ by design.
@@ -106,15 +102,12 @@ class TrainingStep:
     """
 
     def __init__(self, sized: BuiltWorkload, optimizer: Optimizer, method: Method, dtype: str) -> None:
-        self._sized = sized
-        self._optimizer = optimizer
-        self._method = method
+        self._sized, self._optimizer, self._method = sized, optimizer, method
         self._autocast = dtype == "bf16"
-        self._device = next(sized.model.parameters()).device.type
 
     def loss_of(self, batch: Any) -> Tensor:
         """Returns the loss of a batch."""
-        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._autocast):
+        with torch.autocast(self._sized.parameter.device.type, dtype=torch.bfloat16, enabled=self._autocast):
             return self._sized.loss(batch)
 
     def run(self, seed: int) -> Tensor:
@@ -131,6 +124,10 @@ class TrainingStep:
         self.run(seed)
         return synchronized_time() - start
 
+    def stored(self) -> StoredBytes:
+        """Returns what the last step stored."""
+        return self._method.stored(self._sized.batch, self.loss_of)
+
 
 def measure(task: Task) -> Measurement:
     """Runs a task in this process.
@@ -142,6 +139,7 @@ def measure(task: Task) -> Measurement:
     Raises:
         DAFError: The model cannot be made, or the method does not work with it.
     """
+    importlib.import_module("torch._dynamo")  # the first checkpoint would load it: code, not activations
     torch.set_num_threads(task.threads)
     sized = build(Workload(**task.workload))
     fill_adapters(sized.model)
@@ -149,11 +147,11 @@ def measure(task: Task) -> Measurement:
     weights = [parameter.detach().clone() for parameter in trained]
     how = traits(task.method)
     optimizer = _optimizer_of(trained, ELASTIC_RATE if how.partial else 0.0)
-    device = next(sized.model.parameters()).device
+    device = sized.parameter.device
     release_free_memory()
     loaded = resident_bytes()
     gpu = GpuMemory() if device.type == "cuda" else None
-    method = open_method(task.method, sized.model)
+    method = how.open(sized.model)
     release_free_memory()
     level = resident_bytes()
     step = TrainingStep(sized, optimizer, method, task.dtype)
@@ -168,10 +166,10 @@ def measure(task: Task) -> Measurement:
     for number in range(max(task.steps, ALTERNATING_STEPS) if how.alternates else task.steps):
         seconds.append(step.timed_run(SEED + number))
         if how.alternates:
-            held.append(method.stored(sized.batch, step.loss_of).held_bytes)
+            held.append(step.stored().held_bytes)
     peak_rss = peak_bytes() - level
     peak = gpu.peak_bytes() if gpu else peak_rss
-    stored = method.stored(sized.batch, step.loss_of)
+    stored = step.stored()
     if how.alternates:
         stored = replace(stored, held_bytes=round(statistics.fmean(held)))
     if task.gradients:
@@ -207,8 +205,7 @@ def computed(model: nn.Module, loss: Tensor) -> dict[str, Any]:
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns the gradients that a model has, by parameter name."""
-    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    return {name: gradient for name, gradient in gradients if gradient is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def switch_dropout_off(model: nn.Module) -> None:
@@ -216,29 +213,6 @@ def switch_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-
-
-def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
-    """Returns an optimizer whose state exists already."""
-    optimizer = AdamW(trained, lr=0.0)
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    return optimizer
-
-
-def _save_gradients(sized: BuiltWorkload, step: TrainingStep, task: Task, how: Traits) -> None:
-    """Saves what a step computes with dropout, or without it where a batch is split, or both."""
-    found: dict[str, Any] = {}
-    if not how.splits:
-        found[DROPOUT] = computed(sized.model, step.run(SEED))
-    if how.splits or (task.undropped and how.can_be_reference):
-        switch_dropout_off(sized.model)
-        found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
-    torch.save(found, task.gradients)
 
 
 def serve(arguments: list[str], measure_task: Callable[[dict[str, Any]], Any]) -> None:
@@ -263,6 +237,29 @@ def serve(arguments: list[str], measure_task: Callable[[dict[str, Any]], Any]) -
 def main(arguments: list[str]) -> None:
     """Measures the task given as JSON."""
     serve(arguments, lambda fields: measure(Task(**fields)))
+
+
+def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
+    """Returns an optimizer whose state exists already."""
+    optimizer = AdamW(trained, lr=0.0)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return optimizer
+
+
+def _save_gradients(sized: BuiltWorkload, step: TrainingStep, task: Task, how: Traits) -> None:
+    """Saves what a step computes with dropout, or without it where a batch is split, or both."""
+    found: dict[str, Any] = {}
+    if not how.splits:
+        found[DROPOUT] = computed(sized.model, step.run(SEED))
+    if how.splits or (task.undropped and how.can_be_reference):
+        switch_dropout_off(sized.model)
+        found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
+    torch.save(found, task.gradients)
 
 
 if __name__ == "__main__":
