@@ -40,6 +40,7 @@ SMALL_BLOCK, _LARGE_BLOCK = 1 << 16, 1 << 20  # within these, peaks are those of
 _TCMALLOC = "libtcmalloc_minimal.so.4"
 _MIMALLOC = "cmeel-mimalloc"  # distribution of the extra [allocator], whose wheel has the library
 _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
+_SHOWN = ("python", "packages", "devices", "cores", "torch_threads", "allocator", "problems", "advice")
 _INSTALLERS = {"apt-get": "libtcmalloc-minimal4", "dnf": "gperftools-libs"}
 
 
@@ -81,7 +82,7 @@ class Diagnosis:
     """All that `daf doctor` reports.
 
     Attributes:
-        versions: Installed version of each of `PACKAGES`, None where there is none.
+        packages: Installed version of each of `PACKAGES`, None where there is none.
         devices: One line a device, the CPU first; none where torch does not load.
         torch_threads: Threads that torch computes with; 0 where it does not load.
         torch_error: Why torch does not load, None if it does.
@@ -91,11 +92,11 @@ class Diagnosis:
     """
 
     python: str
-    versions: dict[str, str | None]
+    packages: dict[str, str | None]
     devices: tuple[str, ...]
+    cores: int
     torch_threads: int
     torch_error: str | None = None
-    cores: int
     allocator: str
     kernel_error: str | None = None
     kernels_not_kept: str | None = None
@@ -127,7 +128,7 @@ class Diagnosis:
         """Returns what is wrong with packages on a machine with these devices, and the commands that put it right."""
         has_gpu = any(device.startswith("cuda") for device in self.devices)
         wanted = [each for each in PACKAGES if each.required == required and (has_gpu or not each.gpu_only)]
-        found = [(each, each.status(self.versions[each.name])) for each in wanted]
+        found = [(each, each.status(self.packages[each.name])) for each in wanted]
         return [
             f"{each.name} is {status} (for {each.purpose}): pip install '{each.name}>={each.floor}'"
             for each, status in found
@@ -144,7 +145,7 @@ def doctor(as_json: bool) -> None:
     """
     found = examine()
     if as_json:
-        click.echo(json.dumps(_as_dict(found), indent=2))
+        click.echo(json.dumps({name: getattr(found, name) for name in _SHOWN}, indent=2))
     else:
         _print(found, Console())
     sys.exit(1 if found.problems else 0)
@@ -154,7 +155,7 @@ def examine() -> Diagnosis:
     """Looks at this process and the machine it runs on."""
     return Diagnosis(
         python=platform.python_version(),
-        versions={package.name: installed_version(package.name) for package in PACKAGES},
+        packages={package.name: installed_version(package.name) for package in PACKAGES},
         **_examine_torch(),
         cores=core_count(),
         allocator=_described_allocator(),
@@ -255,7 +256,7 @@ def _examine_torch() -> dict[str, Any]:
     return {"devices": tuple(devices), "torch_threads": torch.get_num_threads()}
 
 
-def _examine_kernels() -> dict[str, str | None]:
+def _examine_kernels() -> dict[str, Any]:
     try:
         importlib.import_module("daf_kernels.cpu.backend")
         from daf_kernels.cpu.compile_cache import why_not_kept
@@ -264,23 +265,10 @@ def _examine_kernels() -> dict[str, str | None]:
     return {"kernels_not_kept": why_not_kept()}
 
 
-def _as_dict(found: Diagnosis) -> dict[str, object]:
-    return {
-        "python": found.python,
-        "packages": found.versions,
-        "devices": found.devices,
-        "cores": found.cores,
-        "torch_threads": found.torch_threads,
-        "allocator": found.allocator,
-        "problems": found.problems,
-        "advice": found.advice,
-    }
-
-
 def _print(found: Diagnosis, console: Console) -> None:
     packages = Table("package", "version", "needed", "status", "for")
     for package in PACKAGES:
-        installed = found.versions[package.name]
+        installed = found.packages[package.name]
         status = package.status(installed)
         shown = f"[{_COLORS[status]}]{status}[/]"
         packages.add_row(package.name, installed or "-", f">={package.floor}", shown, package.purpose)

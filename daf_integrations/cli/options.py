@@ -25,12 +25,17 @@ _OPTIONS = (
     click.option("--full", is_flag=True, help="Train all parameters, without LoRA."),
 )
 
+
+def _precision(_context: click.Context, _parameter: click.Parameter, value: str) -> Precision:
+    return PRECISIONS[value]
+
+
 precision_option = click.option(
     "--precision",
     type=click.Choice(list(PRECISIONS)),
     default="auto",
     show_default=True,
-    callback=lambda _context, _parameter, value: PRECISIONS[value],
+    callback=_precision,
     help="Bits of an element.",
 )
 """Gives a command a precision as a configuration takes it."""
@@ -43,22 +48,19 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     def with_workload(
         model: str, batch: int, length: int, task: Task | None, rank: int | None, full: bool, **options: Any
     ) -> None:
+        if full and rank is not None:
+            raise click.UsageError("--lora and --full exclude each other; pass one of them")
+        own = names_function(model)
+        if own and (task is not None or rank is not None):
+            option = "--lora" if task is None else "--task"
+            raise click.UsageError(f"{option} is for Hugging Face models; what {model} makes is trained as it is")
+        lora_rank = None if full or own else rank or DEFAULT_RANK
+        workload = Workload(model=model, batch=batch, length=length, task=task, lora_rank=lora_rank)
         try:
-            command(workload=_workload(model, batch, length, task, rank, full), **options)
+            command(workload=workload, **options)
         except DAFError as error:
             raise click.ClickException(str(error)) from error
 
     for option in reversed(_OPTIONS):
         with_workload = option(with_workload)
     return with_workload
-
-
-def _workload(model: str, batch: int, length: int, task: Task | None, rank: int | None, full: bool) -> Workload:
-    if full and rank is not None:
-        raise click.UsageError("--lora and --full exclude each other; pass one of them")
-    own = names_function(model)
-    if own and (task is not None or rank is not None):
-        option = "--lora" if task is None else "--task"
-        raise click.UsageError(f"{option} is for Hugging Face models; what {model} makes is trained as it is")
-    lora_rank = None if full or own else rank or DEFAULT_RANK
-    return Workload(model=model, batch=batch, length=length, task=task, lora_rank=lora_rank)

@@ -21,13 +21,8 @@ MEGABYTE = 1e6
 STANDARD_OUTPUT = "-"
 
 
-def output_file(suffixes: tuple[str, ...], dash: bool = False) -> Callable[..., Path | str | None]:
-    """Returns a callback for an option that names a file which can be written.
-
-    Args:
-        suffixes: Those that are allowed.
-        dash: Whether "-" may stand for the standard output.
-    """
+def file_option(*names: str, suffixes: tuple[str, ...], help: str, dash: bool = False) -> Callable[..., Any]:
+    """Gives a command an option that names a file which can be written, or "-" for the standard output."""
     allowed = " or ".join(suffixes) + (", or - for the standard output" if dash else "")
 
     def check(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Path | str | None:
@@ -44,20 +39,14 @@ def output_file(suffixes: tuple[str, ...], dash: bool = False) -> Callable[..., 
             raise click.BadParameter(f"{value!r} cannot be written; give a file where you may write")
         return path
 
-    return check
+    return click.option(*names, metavar="FILE", callback=check, help=help)
 
 
-json_option = click.option(
-    "--json", "json_file", metavar="FILE", callback=output_file((".json",), dash=True), help="Figures; - prints them."
-)
+json_option = file_option("--json", "json_file", suffixes=(".json",), dash=True, help="Figures; - prints them.")
 
 
 def write(file: Path | str | None, content: Callable[[], str | bytes | dict[str, Any]]) -> None:
-    """Writes what a function returns to a file, or prints it for "-"; does nothing where no file was named.
-
-    Args:
-        file: The value of an option with `output_file`.
-        content: Returns an image, a text, or values for JSON.
+    """Writes an image, a text or values for JSON to a file, or prints them for "-", where an option has named one.
 
     Raises:
         click.ClickException: The file cannot be written.
@@ -104,20 +93,9 @@ def drawn(size: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
 
 @contextmanager
 def progress(total: int, *columns: ProgressColumn) -> Generator[Callable[[str], None]]:
-    """Shows on a terminal how far a command is; yields what is to be called with its name when a stage begins.
-
-    Args:
-        total: How many stages there are.
-        columns: What is shown beside name, bar and time.
-    """
+    """Shows on a terminal how far a command is; yields what is to be called with its name when a stage begins."""
     console = Console(stderr=True)
     shown_columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), *columns
     with Progress(*shown_columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        task, begun = shown.add_task("", total=total), 0
-
-        def begin(name: str) -> None:
-            nonlocal begun
-            shown.update(task, description=name, completed=begun)
-            begun += 1
-
-        yield begin
+        task = shown.add_task("", total=total, completed=-1)  # until the first begins
+        yield lambda name: shown.update(task, description=name, advance=1)

@@ -67,15 +67,7 @@ class PlannedStep(NamedTuple):
 
 
 class Planning:
-    """Plans for a model and a batch, from passes with a few rows of it.
-
-    Args:
-        sized: The model and the batch.
-        precision: As `DAFConfig.precision`.
-
-    Attributes:
-        plain: What a step takes without DAF.
-    """
+    """Plans for a model and a batch, from passes with a few rows of it; `plain` is what a step takes without DAF."""
 
     def __init__(self, sized: BuiltWorkload, precision: Precision) -> None:
         self._config, self._model = DAFConfig(precision=precision), sized.model
@@ -136,9 +128,7 @@ class Planning:
 def joined(blocks: Sequence[PlannedBlock]) -> list[tuple[str, int, PlannedBlock]]:
     """Joins neighbours that are treated alike and hold as much, up to a percent.
 
-    Returns:
-        For each run a name such as "h.0 - h.5", without what all names begin with; how many blocks it is; and the
-        first of them.
+    Returns a name such as "h.0 - h.5", without what all names begin with; how many blocks it is; and the first of them.
     """
     shared = shared_prefix([block.name for block in blocks if block.name != OUTSIDE])
     runs: list[list[PlannedBlock]] = []

@@ -38,8 +38,8 @@ class Audits:
     Args:
         engine: Measures it.
         model: The model as it is called, perhaps compiled.
-        elastic: Chooses what a step trains; None where every step trains everything.
-        runner: Has the plan of a step; None where steps are not planned.
+        elastic: Chooses what a step trains, if training is elastic.
+        runner: Has the plan of a step, if steps are planned.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Audits:
         self._bound = engine.config.max_gradient_error
         self._share: float | None = SHARE
         self._checked_model = self._tried = self._warned_unmeasured = self._warned_low = False
-        self._unsupported: list[str] = []
+        self._unsupported: str | None = None
 
     def measure(
         self, batch: Any, loss_of: Callable[[Any], Tensor] | None, unsupported: str | None, totals: RunTotals
@@ -70,8 +70,9 @@ class Audits:
             if missing_values(self._model) is not None:
                 self._engine.postpone_audit()  # the first pass makes them
                 return False
-            self._checked_model, self._unsupported = True, unsupported_reasons(AUDITS, Context(self._model))
-            warn_of_large_graphs(self._model)
+            self._checked_model = True
+            self._unsupported = next(iter(unsupported_reasons(AUDITS, Context(self._model))), None)
+            _warn_of_large_graphs(self._model)
         if self._share is None or not self._engine.audit_due:
             return False
         if unsupported is None:
@@ -80,7 +81,7 @@ class Audits:
                 return False
             if self._runner is not None and self._runner.plan is not None and self._runner.plan.exact:
                 return False
-            unsupported = next(iter(self._unsupported), None)
+            unsupported = self._unsupported
         if unsupported is not None or loss_of is None:
             self.give_up(unsupported or "")
             return False
@@ -143,12 +144,8 @@ class Audits:
         self._warned_low = low
 
 
-def warn_of_large_graphs(model: nn.Module) -> None:
-    """Says where one compiled graph holds most of a model: its backward begins by decoding all that it has saved.
-
-    Args:
-        model: The model as it is called, perhaps compiled.
-    """
+def _warn_of_large_graphs(model: nn.Module) -> None:
+    """Says where one compiled graph holds most of a model: its backward begins by decoding all that it has saved."""
     total = _size(model)
     for module in model.modules():
         if is_compiled(module) and _size(module) > LARGE_SHARE * total:

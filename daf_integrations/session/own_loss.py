@@ -21,11 +21,7 @@ TOLERANCE = 1e-2
 
 
 def loss_in(output: Any, name: str | None = None) -> Tensor:
-    """Finds the loss in what a model returns: a number, one called `loss`, or the first number of a tuple.
-
-    Args:
-        output: What it returns.
-        name: The name of the loss among `losses_in`, where it is known.
+    """Finds the loss in what a model returns: that of a name among `losses_in`, or "loss", or the first number.
 
     Raises:
         AuditError: There is none.

@@ -15,13 +15,7 @@ ELASTIC = "elastic_state"
 
 
 class SavedState(NamedTuple):
-    """The parts of a saved state.
-
-    Attributes:
-        totals: Figures of the run so far.
-        engine: What the engine had learned; None where it had not begun.
-        elastic: Where its elastic training was, if it was elastic.
-    """
+    """Figures of the run so far, what the engine had learned (None before it began), and where elastic training was."""
 
     totals: RunTotals
     engine: Mapping[str, Any] | None

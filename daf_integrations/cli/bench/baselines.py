@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Generator as Numbers
@@ -43,7 +43,7 @@ class Stores:
     def __init__(self, model: nn.Module, code: Coding) -> None:
         self._code = code
         self._eligibility = Eligibility(model)
-        self._known: dict[tuple[Any, ...], Any] = {}
+        self._known: WeakValueDictionary[tuple[Any, ...], Stored] = WeakValueDictionary()
         self._untouched: dict[StorageWeakRef, int] = {}
         self._held = self._largest = 0
 
@@ -72,12 +72,10 @@ class Stores:
             return tensor.detach()
         self._largest = max(self._largest, tensor.numel())
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-        known = self._known.get(key)
-        stored = None if known is None else known()
+        stored = self._known.get(key)
         if stored is None:
-            stored = self._code(tensor.detach())
+            stored = self._known[key] = self._code(tensor.detach())
             self._held += stored.size
-            self._known[key] = ref(stored)
         return stored
 
 
@@ -108,28 +106,19 @@ def _in_bits(tensor: Tensor, bits: int, numbers: Numbers) -> Stored:
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)  # on a CPU aminmax takes ten times as long
     step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(groups.dtype).tiny)
     noise = torch.rand(groups.shape, generator=numbers, device=groups.device)
-    codes = (groups - low).div_(step).add_(noise).clamp_(0, 2**bits - 1).to(torch.uint8)
-    packed = _packed(codes, bits)
+    lanes = (groups - low).div_(step).add_(noise).clamp_(0, 2**bits - 1).to(torch.uint8).view(-1, 8 // bits)
+    packed = lanes[:, 0].clone()
+    for lane in range(1, 8 // bits):
+        packed |= lanes[:, lane] << (lane * bits)
     size = packed.numel() + 2 * low.numel() * low.element_size()
     return Stored(partial(_from_bits, packed, low, step, bits, tensor.shape, tensor.dtype), size)
 
 
 def _from_bits(packed: Tensor, low: Tensor, step: Tensor, bits: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    values = _unpacked(packed, bits).to(step.dtype).view(-1, GROUP).mul_(step).add_(low)
-    return values.flatten()[: shape.numel()].view(shape).to(dtype)
-
-
-def _packed(codes: Tensor, bits: int) -> Tensor:
-    lanes = codes.view(-1, 8 // bits)
-    packed = lanes[:, 0].clone()
-    for lane in range(1, 8 // bits):
-        packed |= lanes[:, lane] << (lane * bits)
-    return packed
-
-
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> shifts) & (2**bits - 1)
+    codes = (packed[:, None] >> shifts) & (2**bits - 1)
+    values = codes.to(step.dtype).view(-1, GROUP).mul_(step).add_(low)
+    return values.flatten()[: shape.numel()].view(shape).to(dtype)
 
 
 class Offload:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
 from daf_core.errors import ConfigError
+from daf_integrations.cli import output
 from daf_integrations.cli.bench.machine import GpuMachine, Machine, core_count, describe_machine
 from daf_integrations.cli.bench.methods import METHODS, parse_methods, traits
 from daf_integrations.cli.bench.process_memory import can_reset_peak
@@ -19,17 +20,7 @@ from daf_integrations.cli.bench.rounds import Comparison, Results, compare, firs
 from daf_integrations.cli.bench.summary import MethodResult
 from daf_integrations.cli.bench.tables import Grid, markdown_table, terminal_table
 from daf_integrations.cli.options import takes_model
-from daf_integrations.cli.output import (
-    MEGABYTE,
-    STANDARD_OUTPUT,
-    check_matplotlib,
-    drawn,
-    json_option,
-    output_file,
-    progress,
-    write,
-)
-from daf_integrations.cli.workload import Workload, names_function
+from daf_integrations.cli.workload import names_function
 
 DEFAULT_METHODS = "plain,checkpoint,bf16,classic-4bit,daf-exact,daf-8bit,daf-4bit,daf-2bit,daf-auto"
 
@@ -85,19 +76,11 @@ def _list_methods(context: click.Context, _parameter: click.Parameter, value: bo
     show_default=True,
     help="bf16: mixed precision, by autocast.",
 )
-@json_option
-@click.option("--markdown", metavar="FILE", callback=output_file((".md",)), help="The table in Markdown.")
-@click.option("--png", metavar="FILE", callback=output_file((".png",)), help="Picture of memory and time.")
+@output.json_option
+@output.file_option("--markdown", suffixes=(".md",), help="The table in Markdown.")
+@output.file_option("--png", suffixes=(".png",), help="Picture of memory and time.")
 def bench(
-    workload: Workload,
-    methods: tuple[str, ...],
-    rounds: int,
-    steps: int,
-    threads: int | None,
-    dtype: Literal["fp32", "bf16"],
-    json_file: Path | str | None,
-    markdown: Path | None,
-    png: Path | None,
+    threads: int | None, json_file: Path | str | None, markdown: Path | None, png: Path | None, **compared: Any
 ) -> None:
     """Train MODEL for a few steps with DAF and the usual alternatives, and compare memory, step time and gradients.
 
@@ -111,23 +94,21 @@ def bench(
     checkpoint. What a method computes in the first round is checked: where its loss is not the reference's, or its
     gradient cannot be right, no time of it is shown. The command exits with 1 if a method is wrong or failed.
     """
-    check_matplotlib("--png", png)
-    asked = Comparison(
-        workload=workload, methods=methods, dtype=dtype, rounds=rounds, steps=steps, threads=threads or core_count()
-    )
-    with progress(rounds * len(methods), TimeRemainingColumn()) as begin:
+    output.check_matplotlib("--png", png)
+    asked = Comparison(threads=threads or core_count(), **compared)
+    with output.progress(asked.rounds * len(asked.methods), TimeRemainingColumn()) as begin:
         results = compare(asked, begin)
     device = "cpu" if results.device == "cpu" else "cuda"
-    machine = describe_machine(threads=asked.threads, allocator=results.allocator, dtype=dtype, device=device)
+    machine = describe_machine(threads=asked.threads, allocator=results.allocator, dtype=asked.dtype, device=device)
     table, lines = _grid(asked, results), [_machine_line(machine), *_notes(asked, results)]
-    if json_file != STANDARD_OUTPUT:
+    if json_file != output.STANDARD_OUTPUT:
         console = Console()
         console.print(terminal_table(table))
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    write(json_file, lambda: _as_dict(asked, results, machine))
-    write(markdown, lambda: "\n\n".join([markdown_table(table), *lines]))
-    write(png, lambda: _picture(asked, results))
+    output.write(json_file, lambda: _as_dict(asked, results, machine))
+    output.write(markdown, lambda: "\n\n".join([markdown_table(table), *lines]))
+    output.write(png, lambda: _picture(asked, results))
     if results.failed or any(result.problem for result in results.methods):
         raise SystemExit(1)
 
@@ -153,7 +134,7 @@ def _row(result: MethodResult) -> list[str]:
     shown_error = "" if error is None else "0" if result.gradients_identical else f"{error:.2g}"
     return [
         result.method,
-        *(f"{size / MEGABYTE:.1f}" for size in (result.held_bytes, result.setup_rss_bytes, result.peak_bytes)),
+        *(f"{size / output.MEGABYTE:.1f}" for size in (result.held_bytes, result.setup_rss_bytes, result.peak_bytes)),
         "" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
         "wrong" if wrong else f"{result.step_seconds:.3f}",
         "" if wrong else f"{result.step_ratio:.2f}",
@@ -224,4 +205,4 @@ def _picture(asked: Comparison, results: Results) -> bytes:
         memory.invert_yaxis()
         figure.suptitle(_title(asked, results), fontsize="small")
 
-    return drawn((9, 1.2 + 0.38 * len(shown)), draw)
+    return output.drawn((9, 1.2 + 0.38 * len(shown)), draw)

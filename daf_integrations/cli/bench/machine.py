@@ -41,8 +41,10 @@ def describe_machine(
     *, dtype: str, threads: int | None = None, allocator: str | None = None, device: str = "cpu"
 ) -> Machine:
     """Describes this machine and a benchmark; without `threads` and `allocator` those of this process."""
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     machine = Machine(
-        cpu=_cpu_name(),
+        cpu=next(names, platform.processor() or platform.machine()),
         cores=core_count(),
         threads=threads or torch.get_num_threads(),
         torch=torch.__version__,
@@ -61,9 +63,3 @@ def describe_machine(
         cuda=torch.version.cuda or "",
         triton=installed_version("triton") or "",  # builds for other GPUs bring it under other names
     )
-
-
-def _cpu_name() -> str:
-    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

@@ -250,12 +250,7 @@ def open_method(name: str, model: nn.Module) -> Method:
 def parse_methods(
     text: str, known: Callable[[str], bool] = is_method, allowed: Iterable[str] = METHODS
 ) -> tuple[str, ...]:
-    """Returns the methods of a comma-separated list.
-
-    Args:
-        text: The list.
-        known: Whether a name is allowed.
-        allowed: Names for the message; sizes, bounds and shares in them are examples.
+    """Returns the methods of a comma-separated list; the message names those that are allowed.
 
     Raises:
         ConfigError: A name is unknown or repeated.

@@ -65,14 +65,9 @@ class GpuMemory:
 class SavedTensorCounter(TorchDispatchMode):
     """Counts the unique storages that autograd saves inside a ``with`` block, without changing them.
 
-    Storages of parameters and buffers do not count, nor do the low-precision casts of parameters that
-    autocast makes. Every storage counts once, in full, however many saved tensors view it. Tensors saved
-    inside a non-reentrant checkpoint do not reach the counter, but the inputs of the checkpoint do.
-
-    Example:
-        >>> with SavedTensorCounter(model) as counter:
-        ...     loss = model(**batch).loss
-        >>> counter.bytes
+    Storages of parameters and buffers do not count, nor do the low-precision casts of parameters that autocast makes.
+    Every storage counts once, in full, however many saved tensors view it. Tensors saved inside a non-reentrant
+    checkpoint do not reach the counter, but the inputs of the checkpoint do.
     """
 
     def __init__(self, model: nn.Module) -> None:

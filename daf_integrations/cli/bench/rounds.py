@@ -30,14 +30,9 @@ PRINTED = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The methods to compare, and how.
+    """The methods to compare, "plain" among them, and how: each has `rounds` processes, which time `steps` steps.
 
-    Attributes:
-        methods: Names of methods; "plain" is one of them.
-        dtype: "bf16" is autocast over the model's own weights.
-        rounds: Processes of each method.
-        steps: Steps that each of them times.
-        threads: Threads of torch.
+    With "bf16" they run under autocast, over the model's own weights; `threads` are those of torch.
     """
 
     workload: Workload
@@ -49,14 +44,11 @@ class Comparison:
 
 
 class Results(NamedTuple):
-    """The figures of a comparison.
+    """The figures of the methods that ran, in the order in which they were asked for, and where they ran.
 
     Attributes:
-        methods: Figures of those that ran, in the order in which they were asked for.
         reference: The method that they are compared with: "plain", or where that does not fit the first exact one.
         failed: What others ended with, by name.
-        device: What the model ran on.
-        allocator: The allocator of main memory.
     """
 
     methods: list[MethodResult]
@@ -107,11 +99,7 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
 
 
 def _standard(ran: Sequence[str], failed: Mapping[str, str]) -> str:
-    """Returns the method that others are compared with: plain, or of the exact ones that ran one that is not DAF's.
-
-    Raises:
-        WorkerError: None of them ran.
-    """
+    """Returns the method that others are compared with: plain, or of the exact ones that ran one that is not DAF's."""
     exact = [method for method in ran if traits(method).can_be_reference]
     if not exact:
         reasons = [f"{method}: {first_line(text)}" for method, text in failed.items()]
@@ -145,8 +133,7 @@ def run_process(
         task: What to run; "threads" are those of torch.
         name: Of the task, for messages.
         folder: Where the process may leave its result.
-        environment: Variables of the process; None for those of this one, with an allocator that gives freed blocks
-            back.
+        environment: None for the variables of this process, with an allocator that gives freed blocks back.
 
     Raises:
         WorkerMemoryError: Memory does not suffice.

@@ -67,10 +67,8 @@ class MethodResult(StoredBytes):
         step_ratio: Step time over the reference's in the same round.
         gradient_error: L2 norm of the difference from the reference's gradient over the norm of the reference's, over
             all parameters that the method trained in that step.
-        gradient_cosine: Cosine of the angle between the two.
         lora_gradient_error: The error over adapters alone: the classifier of an encoder with random weights outweighs
             them. None without adapters.
-        gradients_identical: Whether every bit is equal.
         rounds: The measurements that the medians are of.
     """
 
@@ -178,14 +176,7 @@ def problem_of(
 def summarize(
     method: str, rounds: Sequence[Measurement], computed: Mapping[str, Gradients], reference: Reference
 ) -> MethodResult:
-    """Returns the figures of a method.
-
-    Args:
-        method: Its name.
-        rounds: What its processes measured.
-        computed: What it computed, by whether there was dropout.
-        reference: What it is compared with, in the same rounds.
-    """
+    """Returns the figures of a method beside the reference; `computed` is by whether there was dropout."""
 
     def ratio(field: str) -> float:
         return paired_ratio(_each(rounds, field), _each(reference.rounds, field))

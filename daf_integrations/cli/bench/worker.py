@@ -52,7 +52,6 @@ class Task:
         workload: The fields of a `Workload`.
         dtype: "bf16" is autocast over the model's own weights.
         steps: Steps that are timed; at least `ALTERNATING_STEPS` of a method whose steps differ by design.
-        threads: Threads of torch.
         gradients: File that loss and gradients are saved to; empty: they are not.
         undropped: Whether those without dropout are saved too, of what others may be compared with.
     """
@@ -77,9 +76,6 @@ class Measurement(StoredBytes):
             of the GPU's allocated bytes.
         peak_rss_bytes: The same of the process' resident memory, wherever the model is.
         step_seconds: Median time of a step, or mean for methods whose steps differ by design.
-        device: Device of the model.
-        dtype: See `Task`.
-        allocator: Allocator of main memory.
     """
 
     setup_rss_bytes: int
@@ -92,14 +88,7 @@ class Measurement(StoredBytes):
 
 
 class TrainingStep:
-    """A training step on one batch; its random numbers depend on the seed alone.
-
-    Args:
-        sized: Model and batch.
-        optimizer: Has what is trained.
-        method: Runs the passes.
-        dtype: See `Task`.
-    """
+    """A training step on one batch, whose passes a method runs; its random numbers depend on the seed alone."""
 
     def __init__(self, sized: BuiltWorkload, optimizer: Optimizer, method: Method, dtype: str) -> None:
         self._sized, self._optimizer, self._method = sized, optimizer, method

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,9 @@ from rich.table import Table
 
 from daf_core.config import Precision
 from daf_core.precision.policy import UNIFORM
+from daf_integrations.cli import output
 from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.options import precision_option, takes_model
-from daf_integrations.cli.output import (
-    MEGABYTE,
-    STANDARD_OUTPUT,
-    check_matplotlib,
-    drawn,
-    json_option,
-    output_file,
-    progress,
-    write,
-)
 from daf_integrations.cli.plan import shared_prefix
 from daf_integrations.cli.profile.compute import STAGES, Profile, Row, fold, profile_step, total
 from daf_integrations.cli.workload import BuiltWorkload, Workload, build
@@ -52,9 +44,9 @@ tr:last-child { font-weight: bold; }
 @takes_model
 @precision_option
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Rows of a table.")
-@json_option
-@click.option("--png", metavar="FILE", callback=output_file((".png",)), help="Picture of the memory over a step.")
-@click.option("--html", metavar="FILE", callback=output_file((".html", ".htm")), help="Page with tables and picture.")
+@output.json_option
+@output.file_option("--png", suffixes=(".png",), help="Picture of the memory over a step.")
+@output.file_option("--html", suffixes=(".html", ".htm"), help="Page with tables and picture.")
 def profile(
     workload: Workload,
     precision: Precision,
@@ -71,19 +63,19 @@ def profile(
     Each table has what autograd keeps alone, what is held with precision "exact", and what is held with the one that
     is asked for. Their sums are what DAF reports of a step. Nothing of the model is rewritten.
     """
-    check_matplotlib("--png", png)
-    check_matplotlib("--html", html)
-    with progress(len(STAGES)) as begin:
+    output.check_matplotlib("--png", png)
+    output.check_matplotlib("--html", html)
+    with output.progress(len(STAGES)) as begin:
         begin(STAGES[0])
         sized = build(workload)
         found = profile_step(sized, precision, begin)
     title, tables = _title(workload, sized, precision), _grids(found, precision, top)
     peaks = _peaks(found)
     image = _picture(found, title) if png is not None or html is not None else b""
-    write(json_file, lambda: _as_dict(workload, sized, found, precision))
-    write(png, lambda: image)
-    write(html, lambda: _page(title, tables, peaks, image))
-    if json_file != STANDARD_OUTPUT:
+    output.write(json_file, lambda: _as_dict(workload, sized, found, precision))
+    output.write(png, lambda: image)
+    output.write(html, lambda: _page(title, tables, peaks, image))
+    if json_file != output.STANDARD_OUTPUT:
         console = Console()
         for grid in tables:
             console.print(_terminal_table(grid))
@@ -111,7 +103,7 @@ def _peaks(found: Profile) -> str:
 def _grids(found: Profile, precision: Precision, top: int) -> list[Grid]:
     """Returns the tables, by module and by operator; the last row of each is the sum of the others."""
     prefix = shared_prefix([row.name for row in found.modules if not row.name.startswith("(")])
-    modules = [row._replace(name=row.name.removeprefix(prefix)) for row in found.modules]
+    modules = [replace(row, name=row.name.removeprefix(prefix)) for row in found.modules]
     heading = f"module of {prefix.removesuffix('.')}" if prefix else "module"
     return [
         _grid([heading, "count"], modules, precision, top),
@@ -191,8 +183,9 @@ def _picture(found: Profile, title: str) -> bytes:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for curve, name, color in ((found.plain_curve, "without", "tab:gray"), (found.curve, "with", "tab:blue")):
-            seconds, sizes = zip(*((point.seconds, point.size / MEGABYTE) for point in curve.points), strict=True)
-            label = f"{name} DAF: {curve.peak / MEGABYTE:.0f} MB"
+            seconds = [point.seconds for point in curve.points]
+            sizes = [point.size / output.MEGABYTE for point in curve.points]
+            label = f"{name} DAF: {curve.peak / output.MEGABYTE:.0f} MB"
             axes.step(seconds, sizes, where="post", label=label, color=color)
             axes.axvline(curve.forward_seconds, linestyle=":", color=color)
         axes.set_title(title, fontsize="small")
@@ -203,7 +196,7 @@ def _picture(found: Profile, title: str) -> bytes:
         axes.grid(alpha=0.3)
         axes.legend()
 
-    return drawn((9, 4.5), draw)
+    return output.drawn((9, 4.5), draw)
 
 
 def _page(title: str, tables: Sequence[Grid], peaks: str, image: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from daf_core.config import DAFConfig, Precision
@@ -24,7 +25,8 @@ STAGES = ("building the model", "exact", "compressed", "memory without DAF", "me
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """What modules, or operators, save in a step.
 
     Attributes:
@@ -53,16 +55,7 @@ class Pass(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What `profile_step` has found.
-
-    Attributes:
-        modules: A row for each kind of module that saves anything; those with the most bytes first.
-        operators: A row for each kind of autograd node.
-        exact: The pass with ``precision="exact"``.
-        held: The pass with the precision that was asked for.
-        plain_curve: Memory of a step without DAF.
-        curve: Memory of a step with it.
-    """
+    """What `profile_step` has found: rows, those with the most bytes first, and memory without DAF and with it."""
 
     modules: list[Row]
     operators: list[Row]
@@ -75,10 +68,7 @@ class Profile(NamedTuple):
 def profile_step(sized: BuiltWorkload, precision: Precision, begin: Callable[[str], None]) -> Profile:
     """Runs forward passes of a batch, exact and with a precision, and steps whose memory is followed.
 
-    Args:
-        sized: The model and the batch.
-        precision: As `DAFConfig.precision`; "auto" stands for what it begins with, before any audit.
-        begin: Is told which of `STAGES` begins.
+    "auto" stands for what it begins with, before any audit; `begin` is told which of `STAGES` begins.
 
     Raises:
         ModelError: The loss has no gradient.
@@ -111,7 +101,8 @@ def fold(rows: Sequence[Row], top: int) -> list[Row]:
 
 def total(name: str, rows: Sequence[Row]) -> Row:
     """Returns the sum of rows."""
-    return Row(name, "", *(sum(column) for column in zip(*(row[2:] for row in rows), strict=True)))
+    sizes = zip(*((row.count, row.raw_bytes, row.exact_bytes, row.held_bytes) for row in rows), strict=True)
+    return Row(name, "", *(sum(column) for column in sizes))
 
 
 def pattern(name: str) -> str:

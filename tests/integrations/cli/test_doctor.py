@@ -19,7 +19,7 @@ from daf_integrations.cli.main import main
 ROOT = Path(__file__).resolve().parents[3]
 READY = Diagnosis(
     python="3.11.7",
-    versions={package.name: package.floor for package in PACKAGES},
+    packages={package.name: package.floor for package in PACKAGES},
     devices=("cpu: x86_64, AVX512",),
     torch_threads=2,
     cores=2,
@@ -33,7 +33,7 @@ def run(*arguments: str) -> Result:
 
 def with_version(name: str, found: str | None) -> Diagnosis:
     """A machine that lacks nothing but the given package in a good version."""
-    return replace(READY, versions=READY.versions | {name: found})
+    return replace(READY, packages=READY.packages | {name: found})
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
