@@ -45,14 +45,11 @@ from daf_integrations.session.saved_state import SavedState
 
 MARK = "_daf_compresses"
 
-STATES = "daf_states_{}.json"
-"""The file of a process in the folder of a checkpoint."""
+STATES = "daf_states_{}.json"  # the file of a process in the folder of a checkpoint
 
-_saved: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Accelerators whose checkpoints hold what DAF has learned."""
+_saved: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerators whose checkpoints hold what DAF has learned
 
-_announced: weakref.WeakSet[Training] = weakref.WeakSet()
-"""Trainings whose line at the beginning was printed."""
+_announced: weakref.WeakSet[Training] = weakref.WeakSet()  # trainings whose line at the beginning was printed
 
 
 def install(accelerator_class: Any) -> None:

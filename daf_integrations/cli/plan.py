@@ -33,8 +33,7 @@ from daf_integrations.cli.workload import BuiltWorkload, Workload, build
 LADDER = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.06, 0.04)
 """Budgets that are planned for if none is given, in parts of what plain training takes."""
 
-ALIKE = 0.01
-"""Relative difference in bytes up to which blocks are shown as one."""
+ALIKE = 0.01  # relative difference in bytes up to which blocks are shown as one
 
 OUTSIDE = "(outside of blocks)"
 

@@ -40,8 +40,7 @@ CONTRACT = (
     "with the batch as keywords and returns its loss, and a dictionary of tensors with that many rows"
 )
 
-MODULE = "__daf_model__"
-"""Name of a user's file as a module; that of the file may be one of another module."""
+MODULE = "__daf_model__"  # name of a user's file as a module; that of the file may be one of another module
 
 
 @dataclass(frozen=True, kw_only=True)

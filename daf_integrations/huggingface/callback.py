@@ -24,8 +24,7 @@ from daf_integrations.session.options import configured
 from daf_integrations.session.session import DAFSession
 from daf_integrations.session.unwrap import unwrap_model
 
-FRAMES = 8
-"""How far up the trainer is looked for; in transformers 5 it is three frames up."""
+FRAMES = 8  # how far up the trainer is looked for; in transformers 5 it is three frames up
 
 log = getLogger("daf")
 

@@ -36,11 +36,8 @@ if TYPE_CHECKING:
 else:  # a strategy of either package comes after these in the bases of a class
     SingleDeviceStrategy = Strategy = object
 
-NAME = "daf"
-"""The strategy's name: ``Trainer(strategy="daf")``."""
-
-CHECKPOINT_KEY = "daf"
-"""Key of a checkpoint that holds the totals and what the engine has learned, as plain values."""
+NAME = "daf"  # the strategy's name: ``Trainer(strategy="daf")``
+CHECKPOINT_KEY = "daf"  # key of a checkpoint that holds the totals and what the engine has learned, as plain values
 
 
 class CompressingStrategy(Strategy):

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
-Options = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of `LightningModule.log` after name and value."""
+Options = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of `LightningModule.log` after name and value
 
 _REDUCTIONS: dict[Any, Callable[[Iterable[Any]], Any]] = {
     "sum": sum,

@@ -20,8 +20,7 @@ from daf_core.unsupported.models import AUDITS, UNMEASURED
 from daf_core.unsupported.table import Context, unsupported_reasons
 from daf_integrations.session.metrics import RunTotals
 
-LEAST_SHARE = 1 / 1024
-"""Share of a batch below which an audit that does not fit in the memory budget is given up."""
+LEAST_SHARE = 1 / 1024  # share of a batch below which an audit that does not fit in the memory budget is given up
 
 LOW_COSINE = 0.5
 """Cosine of the angle between compressed and exact gradient below which an audit warns: the step goes elsewhere."""

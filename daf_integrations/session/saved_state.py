@@ -10,8 +10,7 @@ from daf_core.precision.audit import restored
 from daf_core.precision.policy import PrecisionPolicy
 from daf_integrations.session.metrics import RunTotals
 
-ELASTIC = "elastic_state"
-"""The part that states of older versions do not have."""
+ELASTIC = "elastic_state"  # the part that states of older versions do not have
 
 
 class SavedState(NamedTuple):

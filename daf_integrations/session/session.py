@@ -28,8 +28,7 @@ from daf_integrations.session.saved_state import SavedState
 
 WHOLE = "a loop that calls the model itself keeps its batches whole; daf_integrations.step(model, batch) splits them"
 
-LossFunction = Callable[[Any], Tensor]
-"""Returns the loss of a batch, or of some of its rows."""
+LossFunction = Callable[[Any], Tensor]  # returns the loss of a batch, or of some of its rows
 
 log = getLogger("daf")
 

@@ -18,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from daf_core.errors import ConfigError
 from daf_core.saved_tensors.classify import Eligibility, TensorKind
 
-GROUP = 256
-"""Elements that share a minimum and a maximum, as in GACT (ICML 2022)."""
+GROUP = 256  # elements that share a minimum and a maximum, as in GACT (ICML 2022)
 
 
 @dataclass(frozen=True)

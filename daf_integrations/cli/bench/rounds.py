@@ -21,11 +21,8 @@ from daf_integrations.cli.bench.worker import ERROR, OUT_OF_MEMORY, Measurement,
 from daf_integrations.cli.doctor import MMAP_THRESHOLD, SMALL_BLOCK
 from daf_integrations.cli.workload import Workload
 
-EXACT = ("checkpoint", "daf-exact")
-"""What can take plain training's place anywhere."""
-
-PRINTED = 2000
-"""Characters of what a process printed last that its error shows."""
+EXACT = ("checkpoint", "daf-exact")  # what can take plain training's place anywhere
+PRINTED = 2000  # characters of what a process printed last that its error shows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,7 @@ LARGEST_ROUNDING = 1e-4
 LARGEST_BF16_ROUNDING = 2e-3
 """The same under autocast to bfloat16; activations in 8 bits would already make a difference of 8e-3."""
 
-LEAST_PEAK = 5_000_000
-"""Bytes that the reference takes at least where ratios of peaks say something."""
+LEAST_PEAK = 5_000_000  # bytes that the reference takes at least where ratios of peaks say something
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,14 @@ from daf_integrations.cli.workload import SEED, BuiltWorkload, Workload, build
 ERROR, OUT_OF_MEMORY = "error", "out of memory"
 """Keys of the message in the file of a process that could not measure, the latter where memory was what it lacked."""
 
-DROPOUT, NO_DROPOUT = "dropout", "no dropout"
-"""Keys of what was computed with dropout, and without."""
+DROPOUT, NO_DROPOUT = "dropout", "no dropout"  # keys of what was computed with dropout, and without
 
-ADAPTER_DEVIATION = 0.02
-"""Of LoRA's B: as long as it is zero, as it is made, A has no gradient to compare."""
+ADAPTER_DEVIATION = 0.02  # of LoRA's B: as long as it is zero, as it is made, A has no gradient to compare
 
 ALTERNATING_STEPS = 20
 """Steps at least of a method whose steps differ by design: elastic training has those of two depths in turn."""
 
-ELASTIC_RATE = 1e-4
-"""Learning rate where it is measured what steps gain."""
+ELASTIC_RATE = 1e-4  # learning rate where it is measured what steps gain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from daf_core.snapshots.measurement import measuring
 from daf_core.telemetry import StepStatistics
 from daf_integrations.cli.workload import BuiltWorkload
 
-MODEL = "(the model itself)"
-"""Stands for what is saved outside of the modules inside of the model, such as by its loss."""
+MODEL = "(the model itself)"  # stands for what is saved outside of the modules inside of the model, such as by its loss
 
 STAGES = ("building the model", "exact", "compressed", "memory without DAF", "memory with DAF")
 
