@@ -249,11 +249,9 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
 
 
 def strategy_for(strategies: Any, home: str) -> tuple[type[ChoosingStrategy], Callable[..., None]]:
-    """Returns `DAFStrategy` for one of Lightning's packages, and what registers it there.
+    """Returns `DAFStrategy` for the strategies of one of Lightning's packages, and what registers it there.
 
-    Args:
-        strategies: ``lightning.pytorch.strategies`` or ``pytorch_lightning.strategies``.
-        home: The module that exports both.
+    The module of the name `home` exports both.
     """
 
     def __init__(self: Any, config: Any = None, base: Any = None, **options: Any) -> None:

@@ -34,11 +34,7 @@ log = getLogger("daf")
 class Audits:
     """Measures the error of the gradient on a few rows of a batch, and counts and reports it.
 
-    Args:
-        engine: Measures it.
-        model: The model as it is called, perhaps compiled.
-        elastic: Chooses what a step trains, if training is elastic.
-        runner: Has the plan of a step, if steps are planned.
+    The model is given as it is called, perhaps compiled.
     """
 
     def __init__(
@@ -55,11 +51,7 @@ class Audits:
     ) -> bool:
         """Measures the error before a forward pass of the batch, if that is due; says whether it did.
 
-        Args:
-            batch: The batch.
-            loss_of: Returns the loss of some of its rows; None only where `unsupported` says why.
-            unsupported: Why this batch cannot be measured; None where it can.
-            totals: Count the audit.
+        `loss_of` returns the loss of some of its rows, or `unsupported` says why there is none; `totals` count it.
 
         Raises:
             AuditError: The error cannot be measured, and `max_gradient_error` is set.

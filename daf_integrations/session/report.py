@@ -43,11 +43,7 @@ def describe(model: nn.Module) -> str:
 def render(title: str, totals: RunTotals, plan: str | None = None, trained: str | None = None) -> str:
     """Returns a table of a run's figures as text, without colours, below its title.
 
-    Args:
-        title: A line above the table.
-        totals: The figures.
-        plan: How steps were run at last, where a budget covers them.
-        trained: What they trained, where training was elastic.
+    It ends with how the last steps were run, where a budget covers them, and what they trained, where that was elastic.
     """
     from rich.console import Console  # rich takes time to import
     from rich.table import Table

@@ -79,13 +79,7 @@ class StoredBytes:
 
 
 class Method:
-    """Runs the passes of training steps.
-
-    Args:
-        model: The model that is trained.
-        store: Keeps saved tensors in another form; None leaves them alone.
-        undo: Leaves the model as it was.
-    """
+    """Runs the passes of training steps; with a store, saved tensors are kept in another form."""
 
     def __init__(
         self, model: nn.Module, store: Offload | Stores | None = None, undo: Callable[[], object] = lambda: None

@@ -23,7 +23,7 @@ def resident_bytes() -> int:
 
 
 def can_reset_peak() -> bool:
-    """Says whether the system can start a new peak, as Linux does."""
+    """Whether the system can start a new peak, as Linux does."""
     return os.access(_CLEAR_REFS, os.W_OK)
 
 

@@ -202,11 +202,9 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def serve(arguments: list[str], measure_task: Callable[[dict[str, Any]], Any]) -> None:
-    """Measures in a process that `daf_integrations.cli.bench.rounds.run_process` starts.
+    """Measures in a process that `daf_integrations.cli.bench.rounds.run_process` starts with these arguments.
 
-    Args:
-        arguments: The task as JSON, and the file that takes the measurement, or the reason why there is none.
-        measure_task: Returns the measurement, a dataclass, for the fields of a task.
+    The file takes what the function returns for the fields of the task, a dataclass, or the reason why there is none.
     """
     task, result = arguments
     try:
