@@ -22,7 +22,7 @@ from daf_integrations.cli.bench.summary import paired_ratio
 from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.bench.worker import Measurement, Task
 from daf_integrations.cli.doctor import MMAP_THRESHOLD, SMALL_BLOCK
-from daf_integrations.cli.workload.build import Workload
+from daf_integrations.cli.workload import Workload
 
 GLIBC = (
     {},

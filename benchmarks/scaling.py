@@ -25,7 +25,7 @@ from daf_integrations.cli.bench.methods import Method, open_method, traits
 from daf_integrations.cli.bench.summary import LARGEST_ROUNDING, Gradients, paired_ratio, problem_of
 from daf_integrations.cli.bench.tables import Grid
 from daf_integrations.cli.bench.worker import TrainingStep, computed, fill_adapters
-from daf_integrations.cli.workload.build import BuiltWorkload
+from daf_integrations.cli.workload import BuiltWorkload
 
 METHODS = ("plain", "daf-exact", "daf-4bit", "daf-auto")
 LONGEST = 2048

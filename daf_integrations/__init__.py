@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from daf_integrations.huggingface.arguments import DAFArguments
-    from daf_integrations.huggingface.callback import DAFCallback
-    from daf_integrations.huggingface.trainer import DAFTrainer, DAFTrainerMixin
+    from daf_integrations.huggingface.callback import DAFCallback, DAFTrainer, DAFTrainerMixin
     from daf_integrations.lightning import DAFStrategy
     from daf_integrations.loop.api import load_state_dict, metrics, prepare, scope, state_dict, step, summary
 
@@ -29,9 +28,11 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(__all__, ("daf_integrations.loop.api", "torch", "dev")),
     "DAFArguments": ("daf_integrations.huggingface.arguments", "torch", "dev"),
-    "DAFCallback": ("daf_integrations.huggingface.callback", "transformers", "hf"),
     "DAFStrategy": ("daf_integrations.lightning", "lightning", "lightning"),
-    **dict.fromkeys(("DAFTrainer", "DAFTrainerMixin"), ("daf_integrations.huggingface.trainer", "transformers", "hf")),
+    **dict.fromkeys(
+        ("DAFCallback", "DAFTrainer", "DAFTrainerMixin"),
+        ("daf_integrations.huggingface.callback", "transformers", "hf"),
+    ),
 }
 """The module that has a name, the framework that it needs, and the extra that brings it."""
 

@@ -51,7 +51,8 @@ class ImportWatcher(MetaPathFinder):
         """Acts on the modules whose import has ended, as some have before this was installed."""
         for name in list(self._actions):
             module = sys.modules.get(name)
-            if module is not None and not _initializing(module):
+            spec = getattr(module, "__spec__", None)
+            if module is not None and not getattr(spec, "_initializing", False):
                 self._act(name, module)
 
     def find_spec(
@@ -90,10 +91,6 @@ class ImportWatcher(MetaPathFinder):
                 action(module)
         except Exception as error:
             log.warning("DAF does not know this version of %s, and is not active there: %r", name, error)
-
-
-def _initializing(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _accept_section(config_args: ModuleType) -> None:

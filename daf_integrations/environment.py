@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import os
 
-SWITCH = "ACCELERATE_USE_DAF"
-"""Environment variable that switches DAF on in Accelerate."""
-
-OPTIONS = "ACCELERATE_DAF_CONFIG"
-"""Environment variable with the options, as a JSON object."""
-
-SECTION = "daf_config"
-"""Section of an Accelerate configuration file with the options."""
+SWITCH = "ACCELERATE_USE_DAF"  # environment variable that switches DAF on in Accelerate
+OPTIONS = "ACCELERATE_DAF_CONFIG"  # environment variable with the options, as a JSON object
+SECTION = "daf_config"  # section of an Accelerate configuration file with the options
 
 _OFF = ("", "0", "false", "off", "no", "n", "f")
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytorch_lightning import strategies
 
-from daf_integrations.lightning.base import register_strategy, strategy_class
+from daf_integrations.lightning.base import ChoosingStrategy, strategy_for
+
+_strategy, register = strategy_for(strategies, "daf_integrations.pytorch_lightning")
 
 if TYPE_CHECKING:
-    from daf_integrations.lightning.base import ChoosingStrategy as DAFStrategy
+    DAFStrategy = ChoosingStrategy
 else:
-    DAFStrategy = strategy_class(strategies, "daf_integrations.pytorch_lightning")
-
-
-def register(registry: Any = strategies.StrategyRegistry) -> None:
-    """Makes ``Trainer(strategy="daf")`` work, in a registry of strategies that does not know the name."""
-    register_strategy(registry, DAFStrategy)
-
-
-register()
+    DAFStrategy = _strategy

@@ -45,18 +45,15 @@ from daf_integrations.session.saved_state import SavedState
 
 MARK = "_daf_compresses"
 
-_saved: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Accelerators whose checkpoints hold what DAF has learned."""
+STATES = "daf_states_{}.json"  # the file of a process in the folder of a checkpoint
 
-_announced: weakref.WeakSet[Training] = weakref.WeakSet()
-"""Trainings whose line at the beginning was printed."""
+_saved: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerators whose checkpoints hold what DAF has learned
+
+_announced: weakref.WeakSet[Training] = weakref.WeakSet()  # trainings whose line at the beginning was printed
 
 
 def install(accelerator_class: Any) -> None:
-    """Has every `Accelerator` compress the models it prepares; a second call does nothing.
-
-    Args:
-        accelerator_class: `accelerate.Accelerator`.
+    """Has every `accelerate.Accelerator` compress the models it prepares; a second call does nothing.
 
     Raises:
         ConfigError: An option of the environment is unknown or its value is not allowed.
@@ -136,11 +133,11 @@ def _announce(accelerator: Any, training: Training) -> None:
 def _save(process: int, models: list[nn.Module], _weights: object, folder: str) -> None:
     found = [training_of(model) for model in models]
     states = [None if training is None else training.session.state() for training in found]
-    _state_file(folder, process).write_text(json.dumps(states))
+    Path(folder, STATES.format(process)).write_text(json.dumps(states))
 
 
 def _load(process: int, models: list[nn.Module], folder: str) -> None:
-    file = _state_file(folder, process)
+    file = Path(folder, STATES.format(process))
     if not file.is_file():  # of a run without DAF, or with fewer processes
         return
     found = [(training_of(model), state) for model, state in zip(models, _states_in(file), strict=False)]
@@ -161,10 +158,6 @@ def _states_in(file: Path) -> list[Any]:
             f"{str(file)!r} holds no saved states of DAF ({error}); remove it to go on without what was learned"
         ) from error
     return cast("list[Any]", states)
-
-
-def _state_file(folder: str, process: int) -> Path:
-    return Path(folder) / f"daf_states_{process}.json"
 
 
 def main(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The allocator of main memory that a program starts with: one that gives freed memory back to the system."""
+"""`daf run`: a program starts with an allocator of main memory that gives freed memory back to the system."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from ctypes.util import find_library
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
@@ -16,23 +16,12 @@ from daf_integrations.cli.doctor import allocator_advice, installed_mimalloc, in
 PRELOAD = "LD_PRELOAD"
 AUTO, GLIBC = "auto", "glibc"
 
-
-def installed_jemalloc() -> str | None:
-    """Returns what to preload for jemalloc: a name that the loader finds; None where it is not installed."""
-    return find_library("jemalloc")
-
-
 LIBRARIES: dict[str, Callable[[], str | None]] = {
     "tcmalloc": installed_tcmalloc,
     "mimalloc": installed_mimalloc,
-    "jemalloc": installed_jemalloc,
+    "jemalloc": partial(find_library, "jemalloc"),
 }
 """What finds the library of each allocator; "auto" takes the first of the first two that is installed."""
-
-
-def installed_library() -> str | None:
-    """Returns the library that programs should start with; None where none is installed."""
-    return installed_tcmalloc() or installed_mimalloc()
 
 
 def library_of(allocator: str) -> str | None:
@@ -45,7 +34,8 @@ def library_of(allocator: str) -> str | None:
         click.BadParameter: It is not installed.
     """
     if allocator == AUTO:
-        return None if _is_preloaded() or not sys.platform.startswith("linux") else installed_library()
+        stays = is_preloaded() or not sys.platform.startswith("linux")
+        return None if stays else installed_tcmalloc() or installed_mimalloc()
     if allocator == GLIBC:
         return None
     if allocator not in LIBRARIES:
@@ -60,17 +50,14 @@ def library_of(allocator: str) -> str | None:
 
 
 def preloading(library: str | None) -> dict[str, str]:
-    """Returns the variables of this process, with those that have a program start with an allocator.
-
-    Args:
-        library: The allocator's library; None for none.
-    """
+    """Returns the variables of this process, with those that have a program start with a library, if there is one."""
     if library is None:
         return dict(os.environ)
     return {**os.environ, PRELOAD: f"{library} {os.environ.get(PRELOAD, '')}".strip()}
 
 
-def _is_preloaded() -> bool:
+def is_preloaded() -> bool:
+    """Says whether programs that this process starts have another allocator than the system's already."""
     return "malloc" in os.environ.get(PRELOAD, "")
 
 
@@ -96,12 +83,9 @@ def run(allocator: str, as_module: bool, program: str, arguments: Sequence[str])
     process. The extra [allocator] installs mimalloc.
     """
     library = library_of(allocator)
-    if library is None and allocator == AUTO and loaded_allocator() == GLIBC and not _is_preloaded():
+    if library is None and allocator == AUTO and loaded_allocator() == GLIBC and not is_preloaded():
         click.echo(f"DAF found no other allocator. {allocator_advice()}", err=True)
-    _replace_process([sys.executable, *(["-m"] if as_module else []), program, *arguments], preloading(library))
-
-
-def _replace_process(command: Sequence[str], environment: dict[str, str]) -> NoReturn:
+    command = [sys.executable, *(["-m"] if as_module else []), program, *arguments]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], list(command), environment)
+    os.execve(command[0], command, preloading(library))

@@ -1,12 +1,12 @@
-"""What DAF finds on this machine, what is missing, and what to type.
+"""`daf doctor`: what DAF finds on this machine, what is missing, and what to type.
 
-The facts (`examine`) are kept apart from how they are shown (`daf_integrations.cli.main`). No trainer is imported to
-find its version, so that one that is missing or broken is a finding and never an exception.
+No trainer is imported to find its version, so that one that is missing or broken is a finding and never an exception.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import platform
 import re
@@ -16,13 +16,17 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import click
 import humanfriendly
 from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
 
 Status = Literal["ok", "missing", "too old"]
 
+_COLORS: dict[Status, str] = {"ok": "green", "missing": "yellow", "too old": "red"}
 _MEMORY_MAPS = Path("/proc/self/maps")
 _ALLOCATORS = {
     "tcmalloc": "/libtcmalloc",
@@ -36,19 +40,17 @@ SMALL_BLOCK, _LARGE_BLOCK = 1 << 16, 1 << 20  # within these, peaks are those of
 _TCMALLOC = "libtcmalloc_minimal.so.4"
 _MIMALLOC = "cmeel-mimalloc"  # distribution of the extra [allocator], whose wheel has the library
 _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
+_SHOWN = ("python", "packages", "devices", "cores", "torch_threads", "allocator", "problems", "advice")
 _INSTALLERS = {"apt-get": "libtcmalloc-minimal4", "dnf": "gperftools-libs"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package that DAF needs or plugs into.
+    """A package that DAF needs or plugs into, by the name to install it by; `floor` is the oldest version that works.
 
     Attributes:
-        name: name to install it by.
-        floor: oldest version that DAF works with.
-        purpose: what DAF has it for.
-        required: whether DAF does nothing without it.
-        gpu_only: whether only a machine with a GPU has a use for it.
+        required: Whether DAF does nothing without it.
+        gpu_only: Whether only a machine with a GPU has a use for it.
     """
 
     name: str
@@ -56,6 +58,12 @@ class Package:
     purpose: str
     required: bool = False
     gpu_only: bool = False
+
+    def status(self, installed: str | None) -> Status:
+        """Whether an installed version will do; None where there is none."""
+        if installed is None:
+            return "missing"
+        return "ok" if Version(installed) >= Version(self.floor) else "too old"
 
 
 PACKAGES = (
@@ -70,129 +78,93 @@ PACKAGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackageState:
-    """A package as it is installed here.
-
-    Attributes:
-        package: what DAF wants.
-        version: installed version, None where there is none.
-    """
-
-    package: Package
-    version: str | None
-
-    @property
-    def status(self) -> Status:
-        """Whether the installed version will do."""
-        if self.version is None:
-            return "missing"
-        return "ok" if Version(self.version) >= Version(self.package.floor) else "too old"
-
-    @property
-    def remedy(self) -> str:
-        """What is wrong, and the command that puts it right."""
-        package = self.package
-        return f"{package.name} is {self.status} (for {package.purpose}): pip install '{package.name}>={package.floor}'"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchState:
-    """What torch says of this machine.
-
-    Attributes:
-        devices: one line a device, the CPU first.
-        threads: threads that torch computes with; 0 where torch does not load.
-        error: why torch does not load, None if it does.
-    """
-
-    devices: tuple[str, ...] = ()
-    threads: int = 0
-    error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelState:
-    """What becomes of the CPU kernels here.
-
-    Attributes:
-        error: why they do not load, None if they do.
-        not_kept: why the next run does not find them compiled, None if it does.
-    """
-
-    error: str | None = None
-    not_kept: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """All that `daf doctor` reports.
 
     Attributes:
-        python: version of the interpreter.
-        packages: the state of each of `PACKAGES`, in that order.
-        torch: what torch says of this machine.
-        cores: cores that this process may use.
-        allocator: memory allocator of this process, see `loaded_allocator`, and how it was set.
-        kernels: what becomes of the CPU kernels.
+        packages: Installed version of each of `PACKAGES`, None where there is none.
+        devices: One line a device, the CPU first; none where torch does not load.
+        torch_threads: Threads that torch computes with; 0 where it does not load.
+        torch_error: Why torch does not load, None if it does.
+        allocator: See `loaded_allocator`; with how it was set.
+        kernel_error: Why the CPU kernels do not load, None if they do.
+        kernels_not_kept: Why the next run does not find them compiled, None if it does.
     """
 
     python: str
-    packages: tuple[PackageState, ...]
-    torch: TorchState
+    packages: dict[str, str | None]
+    devices: tuple[str, ...]
     cores: int
+    torch_threads: int
+    torch_error: str | None = None
     allocator: str
-    kernels: KernelState = KernelState()
+    kernel_error: str | None = None
+    kernels_not_kept: str | None = None
 
     @property
     def problems(self) -> list[str]:
         """What keeps DAF from working, and what to type."""
-        broken = [f"torch does not load: {self.torch.error}"] if self.torch.error else []
-        broken += [state.remedy for state in self._unmet() if state.package.required]
+        broken = [f"torch does not load: {self.torch_error}"] if self.torch_error else []
+        broken += self._remedies(required=True)
         # Without torch or numba there are no kernels, and that is said already.
-        return broken or ([f"the CPU kernels do not load: {self.kernels.error}"] if self.kernels.error else [])
+        return broken or ([f"the CPU kernels do not load: {self.kernel_error}"] if self.kernel_error else [])
 
     @property
     def advice(self) -> list[str]:
         """What DAF works without, but works better or with more trainers if it is done."""
-        hints = [state.remedy for state in self._unmet() if not state.package.required]
-        if self.torch.threads > self.cores:
+        hints = self._remedies(required=False)
+        if self.torch_threads > self.cores:
             hints.append(
-                f"torch computes with {self.torch.threads} threads on {self.cores} cores: "
+                f"torch computes with {self.torch_threads} threads on {self.cores} cores: "
                 f"export OMP_NUM_THREADS={self.cores}"
             )
-        if self.kernels.not_kept:
-            hints.append(f"each run compiles the CPU kernels, in a minute or two: {self.kernels.not_kept}")
+        if self.kernels_not_kept:
+            hints.append(f"each run compiles the CPU kernels, in a minute or two: {self.kernels_not_kept}")
         if self.allocator == "glibc":
             hints.append(allocator_advice())
         return hints
 
-    def _unmet(self) -> list[PackageState]:
-        """The packages to install or to upgrade on a machine with these devices."""
-        has_gpu = any(device.startswith("cuda") for device in self.torch.devices)
-        return [state for state in self.packages if state.status != "ok" and (has_gpu or not state.package.gpu_only)]
+    def _remedies(self, required: bool) -> list[str]:
+        """Returns what is wrong with packages on a machine with these devices, and the commands that put it right."""
+        has_gpu = any(device.startswith("cuda") for device in self.devices)
+        wanted = [each for each in PACKAGES if each.required == required and (has_gpu or not each.gpu_only)]
+        found = [(each, each.status(self.packages[each.name])) for each in wanted]
+        return [
+            f"{each.name} is {status} (for {each.purpose}): pip install '{each.name}>={each.floor}'"
+            for each, status in found
+            if status != "ok"
+        ]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Say whether this machine is ready for DAF, and what to type if it is not.
+
+    Exits with 1 if something keeps DAF from working.
+    """
+    found = examine()
+    if as_json:
+        click.echo(json.dumps({name: getattr(found, name) for name in _SHOWN}, indent=2))
+    else:
+        _print(found, Console())
+    sys.exit(1 if found.problems else 0)
 
 
 def examine() -> Diagnosis:
     """Looks at this process and the machine it runs on."""
     return Diagnosis(
         python=platform.python_version(),
-        packages=tuple(PackageState(package=package, version=_installed_version(package.name)) for package in PACKAGES),
-        torch=_examine_torch(),
-        cores=_usable_cores(),
+        packages={package.name: installed_version(package.name) for package in PACKAGES},
+        **_examine_torch(),
+        cores=core_count(),
         allocator=_described_allocator(),
-        kernels=_examine_kernels(),
+        **_examine_kernels(),
     )
 
 
 def loaded_allocator(maps: Path = _MEMORY_MAPS) -> str:
-    """Names the memory allocator that a process has loaded.
-
-    Args:
-        maps: memory map of the process, in the format of Linux.
-
-    Returns:
-        "tcmalloc", "jemalloc", "mimalloc", "musl" or "glibc"; "unknown" for others and on a system without such a file.
-    """
+    """Names the memory allocator in a process' memory map; "unknown" for others, and where there is no such file."""
     try:
         mapped = maps.read_text()
     except OSError:
@@ -239,6 +211,21 @@ def installed_mimalloc() -> str | None:
     return next((str(path) for path in paths if path.is_file()), None) or find_library("mimalloc")
 
 
+def installed_version(package: str) -> str | None:
+    """Returns the version of a package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def core_count() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _described_allocator() -> str:
     name, threshold = loaded_allocator(), os.environ.get(MMAP_THRESHOLD, "")
     gives_back = name == "glibc" and bool(re.fullmatch("[0-9]{1,18}", threshold)) and int(threshold) <= _LARGE_BLOCK
@@ -253,45 +240,50 @@ def _install_command() -> str:
     return f"{sudo}{installer} install {_INSTALLERS[installer]}"
 
 
-def _installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _examine_torch() -> TorchState:
+def _examine_torch() -> dict[str, Any]:
     try:
         import torch
     except (ImportError, OSError) as error:  # a build for another CUDA or libc raises OSError
-        return TorchState(error=str(error))
-    cpu = f"cpu: {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    return TorchState(devices=(cpu, *_accelerators()), threads=torch.get_num_threads())
+        return {"devices": (), "torch_threads": 0, "torch_error": str(error)}
+    devices = [f"cpu: {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            size = humanfriendly.format_size(found.total_memory, binary=True)
+            devices.append(f"cuda:{index}: {found.name}, {size}")
+    elif (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        devices.append(str(accelerator))
+    return {"devices": tuple(devices), "torch_threads": torch.get_num_threads()}
 
 
-def _examine_kernels() -> KernelState:
+def _examine_kernels() -> dict[str, Any]:
     try:
         importlib.import_module("daf_kernels.cpu.backend")
         from daf_kernels.cpu.compile_cache import why_not_kept
     except Exception as error:  # numba and llvmlite have classes of their own for what they cannot work with
-        return KernelState(error=f"{type(error).__name__}: {error}")
-    return KernelState(not_kept=why_not_kept())
+        return {"kernel_error": f"{type(error).__name__}: {error}"}
+    return {"kernels_not_kept": why_not_kept()}
 
 
-def _accelerators() -> list[str]:
-    import torch
-
-    if torch.cuda.is_available():
-        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return [
-            f"cuda:{index}: {device.name}, {humanfriendly.format_size(device.total_memory, binary=True)}"
-            for index, device in enumerate(found)
-        ]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return [] if accelerator is None else [str(accelerator)]
+def _print(found: Diagnosis, console: Console) -> None:
+    packages = Table("package", "version", "needed", "status", "for")
+    for package in PACKAGES:
+        installed = found.packages[package.name]
+        status = package.status(installed)
+        shown = f"[{_COLORS[status]}]{status}[/]"
+        packages.add_row(package.name, installed or "-", f">={package.floor}", shown, package.purpose)
+    console.print(packages)
+    machine = Table("machine", "")
+    machine.add_row("python", found.python)
+    machine.add_row("devices", "\n".join(found.devices) or "unknown")
+    machine.add_row("cores", str(found.cores))
+    machine.add_row("torch threads", str(found.torch_threads or "unknown"))
+    machine.add_row("allocator", found.allocator)
+    console.print(machine)
+    for title, lines in (("Problems", found.problems), ("Advice", found.advice)):
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(f"- {line}", markup=False, highlight=False, soft_wrap=True)
+    if not found.problems:
+        console.print("\nDAF is ready.", style="green")

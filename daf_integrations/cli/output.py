@@ -1,4 +1,4 @@
-"""Files that commands write, and how far they are."""
+"""What commands write and draw, and how far they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,14 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from daf_core.errors import ProfileError
+
+MEGABYTE = 1e6
 STANDARD_OUTPUT = "-"
 
 
-def output_file(suffixes: tuple[str, ...], dash: bool = False) -> Callable[..., Path | str | None]:
-    """Returns a callback for an option that names a file which can be written, with one of the suffixes.
-
-    Args:
-        suffixes: Those that are allowed.
-        dash: Whether "-" may stand for the standard output.
-    """
+def file_option(*names: str, suffixes: tuple[str, ...], help: str, dash: bool = False) -> Callable[..., Any]:
+    """Gives a command an option that names a file which can be written, or "-" for the standard output."""
     allowed = " or ".join(suffixes) + (", or - for the standard output" if dash else "")
 
     def check(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Path | str | None:
@@ -39,44 +39,63 @@ def output_file(suffixes: tuple[str, ...], dash: bool = False) -> Callable[..., 
             raise click.BadParameter(f"{value!r} cannot be written; give a file where you may write")
         return path
 
-    return check
+    return click.option(*names, metavar="FILE", callback=check, help=help)
 
 
-json_option = click.option(
-    "--json", "json_file", metavar="FILE", callback=output_file((".json",), dash=True), help="Figures; - prints them."
-)
-"""Gives a command the file that `write_json` writes."""
+json_option = file_option("--json", "json_file", suffixes=(".json",), dash=True, help="Figures; - prints them.")
 
 
-def write_json(file: Path | str, content: dict[str, Any]) -> None:
-    """Writes JSON to a file, or prints it.
+def write(file: Path | str | None, content: Callable[[], str | bytes | dict[str, Any]]) -> None:
+    """Writes an image, a text or values for JSON to a file, or prints them for "-", where an option has named one.
 
     Raises:
-        OSError: The file cannot be written.
+        click.ClickException: The file cannot be written.
     """
-    text = json.dumps(content, indent=2)
-    if isinstance(file, Path):
-        file.write_text(text + "\n")
-    else:
-        click.echo(text)
+    if file is None:
+        return
+    found = content()
+    text = json.dumps(found, indent=2) if isinstance(found, dict) else found
+    try:
+        if isinstance(file, str):
+            click.echo(text)
+        elif isinstance(text, bytes):
+            file.write_bytes(text)
+        else:
+            file.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} was not written: {error.strerror}") from error
+
+
+def check_matplotlib(option: str, file: Path | None) -> None:
+    """Makes sure that a picture can be drawn, where an option asks for one.
+
+    Raises:
+        ProfileError: matplotlib is missing.
+    """
+    if file is None:
+        return
+    try:
+        import_module("matplotlib")
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise ProfileError(f"{option} needs matplotlib, which is not installed: pip install matplotlib") from error
+
+
+def drawn(size: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
+    """Returns a PNG file with what a function draws on a figure of matplotlib; the size is in inches."""
+    figure = import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    draw(figure)
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=144)
+    return content.getvalue()
 
 
 @contextmanager
 def progress(total: int, *columns: ProgressColumn) -> Generator[Callable[[str], None]]:
-    """Shows on a terminal how far a command is; yields what is to be called with its name when a stage begins.
-
-    Args:
-        total: How many stages there are.
-        columns: What is shown beside name, bar and time.
-    """
+    """Shows on a terminal how far a command is; yields what is to be called with its name when a stage begins."""
     console = Console(stderr=True)
     shown_columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), *columns
     with Progress(*shown_columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        task, begun = shown.add_task("", total=total), 0
-
-        def begin(name: str) -> None:
-            nonlocal begun
-            shown.update(task, description=name, completed=begun)
-            begun += 1
-
-        yield begin
+        task = shown.add_task("", total=total, completed=-1)  # until the first begins
+        yield lambda name: shown.update(task, description=name, advance=1)

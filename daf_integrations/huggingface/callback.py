@@ -1,14 +1,14 @@
-"""Hugging Face: ``Trainer(..., callbacks=[DAFCallback()])``."""
+"""Hugging Face: ``Trainer(..., callbacks=[DAFCallback()])``, or a Trainer with one inside."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from logging import getLogger
 from typing import Any
 
@@ -24,8 +24,7 @@ from daf_integrations.session.options import configured
 from daf_integrations.session.session import DAFSession
 from daf_integrations.session.unwrap import unwrap_model
 
-FRAMES = 8
-"""How far up the trainer is looked for; in transformers 5 it is three frames up."""
+FRAMES = 8  # how far up the trainer is looked for; in transformers 5 it is three frames up
 
 log = getLogger("daf")
 
@@ -139,11 +138,11 @@ class DAFCallback(TrainerCallback, ExportableState):
             )
             self._patches = [_Patch(model, "forward", self._compressed_forward)]
             return
-        step = self._planned if self.config.plans_steps else self._guarded
-        arguments = trainer.compute_loss, weakref.ref(trainer)
+        reference = weakref.ref(trainer)
+        step = partial(self._planned, trainer.compute_loss, reference) if self.config.plans_steps else self._guarded
         self._patches = [
-            _Patch(trainer, "compute_loss", functools.partial(self._compressed, arguments[1])),
-            _Patch(trainer, "training_step", functools.partial(step, *arguments)),
+            _Patch(trainer, "compute_loss", partial(self._compressed, reference)),
+            _Patch(trainer, "training_step", step),
             _Patch(trainer, "log", self._logged),
         ]
 
@@ -162,91 +161,126 @@ class DAFCallback(TrainerCallback, ExportableState):
         self._patches = []
         self._session.detach()
 
-    def _compressed_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def compressed(*args: Any, **kwargs: Any) -> Any:
-            with self._session.forward():
-                return forward(*args, **kwargs)
+    def _compressed_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._session.forward():
+            return forward(*args, **kwargs)
 
-        return compressed
+    def _compressed(
+        self,
+        trainer: weakref.ref[Trainer],
+        compute_loss: Callable[..., Any],
+        model: nn.Module,
+        inputs: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def loss_of(rows: Any) -> Any:
+            # The audit's gradients are its own, on every rank, and so are tokens and metrics that trainers count.
+            counted = attributes_kept(trainer(), private=True, others=unwrap_model(model))
+            with counted, getattr(model, "no_sync", nullcontext)():
+                return compute_loss(model, rows, *args, **kwargs)
 
-    def _compressed(self, trainer: weakref.ref[Trainer], compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(compute_loss)
-        def compressed(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            def loss_of(rows: Any) -> Any:
-                # The audit's gradients are its own, on every rank, and so are tokens and metrics that trainers count.
-                counted = attributes_kept(trainer(), private=True, others=unwrap_model(model))
-                with counted, getattr(model, "no_sync", nullcontext)():
-                    return compute_loss(model, rows, *args, **kwargs)
+        with self._session.forward(inputs, loss_of if model.training else None):
+            loss = compute_loss(model, inputs, *args, **kwargs)
+        return loss if self._weight == 1 else loss * self._weight
 
-            with self._session.forward(inputs, loss_of if model.training else None):
-                loss = compute_loss(model, inputs, *args, **kwargs)
-            return loss if self._weight == 1 else loss * self._weight
-
-        return compressed
-
-    def _guarded(
-        self, _compute_loss: object, _trainer: object, training_step: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        @functools.wraps(training_step)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            with self._uninstalled_on_error():
-                loss = training_step(*args, **kwargs)
-                self._session.after_backward()
-            return loss
-
-        return guarded
+    def _guarded(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._uninstalled_on_error():
+            loss = training_step(*args, **kwargs)
+            self._session.after_backward()
+        return loss
 
     def _planned(
-        self, compute_loss: Callable[..., Any], reference: weakref.ref[Trainer], training_step: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """Runs steps within the memory budget: in parts, each of which is a step of the Trainer's own."""
+        self,
+        compute_loss: Callable[..., Any],
+        reference: weakref.ref[Trainer],
+        training_step: Callable[..., Any],
+        model: nn.Module,
+        inputs: Any,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Runs a step within the memory budget: in parts, each of which is a step of the Trainer's own."""
+        trainer = reference()
+        assert trainer is not None
 
-        @functools.wraps(training_step)
-        def planned(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            trainer = reference()
-            assert trainer is not None
+        def loss_of(rows: Any) -> Any:
+            # Not through DistributedDataParallel, which would wait for other processes.
+            kept = attributes_kept(trainer, private=True, others=unwrap_model(model))
+            with kept, trainer.compute_loss_context_manager():
+                prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
+                return compute_loss(unwrap_model(model), prepared, num_items_in_batch=num_items_in_batch)
 
-            def loss_of(rows: Any) -> Any:
-                # Not through DistributedDataParallel, which would wait for other processes.
-                kept = attributes_kept(trainer, private=True, others=unwrap_model(model))
-                with kept, trainer.compute_loss_context_manager():
-                    prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
-                    return compute_loss(unwrap_model(model), prepared, num_items_in_batch=num_items_in_batch)
+        def step(part: Any, weight: float, _last: bool) -> Any:
+            self._weight = weight
+            try:
+                return training_step(model, part, num_items_in_batch)
+            finally:
+                self._weight = 1.0
 
-            def step(part: Any, weight: float, _last: bool) -> Any:
-                self._weight = weight
-                try:
-                    return training_step(model, part, num_items_in_batch)
-                finally:
-                    self._weight = 1.0
+        model.train()
+        # Tokens and metrics that trainers count are those of the attempt that had enough memory.
+        counted = Attributes(trainer, private=True, others=unwrap_model(model))
+        with self._uninstalled_on_error():
+            return self._session.run_step(inputs, loss_of, step, counted.restore)
 
-            model.train()
-            # Tokens and metrics that trainers count are those of the attempt that had enough memory.
-            counted = Attributes(trainer, private=True, others=unwrap_model(model))
-            with self._uninstalled_on_error():
-                return self._session.run_step(inputs, loss_of, step, counted.restore)
+    def _logged(self, write: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        # Into the caller's own dict: what Trainer.log adds to it is part of what train and evaluate return.
+        if "loss" in logs:
+            logs.update(self._session.take_metrics())
+        return write(logs, *args, **kwargs)
 
-        return planned
 
-    def _logged(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-            # Into the caller's own dict: what Trainer.log adds to it is part of what train and evaluate return.
-            if "loss" in logs:
-                logs.update(self._session.take_metrics())
-            return function(logs, *args, **kwargs)
+class DAFTrainerMixin:
+    """Adds a `DAFCallback` to a Trainer; to be named before it: ``class Mine(DAFTrainerMixin, SFTTrainer)``.
 
-        return logged
+    A Trainer that exists already needs none: ``trainer.add_callback(DAFCallback(precision=4))``.
+
+    Args:
+        args: Those of the Trainer.
+        daf: The configuration, or a mapping of its fields; None for the defaults.
+        callbacks: As for the Trainer. A `DAFCallback` among them is the one that is used.
+        kwargs: Those of the Trainer.
+
+    Raises:
+        ConfigError: A field is unknown or its value is not allowed, or both `daf` and a `DAFCallback` are given.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        daf: DAFConfig | Mapping[str, Any] | None = None,
+        callbacks: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = list(callbacks or [])
+        if not any(isinstance(each, DAFCallback) or each is DAFCallback for each in given):
+            given.append(DAFCallback(daf))
+        elif daf is not None:
+            raise ConfigError("both daf and a DAFCallback are given; leave one out")
+        super().__init__(*args, **{**kwargs, "callbacks": given})
+
+
+class DAFTrainer(DAFTrainerMixin, Trainer):
+    """A Trainer whose activations are compressed.
+
+    Example:
+        >>> DAFTrainer(model, args, train_dataset=data, daf={"memory_budget": "600MB"}).train()
+    """
 
 
 class _Patch:
-    """Replaces a method on one object by a wrapper of it, and puts back what was there."""
+    """Replaces a method on one object by a call that is given what was there first, and puts that back."""
 
-    def __init__(self, owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         self._owner, self._name = weakref.ref(owner), name
         self._replaced = vars(owner).get(name)
-        setattr(owner, name, wrap(getattr(owner, name)))
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(owner, name, patched)
 
     def remove(self) -> None:
         owner = self._owner()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from typing_extensions import override
 from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
 from daf_core.unsupported.table import check_supported, unsupported_reasons
 from daf_integrations.lightning.dry_run import loss_without_trace
-from daf_integrations.lightning.split_step import SplitStep
+from daf_integrations.lightning.split_step import run_split
 from daf_integrations.lightning.unsupported import (
     LIGHTNING_AUDITS,
     LIGHTNING_ELASTIC,
@@ -35,11 +36,8 @@ if TYPE_CHECKING:
 else:  # a strategy of either package comes after these in the bases of a class
     SingleDeviceStrategy = Strategy = object
 
-NAME = "daf"
-"""The strategy's name: ``Trainer(strategy="daf")``."""
-
-CHECKPOINT_KEY = "daf"
-"""Key of a checkpoint that holds the totals and what the engine has learned, as plain values."""
+NAME = "daf"  # the strategy's name: ``Trainer(strategy="daf")``
+CHECKPOINT_KEY = "daf"  # key of a checkpoint that holds the totals and what the engine has learned, as plain values
 
 
 class CompressingStrategy(Strategy):
@@ -64,7 +62,7 @@ class CompressingStrategy(Strategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         session, module = self._daf_session, self._training
         if session.runner is not None:
-            return SplitStep(self, module, session.run_step, self._compressed_step)(*args, **kwargs)
+            return run_split(self, module, session.run_step, self._compressed_step, *args, **kwargs)
         output = self._compressed_step(*args, **kwargs)
         if not module.automatic_optimization:
             session.after_optimizer()
@@ -250,12 +248,10 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
         distributed._configure_launcher()
 
 
-def strategy_class(strategies: Any, home: str) -> type[ChoosingStrategy]:
-    """Returns `DAFStrategy` for one of Lightning's packages.
+def strategy_for(strategies: Any, home: str) -> tuple[type[ChoosingStrategy], Callable[..., None]]:
+    """Returns `DAFStrategy` for the strategies of one of Lightning's packages, and what registers it there.
 
-    Args:
-        strategies: ``lightning.pytorch.strategies`` or ``pytorch_lightning.strategies``.
-        home: The module that exports the class.
+    The module of the name `home` exports both.
     """
 
     def __init__(self: Any, config: Any = None, base: Any = None, **options: Any) -> None:
@@ -269,13 +265,15 @@ def strategy_class(strategies: Any, home: str) -> type[ChoosingStrategy]:
         "__module__": home,
         "_strategies": strategies,
     }
-    return type("DAFStrategy", (ChoosingStrategy, strategies.SingleDeviceStrategy), contents)
+    made = type("DAFStrategy", (ChoosingStrategy, strategies.SingleDeviceStrategy), contents)
 
+    def register(registry: Any = strategies.StrategyRegistry) -> None:
+        """Makes ``Trainer(strategy="daf")`` work, in a registry of strategies that does not know the name."""
+        if NAME not in registry:
+            registry.register(NAME, made, description="Saved activations in a few bits, on one device or several")
 
-def register_strategy(registry: Any, strategy: type[Strategy]) -> None:
-    """Registers a strategy under DAF's name in one of Lightning's registries, unless the name is known there."""
-    if NAME not in registry:
-        registry.register(NAME, strategy, description="Saved activations in a few bits, on one device or several")
+    register()
+    return made, register
 
 
 def _reporter(callback: type[Callback], session: DAFSession) -> Callback:

@@ -38,11 +38,17 @@ def loss_without_trace(strategy: Strategy, module: LightningModule, *args: Any, 
 @contextmanager
 def _untraced(module: nn.Module) -> Generator[None]:
     """Discards logs, and gives copies of metrics to what runs inside; the engine takes back the rest."""
+    parts = list(module.modules())
+    kept = [
+        {name: child for name, child in part.named_children() if isinstance(child, Metric | MetricCollection)}
+        for part in parts
+    ]
     with ExitStack() as stack:
-        for part in list(module.modules()):
+        for part, metrics in zip(parts, kept, strict=True):
             if hasattr(part, "training_step"):
                 stack.enter_context(log_replaced(part, lambda *_args, **_options: None))  # log_dict calls it, too
-            stack.enter_context(_metrics_kept(part))
+            stack.callback(part._modules.update, metrics)
+            part._modules.update({name: metric.clone() for name, metric in metrics.items()})
         yield
 
 
@@ -57,13 +63,3 @@ def log_replaced(module: nn.Module, function: Callable[..., None]) -> Generator[
         del vars(module)["log"]
         if own is not None:
             vars(module)["log"] = own
-
-
-@contextmanager
-def _metrics_kept(module: nn.Module) -> Generator[None]:
-    kept = {name: child for name, child in module.named_children() if isinstance(child, Metric | MetricCollection)}
-    module._modules.update({name: metric.clone() for name, metric in kept.items()})
-    try:
-        yield
-    finally:
-        module._modules.update(kept)

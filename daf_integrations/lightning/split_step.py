@@ -1,12 +1,15 @@
 """Runs a LightningModule's training_step within a memory budget, inside of Lightning's own order of calls.
 
 Lightning clears gradients between training_step and backward. So parts run backward in training_step, this module takes
-their gradients off the parameters, and the backward pass of the returned loss, a leaf, puts them back.
+their gradients off the parameters, and the backward pass of the returned loss, a leaf, puts them back. What parts log
+is logged once for the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +18,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from daf_core import MicroBatchError
+from daf_core.batch.rows import rows_of
 from daf_core.snapshots.attributes import Attributes
-from daf_integrations.lightning.dry_run import loss_without_trace
-from daf_integrations.lightning.split_logs import PartLogs
+from daf_integrations.lightning.dry_run import log_replaced, loss_without_trace
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -25,102 +28,77 @@ if TYPE_CHECKING:
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
+Options = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of `LightningModule.log` after name and value
 
-class SplitStep:
-    """A strategy's training_step that runs forward and backward in parts.
+_REDUCTIONS: dict[Any, Callable[[Iterable[Any]], Any]] = {
+    "sum": sum,
+    **dict.fromkeys(("max", "amax"), max),
+    **dict.fromkeys(("min", "amin"), min),
+}
+"""Of values over batches, as `LightningModule.log` takes them, but for means."""
 
-    Args:
-        strategy: The strategy, after its setup.
-        module: The module that it trains.
-        run_step: `DAFSession.run_step`.
-        training_step: Runs training_step for a part, compressed.
+
+def run_split(
+    strategy: Strategy,
+    module: LightningModule,
+    run_step: Callable[..., Tensor],
+    training_step: Callable[..., Any],
+    batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs forward and backward within the memory budget, and returns what training_step does for the whole batch.
+
+    Gradients are in place when Lightning's backward is over. A value that each part logs is logged once: the loss
+    as the sum of the parts' weighted losses, other numbers as their mean by rows. A mapping that training_step
+    returns is the mapping of the last part, with the whole loss. A batch in one piece may have no loss.
+
+    The strategy is set up; `run_step` is that of the session, and `training_step` compresses a part.
+
+    Raises:
+        MicroBatchError: A part of the batch has no loss.
+        PlanError: No plan keeps the budget.
+        ProfileError: The step cannot be measured.
     """
+    trainer, precision = module.trainer, strategy.precision_plugin
+    scaler: Any = getattr(precision, "scaler", None)
+    logs = _PartLogs(module)
+    output: Any = None
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        module: LightningModule,
-        run_step: Callable[..., Tensor],
-        training_step: Callable[..., Any],
-    ) -> None:
-        self._strategy, self._module = strategy, module
-        self._run_step, self._training_step = run_step, training_step
+    def begin() -> None:
+        counts.restore()
+        logs.parts.clear()
 
-    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward and backward within the memory budget, and returns what training_step does for the whole batch.
+    def step(part: Any, weight: float, last: bool) -> Tensor:
+        nonlocal output
+        logged = logs.begin_part(part, weight)
+        output = training_step(part, *args, **kwargs)
+        if output is None and last and len(logs.parts) == 1:
+            return torch.zeros(())
+        logged.loss = loss = _loss_in(output)
+        weighted = loss if weight == 1 else loss * weight
+        # As the strategy does it, without the hooks that Lightning calls once for a batch.
+        shared = weighted / trainer.accumulate_grad_batches
+        precision.backward(shared if scaler is None else scaler.scale(shared), module, None)
+        return weighted.detach()
 
-        Gradients are in place when Lightning's backward is over. A value that each part logs is logged once: the loss
-        as the sum of the parts' weighted losses, other numbers as their mean by rows. A mapping that training_step
-        returns is the mapping of the last part, with the whole loss. A batch in one piece may have no loss.
+    def loss_of(rows: Any) -> Tensor:
+        return loss_without_trace(strategy, module, rows, *args, **kwargs)
 
-        Args:
-            batch: The step's batch.
-            args: Further arguments of training_step.
-            kwargs: Further arguments of training_step.
-
-        Raises:
-            MicroBatchError: A part of the batch has no loss.
-            PlanError: No plan keeps the budget.
-            ProfileError: The step cannot be measured.
-        """
-        kept = _taken(self._module) if self._clears else []
-        try:
-            loss, output = self._run(batch, args, kwargs)
-        except BaseException:
-            if self._clears:
-                _taken(self._module)
-                _add(kept)
-            raise
-        if self._clears:
-            computed = _taken(self._module)
-            _add(kept)
-            loss.register_hook(partial(_put_back, computed))
-        return {**output, "loss": loss} if isinstance(output, Mapping) else None if output is None else loss
-
-    def _run(self, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Returns the loss of the batch, as a leaf, and what training_step returned for its last part."""
-        output: Any = None
-        parts = 0
-
-        def begin() -> None:
-            nonlocal parts
-            parts = 0
-            counts.restore()
-            logs.clear()
-
-        def step(part: Any, weight: float, last: bool) -> Tensor:
-            nonlocal output, parts
-            parts += 1
-            with logs.part(part, weight) as log:
-                output = self._training_step(part, *args, **kwargs)
-                if output is None and last and parts == 1:
-                    return torch.zeros(())
-                log.loss = loss = _loss_in(output)
-            weighted = loss if weight == 1 else loss * weight
-            self._backward(weighted)
-            return weighted.detach()
-
-        def loss_of(rows: Any) -> Tensor:
-            return loss_without_trace(self._strategy, self._module, rows, *args, **kwargs)
-
-        logs = PartLogs(self._module)
+    # In the first batch of an optimizer step Lightning clears gradients after training_step.
+    clears = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+    kept = _taken(module) if clears else []
+    computed: Gradients = []
+    try:
         with logs.collecting():
-            counts = _Counts(self._module)
-            loss = self._run_step(batch, loss_of, step, begin)
-        return loss.requires_grad_(), output
-
-    @property
-    def _clears(self) -> bool:
-        """Whether Lightning clears gradients after this training_step: it is the first of an optimizer step."""
-        trainer = self._module.trainer
-        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-
-    def _backward(self, loss: Tensor) -> None:
-        """Runs backward as the strategy does, without the hooks that Lightning calls once for a batch."""
-        precision: Any = self._strategy.precision_plugin
-        loss = loss / self._module.trainer.accumulate_grad_batches
-        scaler = getattr(precision, "scaler", None)
-        precision.backward(loss if scaler is None else scaler.scale(loss), self._module, None)
+            counts = _Counts(module)
+            loss = run_step(batch, loss_of, step, begin).requires_grad_()
+    finally:
+        if clears:
+            computed = _taken(module)
+        _add(kept)
+    loss.register_hook(partial(_put_back, computed))
+    return {**output, "loss": loss} if isinstance(output, Mapping) else None if output is None else loss
 
 
 class _Counts:
@@ -168,3 +146,71 @@ def _put_back(gradients: Gradients, _gradient: Tensor) -> None:
 def _add(gradients: Gradients) -> None:
     for parameter, gradient in gradients:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+@dataclass
+class _Part:
+    """The names, numbers and options that were logged in a part, which has rows, a weight and later a loss."""
+
+    rows: int
+    weight: float
+    loss: Tensor | None = None
+    calls: list[tuple[str, Any, Options]] = field(default_factory=list[tuple[str, Any, Options]])
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Numbers by name, the last of each."""
+        return {name: value for name, value, _ in self.calls}
+
+    def is_loss(self, name: str) -> bool:
+        """Says whether a value is the loss itself: `detach` shares its memory, and numbers are equal."""
+        value = self.values[name]
+        if self.loss is None:
+            return False
+        if isinstance(value, Tensor):
+            return value.data_ptr() == self.loss.data_ptr()
+        return value == float(self.loss.detach())
+
+
+class _PartLogs:
+    """Collects what a module logs in the parts of a step, and logs it once; but for metrics that are objects."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._log: Callable[..., None] = module.log
+        self._module = module
+        self.parts: list[_Part] = []
+
+    @contextmanager
+    def collecting(self) -> Generator[None]:
+        """Collects what is logged inside, and logs it at the end: as it was for one part, otherwise each name once."""
+        with log_replaced(self._module, self._collect):
+            yield
+        if len(self.parts) == 1:
+            for name, value, (args, options) in self.parts[0].calls:
+                self._log(name, value, *args, **options)
+            return
+        last = {name: options for part in self.parts for name, _, options in part.calls}
+        for name, (args, options) in last.items():
+            value = self._combined(name, options.get("reduce_fx", "mean"))
+            options.pop("batch_size", None)  # that of the part
+            self._log(name, value, *args, **options)
+
+    def begin_part(self, batch: Any, weight: float) -> _Part:
+        self.parts.append(_Part(rows_of(batch) or 0, weight))
+        return self.parts[-1]
+
+    def _collect(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
+            self._log(name, value, *args, **options)
+            return
+        value = value.detach() if isinstance(value, Tensor) else value
+        self.parts[-1].calls.append((name, value, (args, options)))
+
+    def _combined(self, name: str, reduction: Any) -> Any:
+        parts = [part for part in self.parts if name in part.values]
+        reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
+        if reduce is not None:
+            return reduce(part.values[name] for part in parts)
+        if all(part.is_loss(name) for part in parts):
+            return sum(part.weight * part.values[name] for part in parts)
+        return sum(part.rows * part.values[name] for part in parts) / sum(part.rows for part in parts)

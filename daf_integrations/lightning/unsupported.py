@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from daf_core.unsupported.micro_batches import NO_ROWS, without_rows
 from daf_core.unsupported.models import AUDITS, PLANS, SHARDED
-from daf_core.unsupported.table import Feature
+from daf_core.unsupported.table import Feature, Limitation
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -26,10 +26,6 @@ class LightningContext(NamedTuple):
     batch: Any = None
 
 
-def _optimizes_itself(context: LightningContext) -> bool:
-    return not context.module.automatic_optimization
-
-
 def _sharding(context: LightningContext) -> str | None:
     model = context.strategy.model
     whole = model is context.module or isinstance(model, DistributedDataParallel)
@@ -40,13 +36,14 @@ def _compiled(context: LightningContext) -> str | None:
     return None if context.module._compiler_ctx is None else type(context.module).__name__
 
 
+def _manual(sentence: str) -> Limitation:
+    return lambda context: not context.module.automatic_optimization, sentence
+
+
 LIGHTNING_AUDITS = Feature(
     "audits in Lightning",
     (
-        (
-            _optimizes_itself,
-            "with manual optimization, training_step runs its own backward and returns no loss to measure",
-        ),
+        _manual("with manual optimization, training_step runs its own backward and returns no loss to measure"),
         (_sharding, SHARDED),
         (lambda context: without_rows(context.batch), NO_ROWS),
     ),
@@ -56,7 +53,7 @@ LIGHTNING_AUDITS = Feature(
 LIGHTNING_PLANS = Feature(
     "planned steps in Lightning",
     (
-        (_optimizes_itself, "with manual optimization, training_step runs its own backward and optimizer steps"),
+        _manual("with manual optimization, training_step runs its own backward and optimizer steps"),
         (_sharding, SHARDED),
         (_compiled, "{} is compiled, and what a graph of torch.compile takes is not measured"),
     ),
@@ -65,11 +62,6 @@ LIGHTNING_PLANS = Feature(
 
 LIGHTNING_ELASTIC = Feature(
     "elastic training in Lightning",
-    (
-        (
-            _optimizes_itself,
-            "only the module knows where a step begins; set automatic_optimization=True, or leave out elastic",
-        ),
-    ),
+    (_manual("only the module knows where a step begins; set automatic_optimization=True, or leave out elastic"),),
     "elastic training is not possible with manual optimization, in which {}",
 )

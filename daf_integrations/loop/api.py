@@ -92,6 +92,7 @@ def step(
 
     Raises:
         AuditError: The model returns no loss, and no function is given.
+        ConfigError: Steps are planned, and the model was prepared before it was wrapped for several processes.
         PlanError: No plan keeps the budget.
         ProfileError: What a step takes cannot be measured.
     """
@@ -116,13 +117,13 @@ def scope(model: nn.Module | None = None) -> Generator[None]:
         ...     loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         >>> loss.backward()
 
-    Args:
-        model: The model that is called inside; may be left out where one is prepared.
+    The model that is called inside may be left out where one is prepared.
 
     Raises:
         AuditError: `max_gradient_error` is set; only a loss that the model returns can be audited.
         ConfigError: No model is given, and several are prepared.
         HooksActiveError: Other saved-tensor hooks are active, among them the scope of another model.
+        ProfileError: The budget covers steps, and the loss is not known here.
     """
     training = _training(model)
     if training is None:
@@ -135,8 +136,7 @@ def scope(model: nn.Module | None = None) -> Generator[None]:
 def metrics(model: nn.Module | None = None) -> dict[str, float]:
     """Returns the figures of the steps since the last call, for the log; {} if there were none, or DAF is off.
 
-    Args:
-        model: A prepared model; may be left out where there is one.
+    The model may be left out where one is prepared.
 
     Returns:
         ``daf/raw_mb`` (what plain training keeps), ``daf/held_mb`` (what was held), ``daf/ratio``, ``daf/dropped_mb``,
@@ -154,8 +154,7 @@ def metrics(model: nn.Module | None = None) -> dict[str, float]:
 def summary(model: nn.Module | None = None) -> str:
     """Returns a table of all steps so far.
 
-    Args:
-        model: A prepared model; may be left out where there is one.
+    The model may be left out where one is prepared.
 
     Raises:
         ConfigError: No model is given, and several are prepared.
@@ -202,8 +201,7 @@ def _training_in(model: nn.Module) -> Training | None:
     if training is not None:
         return training
     parts = set(model.modules())
-    found = [training for training in trainings() if training.model in parts]
-    return _only(found, f" inside of {type(model).__name__}")
+    return _only([each for each in trainings() if each.model in parts], f" inside of {type(model).__name__}")
 
 
 def _only(found: list[Training], where: str) -> Training | None:
@@ -212,4 +210,4 @@ def _only(found: list[Training], where: str) -> Training | None:
         raise ConfigError(
             f"{len(found)} models are prepared{where} ({names}); give the one that is meant, as in scope(model)"
         )
-    return found[0] if found else None
+    return next(iter(found), None)

@@ -23,6 +23,7 @@ from daf_core.snapshots.attributes import referred_kept
 from daf_core.unsupported.models import PLANS
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.own_loss import LossWatch, loss_in
+from daf_integrations.session.report import render
 from daf_integrations.session.session import DAFSession, LossFunction
 from daf_integrations.session.unwrap import alone, any_backward, is_redirected, unwrap_model
 
@@ -51,8 +52,6 @@ class ExitSummary:
     """What is said of a training when the program ends, without keeping its model alive until then.
 
     Attributes:
-        title: The line above the table.
-        totals: The figures.
         shown: Whether the table is printed.
         covered: Whether another scope compressed the model.
         process: The process that it is said in: a forked child knows of it, and ends as well.
@@ -71,14 +70,8 @@ class Training:
     A step that a gradient scaler skips counts with the next one. Where several optimizers share the model, the first
     of them ends the step.
 
-    Args:
-        model: The model as it is called, perhaps compiled, in a DistributedDataParallel or set up by Lightning Fabric.
-        config: How activations are stored.
-
-    Raises:
-        HooksActiveError: Saved-tensor hooks of someone else are active.
-        NothingToTrainError: No parameter requires a gradient.
-        UnsupportedDeviceError: The model is on device "meta", or in a DataParallel.
+    The model is given as it is called, perhaps compiled, in a DistributedDataParallel or set up by Lightning Fabric;
+    errors are those of `daf_integrations.prepare`.
     """
 
     def __init__(self, model: nn.Module, config: DAFConfig) -> None:
@@ -104,23 +97,13 @@ class Training:
             _exit_summaries.remove(self.exit_summary)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state of the session.
-
-        Raises:
-            StateError: It is something else.
-        """
+        """Goes on from a saved state of the session; a StateError if it is something else."""
         self.session.load_state(state)
         self.exit_summary.totals = self.session.totals
 
     @contextmanager
     def scope(self) -> Generator[None]:
-        """Compresses what is saved inside; see `daf_integrations.scope`.
-
-        Raises:
-            AuditError: `max_gradient_error` is set, and the loss is not known here.
-            HooksActiveError: Other saved-tensor hooks are active.
-            ProfileError: The budget covers steps, and the loss is not known here.
-        """
+        """Compresses what is saved inside; see `daf_integrations.scope`."""
         records = self._records
         if records and self.session.config.plans_steps and not self.session.enclosing_session:
             raise ProfileError(
@@ -133,11 +116,7 @@ class Training:
     def step(
         self, model: nn.Module, batch: Any, loss_function: LossFunction, backward: Callable[[Tensor], object]
     ) -> Tensor:
-        """Runs forward and backward passes of a batch; see `daf_integrations.step`.
-
-        Raises:
-            ConfigError: Steps are planned, and the model was prepared before it was wrapped for several processes.
-        """
+        """Runs forward and backward passes of a batch; see `daf_integrations.step`."""
 
         def loss_of(rows: Any) -> Tensor:
             with self._uncompressed(), any_backward(model), referred_kept(loss_function, self.model):
@@ -284,8 +263,6 @@ def print_exit_summaries() -> None:
         if not summary.totals.raw_bytes and not summary.covered:
             log.warning("%s", _nothing_compressed(summary, "the whole run"))
         elif summary.shown and not summary.covered:
-            from daf_integrations.session.report import render
-
             print(render(summary.title, summary.totals))
     _exit_summaries.clear()
 

@@ -20,8 +20,7 @@ from daf_core.unsupported.models import AUDITS, UNMEASURED
 from daf_core.unsupported.table import Context, unsupported_reasons
 from daf_integrations.session.metrics import RunTotals
 
-LEAST_SHARE = 1 / 1024
-"""Share of a batch below which an audit that does not fit in the memory budget is given up."""
+LEAST_SHARE = 1 / 1024  # share of a batch below which an audit that does not fit in the memory budget is given up
 
 LOW_COSINE = 0.5
 """Cosine of the angle between compressed and exact gradient below which an audit warns: the step goes elsewhere."""
@@ -35,11 +34,7 @@ log = getLogger("daf")
 class Audits:
     """Measures the error of the gradient on a few rows of a batch, and counts and reports it.
 
-    Args:
-        engine: Measures it.
-        model: The model as it is called, perhaps compiled.
-        elastic: Chooses what a step trains; None where every step trains everything.
-        runner: Has the plan of a step; None where steps are not planned.
+    The model is given as it is called, perhaps compiled.
     """
 
     def __init__(
@@ -49,18 +44,14 @@ class Audits:
         self._bound = engine.config.max_gradient_error
         self._share: float | None = SHARE
         self._checked_model = self._tried = self._warned_unmeasured = self._warned_low = False
-        self._unsupported: list[str] = []
+        self._unsupported: str | None = None
 
     def measure(
         self, batch: Any, loss_of: Callable[[Any], Tensor] | None, unsupported: str | None, totals: RunTotals
     ) -> bool:
         """Measures the error before a forward pass of the batch, if that is due; says whether it did.
 
-        Args:
-            batch: The batch.
-            loss_of: Returns the loss of some of its rows; None only where `unsupported` says why.
-            unsupported: Why this batch cannot be measured; None where it can.
-            totals: Count the audit.
+        `loss_of` returns the loss of some of its rows, or `unsupported` says why there is none; `totals` count it.
 
         Raises:
             AuditError: The error cannot be measured, and `max_gradient_error` is set.
@@ -70,8 +61,9 @@ class Audits:
             if missing_values(self._model) is not None:
                 self._engine.postpone_audit()  # the first pass makes them
                 return False
-            self._checked_model, self._unsupported = True, unsupported_reasons(AUDITS, Context(self._model))
-            warn_of_large_graphs(self._model)
+            self._checked_model = True
+            self._unsupported = next(iter(unsupported_reasons(AUDITS, Context(self._model))), None)
+            _warn_of_large_graphs(self._model)
         if self._share is None or not self._engine.audit_due:
             return False
         if unsupported is None:
@@ -80,7 +72,7 @@ class Audits:
                 return False
             if self._runner is not None and self._runner.plan is not None and self._runner.plan.exact:
                 return False
-            unsupported = next(iter(self._unsupported), None)
+            unsupported = self._unsupported
         if unsupported is not None or loss_of is None:
             self.give_up(unsupported or "")
             return False
@@ -143,12 +135,8 @@ class Audits:
         self._warned_low = low
 
 
-def warn_of_large_graphs(model: nn.Module) -> None:
-    """Says where one compiled graph holds most of a model: its backward begins by decoding all that it has saved.
-
-    Args:
-        model: The model as it is called, perhaps compiled.
-    """
+def _warn_of_large_graphs(model: nn.Module) -> None:
+    """Says where one compiled graph holds most of a model: its backward begins by decoding all that it has saved."""
     total = _size(model)
     for module in model.modules():
         if is_compiled(module) and _size(module) > LARGE_SHARE * total:

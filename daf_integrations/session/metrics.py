@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -46,11 +47,16 @@ class RunTotals:
         Raises:
             StateError: It is something else, or one of them is no such number.
         """
+        checks: dict[type, Callable[[Any], object]] = {  # by the type that a sum begins with
+            int: count,
+            float: amount,
+            type(None): lambda figure: figure is None or number(figure),
+        }
         try:
             figures = cast("Mapping[str, Any]", state)
             totals = cls(**figures)
             for name, figure in figures.items():
-                _CHECKS[type(getattr(cls, name))](figure)
+                checks[type(getattr(cls, name))](figure)
         except DAMAGED as error:
             raise StateError(f"these are no saved totals of a run with DAF: {error}") from error
         return totals
@@ -58,10 +64,8 @@ class RunTotals:
     def add(self, step: StepStatistics) -> None:
         """Adds a step."""
         self.steps += 1
-        for name in _LARGEST:
-            setattr(self, name, max(getattr(self, name), getattr(step, name)))
-        for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(step, name))
+        for name, combine in _COMBINED.items():
+            setattr(self, name, combine(getattr(self, name), getattr(step, name)))
         if step.gradient_error is not None:
             self.gradient_error, self.gradient_cosine = step.gradient_error.error, step.gradient_error.cosine
 
@@ -77,28 +81,16 @@ class RunTotals:
         return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-_LARGEST = ("raw_bytes", "held_bytes", "dropped_bytes", "spilled_bytes")
-_SUMMED = ("pack_seconds", "worker_seconds", "unpack_seconds", "audit_seconds")
-"""Statistics of a step of which totals have the largest, and the sum."""
-
-
-def _measured(figure: Any) -> None:
-    if figure is not None:
-        number(figure)
-
-
-_CHECKS: dict[type, Callable[[Any], object]] = {int: count, float: amount, type(None): _measured}
-"""What a saved sum has to be, by the type that it begins with."""
+_COMBINED: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("raw_bytes", "held_bytes", "dropped_bytes", "spilled_bytes"), max),
+    **dict.fromkeys(("pack_seconds", "worker_seconds", "unpack_seconds", "audit_seconds"), operator.add),
+}
+"""How totals take in the statistics of a step."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure that trainers log.
-
-    Attributes:
-        meaning: What it is, for the reference.
-        of: Takes it from the sums; None where there is none.
-    """
+    """A figure that trainers log: what it is, for the reference, and its value; None where there is none."""
 
     meaning: str
     of: Callable[[RunTotals], float | None]

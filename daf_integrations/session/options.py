@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -44,7 +45,8 @@ def configured(
     """
     _check_owners(options or {})
     if config is None:
-        chosen = DAFConfig.from_dict({**environment_options(), **(options or {})})
+        from_environment = _own_options() if _switched_on() else {}
+        chosen = DAFConfig.from_dict({**from_environment, **(options or {})})
     else:
         chosen = as_config(config)
         if options:
@@ -68,15 +70,6 @@ def naming_options(function: Function) -> Function:
     ]
     vars(function)["__signature__"] = signature.replace(parameters=[*others, *named, options])
     return function
-
-
-def environment_options() -> dict[str, Any]:
-    """Returns the options of the environment; {} where it does not switch DAF on.
-
-    Raises:
-        ConfigError: They are no JSON object, or an option or a value is not allowed.
-    """
-    return _own_options() if _switched_on() else {}
 
 
 def export(section: object) -> None:
@@ -121,27 +114,15 @@ def _own_options() -> dict[str, Any]:
 
 
 def _check_owners(options: Mapping[str, Any]) -> None:
-    """Checks that no option belongs to a trainer that the program has imported.
-
-    Raises:
-        ConfigError: One does.
-    """
-    known = {field.name for field in fields(DAFConfig)}
-    for name in options:
-        owner = None if name in known else _owner_of(name)
-        if owner is not None:
+    """Refuses options of a trainer that the program has imported."""
+    unknown = [name for name in options if name not in {field.name for field in fields(DAFConfig)}]
+    for name, (module, kind) in itertools.product(unknown, _OWNERS):
+        found = getattr(sys.modules.get(module), kind, None)
+        if found is not None and name in inspect.signature(found).parameters:
+            owner = f"{module.partition('.')[0]}.{kind}"
             raise ConfigError(
                 f"unknown option {shown(name)}: it is an option of {owner}; give it there, as in {owner}({name}=...)"
             )
-
-
-def _owner_of(name: str) -> str | None:
-    """Returns the class that takes an option, among those that the program has imported; None for no class."""
-    for module, owner in _OWNERS:
-        found = getattr(sys.modules.get(module), owner, None)
-        if found is not None and name in inspect.signature(found).parameters:
-            return f"{module.partition('.')[0]}.{owner}"
-    return None
 
 
 def _check_idle_options(config: DAFConfig) -> None:

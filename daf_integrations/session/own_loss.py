@@ -13,19 +13,12 @@ from daf_core import AuditError
 from daf_core.autograd.torch_private import all_nodes
 from daf_core.batch.rows import attributes_of, tensors_in
 
-ELEMENTS = 1 << 14
-"""Elements of a gradient that are compared."""
-
-TOLERANCE = 1e-2
-"""Relative difference that rounding explains, in half precision, too."""
+ELEMENTS = 1 << 14  # elements of a gradient that are compared
+TOLERANCE = 1e-2  # relative difference that rounding explains, in half precision, too
 
 
 def loss_in(output: Any, name: str | None = None) -> Tensor:
-    """Finds the loss in what a model returns: a number, one called `loss`, or the first number of a tuple.
-
-    Args:
-        output: What it returns.
-        name: The name of the loss among `losses_in`, where it is known.
+    """Finds the loss in what a model returns: that of a name among `losses_in`, or "loss", or the first number.
 
     Raises:
         AuditError: There is none.

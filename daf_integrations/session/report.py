@@ -1,24 +1,53 @@
-"""The table at the end of a run."""
+"""What a run says of itself: a line at the beginning, and a table at the end."""
 
 from __future__ import annotations
 
 import io
 
-from rich.console import Console
-from rich.table import Table
+from humanfriendly import format_size
+from torch import nn
+from torch.nn.parameter import is_lazy
 
+from daf_core import DAFConfig
 from daf_integrations.session.metrics import RunTotals
 
 
-def render(title: str, totals: RunTotals, plan: str | None = None, trained: str | None = None) -> str:
-    """Returns a table of a run's figures as text, without colours.
+def title(config: DAFConfig, description: str) -> str:
+    """Returns one line that says what is about to happen to a model that `describe` has described."""
+    stored = {
+        "exact": "exact forms only",
+        "auto": f"as many bits as each place needs, {config.rounding}",
+    }.get(str(config.precision), f"{config.precision} bits, {config.rounding}")
+    if config.max_gradient_error is not None:
+        stored += f", gradient error at most {config.max_gradient_error:g}"
+    size = config.memory_budget
+    budget = f"budget {format_size(size)}" if isinstance(size, int) else f"{size or 'no'} budget"
+    budget += " for a step" if config.plans_steps else ""
+    if config.elastic is not None:
+        shares = {"time": config.elastic.time, "memory": config.elastic.memory}
+        said = [f"{share:.0%} of a step's {name}" for name, share in shares.items() if share is not None]
+        budget = ", ".join([f"{budget}; elastic", *said])
+    return f"DAF stores saved activations in {stored}; {budget}; {description}"
 
-    Args:
-        title: A line above the table.
-        totals: The figures.
-        plan: How steps were run at last, where a budget covers them.
-        trained: What they trained, where training was elastic.
+
+def describe(model: nn.Module) -> str:
+    """Returns what is trained, and where."""
+    parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]  # of the first pass
+    if not parameters:
+        return f"{type(model).__name__}, whose parameters the first batch makes"
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in parameters)
+    return f"{type(model).__name__} on {parameters[0].device}, {trained:,} of {total:,} parameters trained"
+
+
+def render(title: str, totals: RunTotals, plan: str | None = None, trained: str | None = None) -> str:
+    """Returns a table of a run's figures as text, without colours, below its title.
+
+    It ends with how the last steps were run, where a budget covers them, and what they trained, where that was elastic.
     """
+    from rich.console import Console  # rich takes time to import
+    from rich.table import Table
+
     metrics = totals.metrics()
     table = Table("saved activations", "", title_justify="left")
     table.add_row("plain training keeps", f"{metrics['daf/raw_mb']:,.1f} MB")

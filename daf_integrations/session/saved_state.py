@@ -10,18 +10,11 @@ from daf_core.precision.audit import restored
 from daf_core.precision.policy import PrecisionPolicy
 from daf_integrations.session.metrics import RunTotals
 
-ELASTIC = "elastic_state"
-"""The part that states of older versions do not have."""
+ELASTIC = "elastic_state"  # the part that states of older versions do not have
 
 
 class SavedState(NamedTuple):
-    """The parts of a saved state.
-
-    Attributes:
-        totals: Figures of the run so far.
-        engine: What the engine had learned; None where it had not begun.
-        elastic: Where its elastic training was, if it was elastic.
-    """
+    """Figures of the run so far, what the engine had learned (None before it began), and where elastic training was."""
 
     totals: RunTotals
     engine: Mapping[str, Any] | None

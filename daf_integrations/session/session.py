@@ -22,14 +22,13 @@ from daf_core.plan.plan_file import open_plan_file
 from daf_core.plan.run.runner import StepRunner
 from daf_core.rewrites.loss_option import chunk_loss
 from daf_integrations.session.audits import Audits
-from daf_integrations.session.describe import describe, title
 from daf_integrations.session.metrics import RunTotals
+from daf_integrations.session.report import describe, render, title
 from daf_integrations.session.saved_state import SavedState
 
 WHOLE = "a loop that calls the model itself keeps its batches whole; daf_integrations.step(model, batch) splits them"
 
-LossFunction = Callable[[Any], Tensor]
-"""Returns the loss of a batch, or of some of its rows."""
+LossFunction = Callable[[Any], Tensor]  # returns the loss of a batch, or of some of its rows
 
 log = getLogger("daf")
 
@@ -96,11 +95,7 @@ class DAFSession:
         self._description = ""
 
     def attach(self, model: nn.Module, outer: nn.Module | None = None) -> None:
-        """Prepares a model for training, and detaches the one before.
-
-        Args:
-            model: The model.
-            outer: The model as it is called, if something wraps it.
+        """Prepares a model for training, and detaches the one before; `outer` is what is called, if something wraps it.
 
         Raises:
             ConfigError: The configuration plans steps, trains elastically or computes the loss in chunks, and this
@@ -219,7 +214,7 @@ class DAFSession:
         """Prepares a step of these optimizers, once all gradients are there.
 
         Args:
-            optimizers: The optimizers.
+            optimizers: Those that will step.
             by_closure: Whether they call a closure that computes the gradients, so that this begins the step.
 
         Raises:
@@ -307,8 +302,6 @@ class DAFSession:
 
     def report(self) -> str:
         """Returns the table at the end of a run."""
-        from daf_integrations.session.report import render  # rich takes time to import
-
         return render(self.start_line(), self.totals, self._plan, self._trained)
 
     def state(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,23 +49,16 @@ def alone(model: nn.Module) -> Callable[..., Any]:
     """Returns what calls the model inside, which waits for no other process, in the precision that Fabric gives it.
 
     Fabric's own call would ask for `Fabric.backward`, and that trains.
-
-    Args:
-        model: The model as it is called.
     """
     inner: Any = unwrap_model(model)
     for wrapper in _fabric_layers(model):
-        inner = _in_precision(wrapper, inner)
+        inner = partial(_in_precision, wrapper, inner)
     return inner
 
 
 @contextmanager
 def any_backward(model: nn.Module) -> Generator[None]:
-    """Has Fabric not ask for `Fabric.backward` where the model is called inside, for a gradient that trains nothing.
-
-    Args:
-        model: The model as it is called.
-    """
+    """Has Fabric not ask for `Fabric.backward` where the model is called inside, for a gradient that trains nothing."""
     wrappers = _fabric_layers(model)
     for wrapper in wrappers:
         vars(wrapper)[_ASKS_FOR_BACKWARD] = _as_it_is  # set by `setattr`, it would be an attribute of the model inside
@@ -76,12 +70,8 @@ def any_backward(model: nn.Module) -> Generator[None]:
 
 
 def is_redirected(model: nn.Module) -> bool:
-    """Says whether Fabric calls another method now, such as training_step, by way of the next call of the model.
-
-    Args:
-        model: The model as it is called.
-    """
-    forwards = [vars(wrapper.module).get("forward") for wrapper in _fabric_layers(model)]
+    """Says whether Fabric calls another method now, such as training_step, by way of the next call of the model."""
+    forwards = (vars(wrapper.module).get("forward") for wrapper in _fabric_layers(model))
     return any(getattr(forward, "__qualname__", "").startswith(_REDIRECTION) for forward in forwards)
 
 
@@ -100,25 +90,19 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
         elif isinstance(inner, torch.jit.ScriptModule):
             return
         else:
-            inner = vars(inner)["_modules"].get("_forward_module" if _is_fabric(inner) else "_orig_mod")
+            wrapped = "_forward_module" if type(inner).__name__ == _FABRIC else "_orig_mod"
+            inner = vars(inner)["_modules"].get(wrapped)
 
 
 def _fabric_layers(model: nn.Module) -> list[Any]:
-    return [layer for layer in _layers(model) if _is_fabric(layer)]
+    return [layer for layer in _layers(model) if type(layer).__name__ == _FABRIC]
 
 
-def _is_fabric(model: nn.Module) -> bool:
-    return type(model).__name__ == _FABRIC
-
-
-def _in_precision(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    def converted(*args: Any, **kwargs: Any) -> Any:
-        precision = wrapper._strategy.precision
-        args, kwargs = precision.convert_input((args, kwargs))
-        with precision.forward_context():
-            return precision.convert_output(call(*args, **kwargs))
-
-    return converted
+def _in_precision(wrapper: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    precision = wrapper._strategy.precision
+    args, kwargs = precision.convert_input((args, kwargs))
+    with precision.forward_context():
+        return precision.convert_output(call(*args, **kwargs))
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

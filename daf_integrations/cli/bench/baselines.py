@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Generator as Numbers
@@ -18,18 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from daf_core.errors import ConfigError
 from daf_core.saved_tensors.classify import Eligibility, TensorKind
 
-GROUP = 256
-"""Elements that share a minimum and a maximum, as in GACT (ICML 2022)."""
+GROUP = 256  # elements that share a minimum and a maximum, as in GACT (ICML 2022)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A saved tensor in another form.
-
-    Attributes:
-        restore: Returns it.
-        size: Bytes that are held.
-    """
+    """A saved tensor in another form, which holds `size` bytes."""
 
     restore: Callable[[], Tensor]
     size: int
@@ -39,20 +33,16 @@ Coding = Callable[[Tensor], Stored]
 
 
 class Stores:
-    """Stores activations in another form.
+    """Stores activations in another form, which `code` brings them into.
 
     It stores the same tensors as DAF: large floating-point tensors other than weights, casts of weights and
     statistics. It stores a tensor once that is saved several times, but each view of another shape by itself.
-
-    Args:
-        model: The model.
-        code: Brings a tensor into the other form.
     """
 
     def __init__(self, model: nn.Module, code: Coding) -> None:
         self._code = code
         self._eligibility = Eligibility(model)
-        self._known: dict[tuple[Any, ...], Any] = {}
+        self._known: WeakValueDictionary[tuple[Any, ...], Stored] = WeakValueDictionary()
         self._untouched: dict[StorageWeakRef, int] = {}
         self._held = self._largest = 0
 
@@ -81,12 +71,10 @@ class Stores:
             return tensor.detach()
         self._largest = max(self._largest, tensor.numel())
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-        known = self._known.get(key)
-        stored = None if known is None else known()
+        stored = self._known.get(key)
         if stored is None:
-            stored = self._code(tensor.detach())
+            stored = self._known[key] = self._code(tensor.detach())
             self._held += stored.size
-            self._known[key] = ref(stored)
         return stored
 
 
@@ -105,10 +93,6 @@ def in_bits(bits: int, device: torch.device) -> Coding:
 
     It stores minimum and step of each group of 256 elements in float32, and elements in steps above the minimum,
     rounded up or down at random so that the mean is right. It does not use the random numbers of the model.
-
-    Args:
-        bits: 8, 4 or 2.
-        device: Where the tensors are.
     """
     return partial(_in_bits, bits=bits, numbers=Numbers(device).manual_seed(0))
 
@@ -121,44 +105,29 @@ def _in_bits(tensor: Tensor, bits: int, numbers: Numbers) -> Stored:
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)  # on a CPU aminmax takes ten times as long
     step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(groups.dtype).tiny)
     noise = torch.rand(groups.shape, generator=numbers, device=groups.device)
-    codes = (groups - low).div_(step).add_(noise).clamp_(0, 2**bits - 1).to(torch.uint8)
-    packed = _packed(codes, bits)
+    lanes = (groups - low).div_(step).add_(noise).clamp_(0, 2**bits - 1).to(torch.uint8).view(-1, 8 // bits)
+    packed = lanes[:, 0].clone()
+    for lane in range(1, 8 // bits):
+        packed |= lanes[:, lane] << (lane * bits)
     size = packed.numel() + 2 * low.numel() * low.element_size()
     return Stored(partial(_from_bits, packed, low, step, bits, tensor.shape, tensor.dtype), size)
 
 
 def _from_bits(packed: Tensor, low: Tensor, step: Tensor, bits: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    values = _unpacked(packed, bits).to(step.dtype).view(-1, GROUP).mul_(step).add_(low)
-    return values.flatten()[: shape.numel()].view(shape).to(dtype)
-
-
-def _packed(codes: Tensor, bits: int) -> Tensor:
-    lanes = codes.view(-1, 8 // bits)
-    packed = lanes[:, 0].clone()
-    for lane in range(1, 8 // bits):
-        packed |= lanes[:, lane] << (lane * bits)
-    return packed
-
-
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> shifts) & (2**bits - 1)
+    codes = (packed[:, None] >> shifts) & (2**bits - 1)
+    values = codes.to(step.dtype).view(-1, GROUP).mul_(step).add_(low)
+    return values.flatten()[: shape.numel()].view(shape).to(dtype)
 
 
 class Offload:
     """Keeps saved tensors, weights too, in main memory, with `torch.autograd.graph.save_on_cpu`.
 
-    Args:
-        model: The model.
-
-    Attributes:
-        held_bytes: Zero: nothing is held on the GPU.
-
     Raises:
-        ConfigError: It is in main memory already.
+        ConfigError: The model is in main memory already.
     """
 
-    held_bytes = 0
+    held_bytes = 0  # on the GPU
 
     def __init__(self, model: nn.Module) -> None:
         if next(model.parameters()).device.type == "cpu":
@@ -167,8 +136,6 @@ class Offload:
                 "CPU; leave it out"
             )
 
-    @contextmanager
-    def storing(self) -> Generator[None]:
+    def storing(self) -> AbstractContextManager[None]:
         """Moves what autograd saves inside."""
-        with save_on_cpu(pin_memory=True):
-            yield
+        return save_on_cpu(pin_memory=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
 import torch
 
-from daf_integrations.cli.doctor import loaded_allocator
+from daf_integrations.cli.doctor import core_count, installed_version, loaded_allocator
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -44,8 +41,10 @@ def describe_machine(
     *, dtype: str, threads: int | None = None, allocator: str | None = None, device: str = "cpu"
 ) -> Machine:
     """Describes this machine and a benchmark; without `threads` and `allocator` those of this process."""
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     machine = Machine(
-        cpu=_cpu_name(),
+        cpu=next(names, platform.processor() or platform.machine()),
         cores=core_count(),
         threads=threads or torch.get_num_threads(),
         torch=torch.__version__,
@@ -53,34 +52,14 @@ def describe_machine(
         allocator=allocator or loaded_allocator(),
         dtype=dtype,
     )
-    return machine if device == "cpu" else _with_gpu(machine)
-
-
-def core_count() -> int:
-    """Returns how many cores this process may use."""
-    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
-
-
-def _with_gpu(machine: Machine) -> GpuMachine:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if device == "cpu":
+        return machine
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return GpuMachine(
         **asdict(machine),
-        gpu=properties.name,
-        gpu_bytes=properties.total_memory,
-        capability=f"{properties.major}.{properties.minor}",
+        gpu=gpu.name,
+        gpu_bytes=gpu.total_memory,
+        capability=f"{gpu.major}.{gpu.minor}",
         cuda=torch.version.cuda or "",
-        triton=_version("triton"),
+        triton=installed_version("triton") or "",  # builds for other GPUs bring it under other names
     )
-
-
-def _cpu_name() -> str:
-    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # builds for other GPUs bring it under other names
-        return ""

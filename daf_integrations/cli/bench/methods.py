@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,9 @@ METHODS: dict[str, str] = {
 }
 """Names of methods and what they are; sizes, bounds and shares are examples."""
 
-_BUDGETED = re.compile(r"(?P<name>daf-\w+)@(?P<budget>\d+(\.\d+)?[kMG]?i?B)(?P<spill>\+spill)?", re.IGNORECASE)
+_SIZE = r"@(?P<budget>\d+(\.\d+)?(?i:[kMG]?i?B))"
+_STEP = re.compile(f"daf-step{_SIZE}")
+_BUDGETED = re.compile(rf"(?P<name>daf-\w+){_SIZE}(?P<spill>(?i:\+spill))?")
 _BOUNDED = re.compile(r"daf-auto<(?P<bound>0?\.\d*[1-9]\d*)(/(?P<every>[1-9]\d*))?")
 _ELASTIC = re.compile(r"elastic@(?P<share>0?\.\d*[1-9]\d*)")
 
@@ -54,13 +57,11 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBytes:
-    """Bytes that a step stored, and what storing cost.
+    """Bytes that a step stored, and the seconds that storing cost.
 
     Attributes:
         raw_bytes: Bytes that autograd keeps of it without any method; 0 where the method does not know.
-        held_bytes: Bytes that were held.
-        pack_seconds: Time that threads which train spent on storing.
-        unpack_seconds: Time spent on restoring.
+        pack_seconds: Time of the threads that train.
         dropped_bytes: Bytes given up to keep a budget.
         spilled_bytes: Bytes copied to a file, or to main memory, to keep it.
         pager_seconds: Time spent on keeping it.
@@ -77,134 +78,25 @@ class StoredBytes:
     audited_error: float | None = None
 
 
-@dataclass(frozen=True)
-class Traits:
-    """How to measure a method.
-
-    Attributes:
-        exact: Whether its gradients are those of plain training.
-        settling: Steps before the first that counts. The first three steps of DAF have audits.
-        alternates: Whether its steps differ by design, so that means over many steps count and not medians.
-        partial: Whether a step may train a part of the parameters.
-        splits: Whether it splits a batch, whose parts then have other dropout masks than the whole.
-    """
-
-    exact: bool
-    settling: int = 2
-    alternates: bool = False
-    partial: bool = False
-    splits: bool = False
-
-    @property
-    def can_be_reference(self) -> bool:
-        """Whether others can be compared with it: it computes plain training's gradients of all parameters."""
-        return self.exact and not self.partial
-
-
-def is_method(name: str) -> bool:
-    """Whether `open_method` knows the name."""
-    budgeted = _BUDGETED.fullmatch(name)
-    if budgeted is not None:
-        spills = budgeted["spill"] is not None
-        return budgeted["name"] in DAF_PRECISIONS or (budgeted["name"] == "daf-step" and not spills)
-    single = name in METHODS and not re.search("[@<]", name)
-    return single or any(pattern.fullmatch(name) for pattern in (_BOUNDED, _ELASTIC))
-
-
-def parse_methods(
-    text: str, known: Callable[[str], bool] = is_method, allowed: Iterable[str] = METHODS
-) -> tuple[str, ...]:
-    """Returns the methods of a comma-separated list.
-
-    Args:
-        text: The list.
-        known: Whether a name is allowed.
-        allowed: Names for the message; sizes, bounds and shares in them are examples.
-
-    Raises:
-        ConfigError: A name is unknown or repeated.
-    """
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if not known(name)]
-    if unknown:
-        raise ConfigError(f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}; separated by commas")
-    if len(set(names)) < len(names):
-        raise ConfigError(f"got {text!r}, which repeats a method; name each one once")
-    return names
-
-
-def traits(name: str) -> Traits:
-    """Returns how to measure the named method."""
-    if _ELASTIC.fullmatch(name):
-        return Traits(exact=True, settling=12, alternates=True, partial=True)
-    if name.startswith("daf-step@"):
-        return Traits(exact=False, settling=4, splits=True)
-    audits = _BOUNDED.fullmatch(name)
-    exact = name.partition("@")[0] in ("plain", "checkpoint", "offload", "daf-exact")
-    alternates = audits is not None and audits["every"] is not None
-    return Traits(exact=exact, settling=3 if name.startswith("daf") else 2, alternates=alternates)
-
-
-def open_method(name: str, model: nn.Module) -> Method:
-    """Returns the named method, at work on the model.
-
-    Args:
-        name: One of `METHODS`, or alike with another size, bound or share.
-        model: A model that is to be trained.
-
-    Raises:
-        ConfigError: The method cannot be used here, or is not known.
-        DAFError: DAF refuses the model.
-    """
-    if not is_method(name):
-        raise ConfigError(f"there is no method {name!r}; allowed are {', '.join(METHODS)}")
-    if name == "plain":
-        return Method(model)
-    if name == "checkpoint":
-        return _Checkpointed(model)
-    if name == "offload":
-        return _Stored(model, Offload(model))
-    if name == "bf16":
-        return _Stored(model, Stores(model, in_bfloat16))
-    if name in CLASSIC_BITS:
-        device = next(model.parameters()).device
-        return _Stored(model, Stores(model, in_bits(CLASSIC_BITS[name], device)))
-    return _DAF(model, **_options(name))
-
-
-def _options(name: str) -> dict[str, Any]:
-    if budgeted := _BUDGETED.fullmatch(name):
-        if budgeted["name"] == "daf-step":
-            return {"memory_budget": budgeted["budget"]}
-        options = {"precision": DAF_PRECISIONS[budgeted["name"]], "memory_budget": budgeted["budget"]}
-        spill = {"spill_dir": tempfile.gettempdir()} if budgeted["spill"] else {}
-        return options | {"budget_covers": "activations"} | spill
-    if bounded := _BOUNDED.fullmatch(name):
-        every = {} if bounded["every"] is None else {"audit_every": int(bounded["every"])}
-        return {"max_gradient_error": float(bounded["bound"])} | every
-    if elastic := _ELASTIC.fullmatch(name):
-        return {"precision": "exact", "elastic": {"time": float(elastic["share"])}}
-    return {"precision": DAF_PRECISIONS[name]}
-
-
 class Method:
-    """Runs the passes of training steps; this one leaves saved tensors alone.
+    """Runs the passes of training steps; with a store, saved tensors are kept in another form."""
 
-    Args:
-        model: The model that is trained.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, store: Offload | Stores | None = None, undo: Callable[[], object] = lambda: None
+    ) -> None:
+        self._model, self._store, self._undo = model, store, undo
 
     def run(self, batch: Any, loss_of: Loss) -> Tensor:
         """Runs forward and backward pass of a step, which the optimizer's step ends; returns the loss, detached."""
-        loss = loss_of(batch)
+        with nullcontext() if self._store is None else self._store.storing():
+            loss = loss_of(batch)
         loss.backward()
         return loss.detach()
 
     def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
         """Returns what the last step stored, or runs one more to find out."""
+        if self._store is not None:
+            return StoredBytes(raw_bytes=0, held_bytes=self._store.held_bytes)
         with SavedTensorCounter(self._model) as counter:
             loss = loss_of(batch)
         loss.backward()
@@ -216,76 +108,151 @@ class Method:
 
     def close(self) -> None:
         """Leaves the model as it was."""
-        return
-
-
-class _Checkpointed(Method):
-    """Recomputes each block in the backward pass.
-
-    What counts as held are the inputs of the blocks and what is saved outside of blocks; a block's activations, which
-    exist again while backward recomputes that block, do not count. The peak has them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._undo: Callable[[], object] = _recompute_blocks(model)
-
-    def close(self) -> None:
         self._undo()
-
-
-def _recompute_blocks(model: nn.Module) -> Callable[[], object]:
-    """Switches activation checkpointing on; returns a call that switches it off."""
-    for prefix in ("activation_checkpointing", "gradient_checkpointing"):  # transformers, and its older versions
-        enable = getattr(model, f"{prefix}_enable", None)
-        if enable is not None and getattr(model, "supports_gradient_checkpointing", True):
-            enable({"use_reentrant": False})
-            return getattr(model, f"{prefix}_disable")
-    blocks = [block.module for block in blocks_of(model)]
-    if not blocks:
-        raise ConfigError("the method 'checkpoint' finds no blocks in this model; leave it out")
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return lambda: [delattr(block, "forward") for block in blocks]
-
-
-class _Stored(Method):
-    """Keeps saved tensors in another form."""
-
-    def __init__(self, model: nn.Module, store: Offload | Stores) -> None:
-        super().__init__(model)
-        self._store = store
-
-    def run(self, batch: Any, loss_of: Loss) -> Tensor:
-        with self._store.storing():
-            loss = loss_of(batch)
-        loss.backward()
-        return loss.detach()
-
-    def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
-        return StoredBytes(raw_bytes=0, held_bytes=self._store.held_bytes)
 
 
 class _DAF(Method):
     """Trains with DAF."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(api.prepare(model, **options))
-        training = training_of(self._model)
+        training = training_of(api.prepare(model, **options))
         assert training is not None
-        self._training = training
+        super().__init__(model, undo=training.stop)
+        self._session = training.session
 
     def run(self, batch: Any, loss_of: Loss) -> Tensor:
         return api.step(self._model, batch, loss_of)
 
     def stored(self, batch: Any, loss_of: Loss) -> StoredBytes:
-        session = self._training.session
-        measured = {field.name: getattr(session.last_step, field.name) for field in fields(StoredBytes)[:-1]}
-        return StoredBytes(**measured, audited_error=session.totals.gradient_error)
+        last = self._session.last_step
+        measured = {field.name: getattr(last, field.name) for field in fields(StoredBytes)[:-1]}
+        return StoredBytes(**measured, audited_error=self._session.totals.gradient_error)
 
     def figures(self) -> dict[str, float]:
-        totals = self._training.session.totals
+        totals = self._session.totals
         return totals.metrics() | {"audits": totals.audits, "audits_above": totals.audits_above}
 
-    def close(self) -> None:
-        self._training.stop()
+
+def _checkpointed(model: nn.Module) -> Method:
+    """Recomputes each block in the backward pass.
+
+    What counts as held are the inputs of the blocks and what is saved outside of blocks; a block's activations, which
+    exist again while backward recomputes that block, do not count. The peak has them.
+    """
+    for prefix in ("activation_checkpointing", "gradient_checkpointing"):  # transformers, and its older versions
+        enable = getattr(model, f"{prefix}_enable", None)
+        if enable is not None and getattr(model, "supports_gradient_checkpointing", True):
+            enable({"use_reentrant": False})
+            return Method(model, undo=getattr(model, f"{prefix}_disable"))
+    blocks = [block.module for block in blocks_of(model)]
+    if not blocks:
+        raise ConfigError("the method 'checkpoint' finds no blocks in this model; leave it out")
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return Method(model, undo=lambda: [delattr(block, "forward") for block in blocks])
+
+
+def _classic(model: nn.Module, bits: int) -> Method:
+    return Method(model, Stores(model, in_bits(bits, next(model.parameters()).device)))
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How to run and measure a method.
+
+    Attributes:
+        open: Puts it to work on a model.
+        exact: Whether its gradients are those of plain training.
+        settling: Steps before the first that counts. The first three steps of DAF have audits.
+        alternates: Whether its steps differ by design, so that means over many steps count and not medians.
+        partial: Whether a step may train a part of the parameters.
+        splits: Whether it splits a batch, whose parts then have other dropout masks than the whole.
+    """
+
+    open: Callable[[nn.Module], Method]
+    exact: bool = False
+    settling: int = 2
+    alternates: bool = False
+    partial: bool = False
+    splits: bool = False
+
+    @property
+    def can_be_reference(self) -> bool:
+        """Whether others can be compared with it: it computes plain training's gradients of all parameters."""
+        return self.exact and not self.partial
+
+
+_NAMED: dict[str, Traits] = {
+    "plain": Traits(Method, exact=True),
+    "checkpoint": Traits(_checkpointed, exact=True),
+    "offload": Traits(lambda model: Method(model, Offload(model)), exact=True),
+    "bf16": Traits(lambda model: Method(model, Stores(model, in_bfloat16))),
+    **{name: Traits(partial(_classic, bits=bits)) for name, bits in CLASSIC_BITS.items()},
+    **{
+        name: Traits(partial(_DAF, precision=precision), exact=precision == "exact", settling=3)
+        for name, precision in DAF_PRECISIONS.items()
+    },
+}
+
+
+def _find(name: str) -> Traits | None:
+    """Finds a method, whose name may hold a size, a bound or a share."""
+    if found := _ELASTIC.fullmatch(name):
+        trains = partial(_DAF, precision="exact", elastic={"time": float(found["share"])})
+        return Traits(trains, exact=True, settling=12, alternates=True, partial=True)
+    if found := _STEP.fullmatch(name):
+        return Traits(partial(_DAF, memory_budget=found["budget"]), settling=4, splits=True)
+    if found := _BOUNDED.fullmatch(name):
+        every = {} if found["every"] is None else {"audit_every": int(found["every"])}
+        bounded = partial(_DAF, max_gradient_error=float(found["bound"]), **every)
+        return Traits(bounded, settling=3, alternates=bool(every))
+    if (found := _BUDGETED.fullmatch(name)) and found["name"] in DAF_PRECISIONS:
+        free = _NAMED[found["name"]]
+        spill = {"spill_dir": tempfile.gettempdir()} if found["spill"] else {}
+        within = partial(free.open, memory_budget=found["budget"], budget_covers="activations", **spill)
+        return replace(free, open=within)
+    return _NAMED.get(name)
+
+
+def is_method(name: str) -> bool:
+    """Whether `open_method` knows the name."""
+    return _find(name) is not None
+
+
+def traits(name: str) -> Traits:
+    """Returns how to run and measure the named method.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = _find(name)
+    if found is None:
+        raise ConfigError(f"there is no method {name!r}; allowed are {', '.join(METHODS)}")
+    return found
+
+
+def open_method(name: str, model: nn.Module) -> Method:
+    """Returns the named method, at work on a model that is to be trained.
+
+    Raises:
+        ConfigError: The method cannot be used here, or is not known.
+        DAFError: DAF refuses the model.
+    """
+    return traits(name).open(model)
+
+
+def parse_methods(
+    text: str, known: Callable[[str], bool] = is_method, allowed: Iterable[str] = METHODS
+) -> tuple[str, ...]:
+    """Returns the methods of a comma-separated list; the message names those that are allowed.
+
+    Raises:
+        ConfigError: A name is unknown or repeated.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if not known(name)]
+    if unknown:
+        raise ConfigError(f"got {', '.join(map(repr, unknown))}; allowed are {', '.join(allowed)}; separated by commas")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"got {text!r}, which repeats a method; name each one once")
+    return names

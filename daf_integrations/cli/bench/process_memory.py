@@ -3,7 +3,6 @@
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -24,7 +23,7 @@ def resident_bytes() -> int:
 
 
 def can_reset_peak() -> bool:
-    """Says whether the system can start a new peak, as Linux does."""
+    """Whether the system can start a new peak, as Linux does."""
     return os.access(_CLEAR_REFS, os.W_OK)
 
 
@@ -63,66 +62,45 @@ class GpuMemory:
         return torch.cuda.max_memory_allocated() - self._loaded
 
 
-class SavedTensorCounter:
+class SavedTensorCounter(TorchDispatchMode):
     """Counts the unique storages that autograd saves inside a ``with`` block, without changing them.
 
-    Storages of parameters and buffers do not count, nor do the low-precision casts of parameters that
-    autocast makes. Every storage counts once, in full, however many saved tensors view it. Tensors saved
-    inside a non-reentrant checkpoint do not reach the counter, but the inputs of the checkpoint do.
-
-    Example:
-        >>> with SavedTensorCounter(model) as counter:
-        ...     loss = model(**batch).loss
-        >>> counter.bytes
+    Storages of parameters and buffers do not count, nor do the low-precision casts of parameters that autocast makes.
+    Every storage counts once, in full, however many saved tensors view it. Tensors saved inside a non-reentrant
+    checkpoint do not reach the counter, but the inputs of the checkpoint do.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._casts = _WeightCasts(model)
+        super().__init__()
+        weights = map(Tensor.untyped_storage, (*model.parameters(), *model.buffers()))
+        self._weights = {storage.data_ptr(): storage for storage in weights}
+        self._saved: dict[int, torch.UntypedStorage] = {}
         self._hooks = saved_tensors_hooks(self._count, lambda saved: saved)
-        self._storages: dict[int, torch.UntypedStorage] = {}
 
     @property
     def bytes(self) -> int:
         """Bytes of all counted storages."""
-        return sum(storage.nbytes() for key, storage in self._storages.items() if key not in self._casts.storages)
+        return sum(storage.nbytes() for key, storage in self._saved.items() if key not in self._weights)
 
     def __enter__(self) -> Self:
-        self._casts.__enter__()
+        super().__enter__()
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
-        self._casts.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self._weights:
+            storage = result.untyped_storage()
+            self._weights[storage.data_ptr()] = storage
+        return result
 
     def _count(self, saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
-        self._storages[storage.data_ptr()] = storage  # held, so that its address is not used again
+        self._saved[storage.data_ptr()] = storage  # held, so that its address is not used again
         return saved.detach()
-
-
-class _WeightCasts(TorchDispatchMode):
-    """Knows the storages of a model's parameters and buffers, and of the casts made of them meanwhile."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        weights = [*model.parameters(), *model.buffers()]
-        self.storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, weights)}
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
-            storage = result.untyped_storage()
-            self.storages[storage.data_ptr()] = storage
-        return result
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self.storages

@@ -11,34 +11,25 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from daf_core.errors import ProfileError
-from daf_integrations.cli.allocator import AUTO, PRELOAD, library_of, preloading
+from daf_integrations.cli.allocator import AUTO, is_preloaded, library_of, preloading
 from daf_integrations.cli.bench.methods import traits
 from daf_integrations.cli.bench.summary import MethodResult, Reference, load_gradients, summarize
 from daf_integrations.cli.bench.worker import ERROR, OUT_OF_MEMORY, Measurement, Task
 from daf_integrations.cli.doctor import MMAP_THRESHOLD, SMALL_BLOCK
-from daf_integrations.cli.workload.build import Workload
+from daf_integrations.cli.workload import Workload
 
-EXACT = ("checkpoint", "daf-exact")
-"""What can take plain training's place anywhere."""
-
-PRINTED = 2000
-"""Characters of what a process printed last that its error shows."""
+EXACT = ("checkpoint", "daf-exact")  # what can take plain training's place anywhere
+PRINTED = 2000  # characters of what a process printed last that its error shows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The methods to compare, and how.
+    """The methods to compare, "plain" among them, and how: each has `rounds` processes, which time `steps` steps.
 
-    Attributes:
-        workload: Model and batch.
-        methods: Names of methods; "plain" is one of them.
-        dtype: "bf16" is autocast over the model's own weights.
-        rounds: Processes of each method.
-        steps: Steps that each of them times.
-        threads: Threads of torch.
+    With "bf16" they run under autocast, over the model's own weights; `threads` are those of torch.
     """
 
     workload: Workload
@@ -49,16 +40,12 @@ class Comparison:
     threads: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """The figures of a comparison.
+class Results(NamedTuple):
+    """The figures of the methods that ran, in the order in which they were asked for, and where they ran.
 
     Attributes:
-        methods: Figures of those that ran, in the order in which they were asked for.
         reference: The method that they are compared with: "plain", or where that does not fit the first exact one.
         failed: What others ended with, by name.
-        device: What the model ran on.
-        allocator: The allocator of main memory.
     """
 
     methods: list[MethodResult]
@@ -77,11 +64,7 @@ class WorkerMemoryError(WorkerError):
 
 
 def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) -> Results:
-    """Runs each method in each round, each round beginning with another one.
-
-    Args:
-        asked: What is to be compared.
-        begin: Is told what runs next.
+    """Runs each method in each round, each round beginning with another one; tells `begin` what runs next.
 
     Raises:
         WorkerError: Plain training fails for another reason than memory, or nothing exact runs either.
@@ -97,9 +80,8 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
                 begin(f"round {turn + 1}: {method}")
                 if method in failed:
                     continue
-                file = files[method] if turn == 0 else None
                 try:
-                    measured[method].append(_measure(asked, method, file, folder))
+                    measured[method].append(_measure(asked, method, files[method] if turn == 0 else None, folder))
                 except WorkerError as error:
                     if method == "plain" and not isinstance(error, WorkerMemoryError):
                         raise
@@ -110,15 +92,11 @@ def compare(asked: Comparison, begin: Callable[[str], None] = lambda _: None) ->
         # One at a time: with all parameters trained, gradients are as large as the model.
         results = [summarize(each, measured[each], load_gradients(files[each]), reference) for each in ran]
     first = reference.rounds[0]
-    return Results(methods=results, reference=standard, failed=failed, device=first.device, allocator=first.allocator)
+    return Results(results, standard, failed, first.device, first.allocator)
 
 
 def _standard(ran: Sequence[str], failed: Mapping[str, str]) -> str:
-    """Returns the method that others are compared with: plain, or of the exact ones that ran one that is not DAF's.
-
-    Raises:
-        WorkerError: None of them ran.
-    """
+    """Returns the method that others are compared with: plain, or of the exact ones that ran one that is not DAF's."""
     exact = [method for method in ran if traits(method).can_be_reference]
     if not exact:
         reasons = [f"{method}: {first_line(text)}" for method, text in failed.items()]
@@ -152,8 +130,7 @@ def run_process(
         task: What to run; "threads" are those of torch.
         name: Of the task, for messages.
         folder: Where the process may leave its result.
-        environment: Variables of the process; None for those of this one, with an allocator that gives freed blocks
-            back.
+        environment: None for the variables of this process, with an allocator that gives freed blocks back.
 
     Raises:
         WorkerMemoryError: Memory does not suffice.
@@ -161,9 +138,11 @@ def run_process(
     """
     result = folder / "measurement.json"
     result.unlink(missing_ok=True)
+    imported = os.pathsep.join(filter(None, sys.path))  # the process imports what this one would
+    variables = environment or _with_allocator()
     process = subprocess.run(
         [sys.executable, "-m", module, json.dumps(task), str(result)],
-        env=_process_variables(environment or _with_allocator(), task["threads"]),
+        env={**variables, "PYTHONPATH": imported, "OMP_NUM_THREADS": str(task["threads"])},
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -208,13 +187,8 @@ def _measure(asked: Comparison, method: str, gradients: Path | None, folder: Pat
     return Measurement(**run_process("daf_integrations.cli.bench.worker", asdict(task), method, folder))
 
 
-def _process_variables(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    imported = os.pathsep.join(filter(None, sys.path))  # the process imports what this one would
-    return {**environment, "PYTHONPATH": imported, "OMP_NUM_THREADS": str(threads)}
-
-
 def _with_allocator() -> dict[str, str]:
     library = library_of(AUTO)
-    if library is not None or "malloc" in os.environ.get(PRELOAD, ""):
+    if library is not None or is_preloaded():
         return preloading(library)
     return {MMAP_THRESHOLD: str(SMALL_BLOCK), **os.environ}

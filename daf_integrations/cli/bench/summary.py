@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,40 +27,26 @@ LARGEST_ROUNDING = 1e-4
 LARGEST_BF16_ROUNDING = 2e-3
 """The same under autocast to bfloat16; activations in 8 bits would already make a difference of 8e-3."""
 
-LEAST_PEAK = 5_000_000
-"""Bytes that the reference takes at least where ratios of peaks say something."""
+LEAST_PEAK = 5_000_000  # bytes that the reference takes at least where ratios of peaks say something
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a method computed.
-
-    Attributes:
-        loss: The loss.
-        of: Gradients by parameter name.
-    """
+    """The loss that a method computed, and its gradients by parameter name."""
 
     loss: float
     of: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The method that others are compared with.
-
-    Attributes:
-        method: Its name: "plain", where that fits.
-        rounds: What its processes measured.
-        computed: What it computed, with dropout and without.
-    """
+class Reference(NamedTuple):
+    """The method that others are compared with: its rounds, and what it computed with dropout and without."""
 
     method: str
     rounds: Sequence[Measurement]
     computed: Mapping[str, Gradients]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientComparison:
+class GradientComparison(NamedTuple):
     """How far one gradient is from another: relative L2 error, cosine, and whether every bit is equal."""
 
     error: float
@@ -70,25 +56,18 @@ class GradientComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodResult(StoredBytes):
-    """The figures of one method, as they stand in the JSON file: medians over rounds.
+    """The figures of one method, as they stand in the JSON file: medians over rounds; see `Measurement`.
 
     ``raw_bytes`` are 0 where neither the method nor the reference knows them.
 
     Attributes:
-        method: Name of the method.
         problem: Why its results are wrong; None where they are right. Times of a method with a problem mean nothing.
-        setup_rss_bytes: See `Measurement`.
-        peak_bytes: Peak above the loaded model and code, on the device of the model.
-        peak_rss_bytes: The same of the process' resident memory.
         peak_ratio: Peak over the reference's in the same round; None where the reference takes next to nothing.
-        step_seconds: Time of a step.
         step_ratio: Step time over the reference's in the same round.
         gradient_error: L2 norm of the difference from the reference's gradient over the norm of the reference's, over
             all parameters that the method trained in that step.
-        gradient_cosine: Cosine of the angle between the two.
         lora_gradient_error: The error over adapters alone: the classifier of an encoder with random weights outweighs
             them. None without adapters.
-        gradients_identical: Whether every bit is equal.
         rounds: The measurements that the medians are of.
     """
 
@@ -124,11 +103,7 @@ def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
 
 
 def compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> GradientComparison:
-    """Compares the gradients of all parameters, taken as one vector, in double precision.
-
-    Args:
-        found: Gradients by parameter name.
-        expected: The gradients to compare with, by the same names.
+    """Compares gradients by parameter name, taken as one vector, in double precision.
 
     Raises:
         ValueError: If the names differ, or every expected gradient is zero.
@@ -138,14 +113,13 @@ def compare_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
             f"got gradients of different parameters: {sorted(found.keys() ^ expected.keys())} are in one only; "
             "compare two runs of the same model"
         )
-    found_vector = _concatenate(found[name] for name in expected)
-    expected_vector = _concatenate(expected.values())
-    length = expected_vector.norm()
+    own, theirs = (torch.cat([each[name].double().flatten() for name in expected]) for each in (found, expected))
+    length = theirs.norm()
     if length == 0:
         raise ValueError("every expected gradient is zero, so no error relative to them exists; check the loss")
     return GradientComparison(
-        error=float((found_vector - expected_vector).norm() / length),
-        cosine=float(torch.nn.functional.cosine_similarity(found_vector, expected_vector, dim=0)),
+        error=float((own - theirs).norm() / length),
+        cosine=float(torch.nn.functional.cosine_similarity(own, theirs, dim=0)),
         identical=all(torch.equal(found[name], expected[name]) for name in expected),
     )
 
@@ -199,56 +173,40 @@ def problem_of(
 
 
 def summarize(
-    method: str,
-    rounds: Sequence[Measurement],
-    computed: Mapping[str, Gradients],
-    reference: Reference,
+    method: str, rounds: Sequence[Measurement], computed: Mapping[str, Gradients], reference: Reference
 ) -> MethodResult:
-    """Returns the figures of a method: medians over its rounds.
+    """Returns the figures of a method beside the reference; `computed` is by whether there was dropout."""
 
-    Args:
-        method: Its name.
-        rounds: What its processes measured.
-        computed: What it computed, by whether there was dropout.
-        reference: What it is compared with, in the same rounds.
-    """
+    def ratio(field: str) -> float:
+        return paired_ratio(_each(rounds, field), _each(reference.rounds, field))
+
     rounding = LARGEST_ROUNDING if rounds[0].dtype == "fp32" else LARGEST_BF16_ROUNDING
     kind, found = next(iter(computed.items()))
-    problem = problem_of(method, found, reference.computed[kind], rounding, reference.method)
-    known = reference.computed[kind].of
-    expected = {name: known[name] for name in found.of if name in known}
+    known = reference.computed[kind]
+    expected = {name: known.of[name] for name in found.of if name in known.of}
     comparable = {name: found.of[name] for name in expected}
     alive = any(gradient.any() for gradient in expected.values())
     gradients = compare_gradients(comparable, expected) if alive else None
-    lora_gradients = compare_lora_gradients(comparable, expected) if alive else None
+    adapters = compare_lora_gradients(comparable, expected) if alive else None
     # Checkpointing hides most of what autograd would save, and baselines count only what they hold.
     counted = ((method, rounds), (reference.method, reference.rounds))
-    raw = next((_median(each, "raw_bytes") for name, each in counted if name.startswith(("plain", "daf"))), 0)
-    medians: dict[str, Any] = {name: _median(rounds, name) for name in MEDIANS} | {"raw_bytes": raw}
+    knowing = next((each for name, each in counted if name.startswith(("plain", "daf"))), None)
+    medians: dict[str, Any] = {name: statistics.median(_each(rounds, name)) for name in MEDIANS}
+    medians["raw_bytes"] = 0 if knowing is None else statistics.median(_each(knowing, "raw_bytes"))
     return MethodResult(
         **{name: int(value) if name.endswith("_bytes") else value for name, value in medians.items()},
         method=method,
-        problem=problem,
-        peak_ratio=_peak_ratio([each.peak_bytes for each in rounds], [each.peak_bytes for each in reference.rounds]),
-        step_ratio=paired_ratio(
-            [each.step_seconds for each in rounds], [each.step_seconds for each in reference.rounds]
-        ),
+        problem=problem_of(method, found, known, rounding, reference.method),
+        peak_ratio=ratio("peak_bytes") if min(_each(reference.rounds, "peak_bytes")) >= LEAST_PEAK else None,
+        step_ratio=ratio("step_seconds"),
         gradient_error=gradients.error if gradients else None,
         gradient_cosine=gradients.cosine if gradients else None,
-        lora_gradient_error=lora_gradients.error if lora_gradients else None,
+        lora_gradient_error=adapters.error if adapters else None,
         gradients_identical=gradients is not None and gradients.identical,
         audited_error=rounds[-1].audited_error,
         rounds=[{field: getattr(measured, field) for field in ROUND_FIELDS} for measured in rounds],
     )
 
 
-def _peak_ratio(peaks: Sequence[int], base: Sequence[int]) -> float | None:
-    return paired_ratio(peaks, base) if min(base) >= LEAST_PEAK else None
-
-
-def _median(rounds: Sequence[Measurement], field: str) -> float:
-    return statistics.median(getattr(measured, field) for measured in rounds)
-
-
-def _concatenate(gradients: Iterable[Tensor]) -> Tensor:
-    return torch.cat([gradient.double().flatten() for gradient in gradients])
+def _each(rounds: Sequence[Measurement], field: str) -> list[float]:
+    return [getattr(measured, field) for measured in rounds]

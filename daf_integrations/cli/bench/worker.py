@@ -6,6 +6,7 @@ of a `Task`, RESULT the file that the JSON of the `Measurement` is written to.
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import sys
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch._dynamo  # pyright: ignore[reportUnusedImport]  # the first checkpoint would load it: code, not activations
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -23,28 +23,22 @@ from daf_core.errors import DAFError
 from daf_core.memory.system.release import release_free_memory
 from daf_core.plan.run.retry import is_out_of_memory
 from daf_core.timing import synchronized_time
-from daf_integrations.cli.bench.methods import Method, StoredBytes, Traits, open_method, traits
+from daf_integrations.cli.bench.methods import Method, StoredBytes, Traits, traits
 from daf_integrations.cli.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
 from daf_integrations.cli.doctor import loaded_allocator
-from daf_integrations.cli.workload.build import SEED, BuiltWorkload, Workload, build
+from daf_integrations.cli.workload import SEED, BuiltWorkload, Workload, build
 
-ERROR = "error"
-"""Key of the message in the file of a process that could not measure."""
+ERROR, OUT_OF_MEMORY = "error", "out of memory"
+"""Keys of the message in the file of a process that could not measure, the latter where memory was what it lacked."""
 
-OUT_OF_MEMORY = "out of memory"
-"""Key of the message where memory was what it lacked."""
+DROPOUT, NO_DROPOUT = "dropout", "no dropout"  # keys of what was computed with dropout, and without
 
-DROPOUT, NO_DROPOUT = "dropout", "no dropout"
-"""Keys of what was computed with dropout, and without."""
-
-ADAPTER_DEVIATION = 0.02
-"""Of LoRA's B: as long as it is zero, as it is made, A has no gradient to compare."""
+ADAPTER_DEVIATION = 0.02  # of LoRA's B: as long as it is zero, as it is made, A has no gradient to compare
 
 ALTERNATING_STEPS = 20
 """Steps at least of a method whose steps differ by design: elastic training has those of two depths in turn."""
 
-ELASTIC_RATE = 1e-4
-"""Learning rate where it is measured what steps gain."""
+ELASTIC_RATE = 1e-4  # learning rate where it is measured what steps gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +46,9 @@ class Task:
     """What one process runs.
 
     Attributes:
-        method: One of `daf_integrations.cli.bench.methods.METHODS`.
         workload: The fields of a `Workload`.
         dtype: "bf16" is autocast over the model's own weights.
         steps: Steps that are timed; at least `ALTERNATING_STEPS` of a method whose steps differ by design.
-        threads: Threads of torch.
         gradients: File that loss and gradients are saved to; empty: they are not.
         undropped: Whether those without dropout are saved too, of what others may be compared with.
     """
@@ -81,9 +73,6 @@ class Measurement(StoredBytes):
             of the GPU's allocated bytes.
         peak_rss_bytes: The same of the process' resident memory, wherever the model is.
         step_seconds: Median time of a step, or mean for methods whose steps differ by design.
-        device: Device of the model.
-        dtype: See `Task`.
-        allocator: Allocator of main memory.
     """
 
     setup_rss_bytes: int
@@ -96,25 +85,15 @@ class Measurement(StoredBytes):
 
 
 class TrainingStep:
-    """A training step on one batch; its random numbers depend on the seed alone.
-
-    Args:
-        sized: Model and batch.
-        optimizer: Has what is trained.
-        method: Runs the passes.
-        dtype: See `Task`.
-    """
+    """A training step on one batch, whose passes a method runs; its random numbers depend on the seed alone."""
 
     def __init__(self, sized: BuiltWorkload, optimizer: Optimizer, method: Method, dtype: str) -> None:
-        self._sized = sized
-        self._optimizer = optimizer
-        self._method = method
+        self._sized, self._optimizer, self._method = sized, optimizer, method
         self._autocast = dtype == "bf16"
-        self._device = next(sized.model.parameters()).device.type
 
     def loss_of(self, batch: Any) -> Tensor:
         """Returns the loss of a batch."""
-        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._autocast):
+        with torch.autocast(self._sized.parameter.device.type, dtype=torch.bfloat16, enabled=self._autocast):
             return self._sized.loss(batch)
 
     def run(self, seed: int) -> Tensor:
@@ -131,6 +110,10 @@ class TrainingStep:
         self.run(seed)
         return synchronized_time() - start
 
+    def stored(self) -> StoredBytes:
+        """Returns what the last step stored."""
+        return self._method.stored(self._sized.batch, self.loss_of)
+
 
 def measure(task: Task) -> Measurement:
     """Runs a task in this process.
@@ -142,6 +125,7 @@ def measure(task: Task) -> Measurement:
     Raises:
         DAFError: The model cannot be made, or the method does not work with it.
     """
+    importlib.import_module("torch._dynamo")  # the first checkpoint would load it: code, not activations
     torch.set_num_threads(task.threads)
     sized = build(Workload(**task.workload))
     fill_adapters(sized.model)
@@ -149,11 +133,11 @@ def measure(task: Task) -> Measurement:
     weights = [parameter.detach().clone() for parameter in trained]
     how = traits(task.method)
     optimizer = _optimizer_of(trained, ELASTIC_RATE if how.partial else 0.0)
-    device = next(sized.model.parameters()).device
+    device = sized.parameter.device
     release_free_memory()
     loaded = resident_bytes()
     gpu = GpuMemory() if device.type == "cuda" else None
-    method = open_method(task.method, sized.model)
+    method = how.open(sized.model)
     release_free_memory()
     level = resident_bytes()
     step = TrainingStep(sized, optimizer, method, task.dtype)
@@ -168,10 +152,10 @@ def measure(task: Task) -> Measurement:
     for number in range(max(task.steps, ALTERNATING_STEPS) if how.alternates else task.steps):
         seconds.append(step.timed_run(SEED + number))
         if how.alternates:
-            held.append(method.stored(sized.batch, step.loss_of).held_bytes)
+            held.append(step.stored().held_bytes)
     peak_rss = peak_bytes() - level
     peak = gpu.peak_bytes() if gpu else peak_rss
-    stored = method.stored(sized.batch, step.loss_of)
+    stored = step.stored()
     if how.alternates:
         stored = replace(stored, held_bytes=round(statistics.fmean(held)))
     if task.gradients:
@@ -207,8 +191,7 @@ def computed(model: nn.Module, loss: Tensor) -> dict[str, Any]:
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns the gradients that a model has, by parameter name."""
-    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    return {name: gradient for name, gradient in gradients if gradient is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def switch_dropout_off(model: nn.Module) -> None:
@@ -216,6 +199,28 @@ def switch_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+
+
+def serve(arguments: list[str], measure_task: Callable[[dict[str, Any]], Any]) -> None:
+    """Measures in a process that `daf_integrations.cli.bench.rounds.run_process` starts with these arguments.
+
+    The file takes what the function returns for the fields of the task, a dataclass, or the reason why there is none.
+    """
+    task, result = arguments
+    try:
+        found = asdict(measure_task(json.loads(task)))
+    except DAFError as error:
+        found = {ERROR: str(error)}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        found = {OUT_OF_MEMORY: f"memory ran out: {type(error).__name__}: {error}"}
+    Path(result).write_text(json.dumps(found))
+
+
+def main(arguments: list[str]) -> None:
+    """Measures the task given as JSON."""
+    serve(arguments, lambda fields: measure(Task(**fields)))
 
 
 def _optimizer_of(trained: list[nn.Parameter], rate: float) -> Optimizer:
@@ -239,30 +244,6 @@ def _save_gradients(sized: BuiltWorkload, step: TrainingStep, task: Task, how: T
         switch_dropout_off(sized.model)
         found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
     torch.save(found, task.gradients)
-
-
-def serve(arguments: list[str], measure_task: Callable[[dict[str, Any]], Any]) -> None:
-    """Measures in a process that `daf_integrations.cli.bench.rounds.run_process` starts.
-
-    Args:
-        arguments: The task as JSON, and the file that takes the measurement, or the reason why there is none.
-        measure_task: Returns the measurement, a dataclass, for the fields of a task.
-    """
-    task, result = arguments
-    try:
-        found = asdict(measure_task(json.loads(task)))
-    except DAFError as error:
-        found = {ERROR: str(error)}
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        found = {OUT_OF_MEMORY: f"memory ran out: {type(error).__name__}: {error}"}
-    Path(result).write_text(json.dumps(found))
-
-
-def main(arguments: list[str]) -> None:
-    """Measures the task given as JSON."""
-    serve(arguments, lambda fields: measure(Task(**fields)))
 
 
 if __name__ == "__main__":

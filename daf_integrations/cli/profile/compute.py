@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
-
-from torch import nn
+from contextlib import closing
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from daf_core.config import DAFConfig, Precision
 from daf_core.engine import ActivationEngine
@@ -16,17 +15,13 @@ from daf_core.plan.observe.memory_curve import MemoryCurve, record_step
 from daf_core.saved_tensors.itemize import PACKING, SavedItem
 from daf_core.snapshots.measurement import measuring
 from daf_core.telemetry import StepStatistics
-from daf_integrations.cli.workload.build import BuiltWorkload
+from daf_integrations.cli.workload import BuiltWorkload
 
-MODEL = "(the model itself)"
-"""Stands for what is saved outside of the modules inside of the model, such as by its loss."""
+MODEL = "(the model itself)"  # stands for what is saved outside of the modules inside of the model, such as by its loss
 
 STAGES = ("building the model", "exact", "compressed", "memory without DAF", "memory with DAF")
 
 Key = TypeVar("Key", bound=Hashable)
-
-Begin = Callable[[str], None]
-"""Is told which of `STAGES` begins."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +46,15 @@ class Row:
     held_bytes: int
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """What a forward pass saved, and what the engine says of it."""
 
     items: list[SavedItem]
     statistics: StepStatistics
 
 
-@dataclass(frozen=True)
-class Profile:
-    """What `profile_step` has found.
-
-    Attributes:
-        modules: A row for each kind of module that saves anything; those with the most bytes first.
-        operators: A row for each kind of autograd node.
-        exact: The pass with ``precision="exact"``.
-        held: The pass with the precision that was asked for.
-        plain_curve: Memory of a step without DAF.
-        curve: Memory of a step with it.
-    """
+class Profile(NamedTuple):
+    """What `profile_step` has found: rows, those with the most bytes first, and memory without DAF and with it."""
 
     modules: list[Row]
     operators: list[Row]
@@ -80,13 +64,10 @@ class Profile:
     curve: MemoryCurve
 
 
-def profile_step(sized: BuiltWorkload, precision: Precision, begin: Begin) -> Profile:
+def profile_step(sized: BuiltWorkload, precision: Precision, begin: Callable[[str], None]) -> Profile:
     """Runs forward passes of a batch, exact and with a precision, and steps whose memory is followed.
 
-    Args:
-        sized: The model and the batch.
-        precision: As `DAFConfig.precision`; "auto" stands for what it begins with, before any audit.
-        begin: Is told how far it is.
+    "auto" stands for what it begins with, before any audit; `begin` is told which of `STAGES` begins.
 
     Raises:
         ModelError: The loss has no gradient.
@@ -96,25 +77,25 @@ def profile_step(sized: BuiltWorkload, precision: Precision, begin: Begin) -> Pr
     exact = _pass(sized, "exact")
     begin(STAGES[2])
     held = _pass(sized, precision)
-    _check_alike(exact, held)
+    sizes = [each.statistics.raw_bytes for each in (exact, held)]
+    if sizes[0] != sizes[1]:
+        raise ProfileError(
+            f"two forward passes with the same batch and random numbers saved {sizes[0]} and {sizes[1]} bytes, so that "
+            "they cannot be compared. Make the forward pass repeatable: it may use a random generator of its own, or "
+            "keep state from pass to pass"
+        )
     begin(STAGES[3])
     plain_curve = record_step(sized.model, lambda: sized.loss(sized.batch), None)
     begin(STAGES[4])
-    engine = _engine(sized, precision)
-    try:
+    with closing(_engine(sized, precision)) as engine:
         curve = record_step(sized.model, lambda: sized.loss(sized.batch), engine)
-    finally:
-        engine.close()
-    modules, operators = _module_rows(sized.model, exact, held), _operator_rows(exact, held)
-    return Profile(modules, operators, exact, held, plain_curve, curve)
+    return Profile(_module_rows(sized, exact, held), _operator_rows(exact, held), exact, held, plain_curve, curve)
 
 
 def fold(rows: Sequence[Row], top: int) -> list[Row]:
     """Returns the first rows, and the sum of the others as one more where there are any."""
     shown, others = list(rows[:top]), rows[top:]
-    if not others:
-        return shown
-    return [*shown, total(f"({len(others)} more)", others)]
+    return [*shown, total(f"({len(others)} more)", others)] if others else shown
 
 
 def total(name: str, rows: Sequence[Row]) -> Row:
@@ -133,73 +114,47 @@ def _engine(sized: BuiltWorkload, precision: Precision) -> ActivationEngine:
 
 
 def _pass(sized: BuiltWorkload, precision: Precision) -> Pass:
-    engine = _engine(sized, precision)
-    try:
+    with closing(_engine(sized, precision)) as engine:
         with measuring(sized.model), engine.itemized() as items, engine.compress():
             loss = sized.loss(sized.batch)
         if not loss.requires_grad:
             raise ModelError("no gradient flows from the loss to the model; return the loss itself, not loss.detach()")
         items.name_operators(loss)
         return Pass(items.at_peak(), engine.finish_step())
-    finally:
-        engine.close()
 
 
-def _check_alike(exact: Pass, held: Pass) -> None:
-    """Refuses passes that cannot be shown side by side, as they did not save as much."""
-    sizes = [passed.statistics.raw_bytes for passed in (exact, held)]
-    if sizes[0] != sizes[1]:
-        raise ProfileError(
-            f"two forward passes with the same batch and random numbers saved {sizes[0]} and {sizes[1]} bytes, so that "
-            "they cannot be compared. Make the forward pass repeatable: it may use a random generator of its own, or "
-            "keep state from pass to pass"
-        )
-
-
-@dataclass
-class _Sum:
-    """The sum of items: the bytes of a `Row`, the modules that saved them, and how many they are."""
-
-    modules: set[str] = field(default_factory=set[str])
-    saves: int = 0
-    raw: int = 0
-    exact: int = 0
-    held: int = 0
-
-
-def _module_rows(model: nn.Module, exact: Pass, held: Pass) -> list[Row]:
-    kinds = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
+def _module_rows(sized: BuiltWorkload, exact: Pass, held: Pass) -> list[Row]:
+    kinds = {name: type(module).__name__ for name, module in sized.model.named_modules(remove_duplicate=False)}
 
     def key(item: SavedItem) -> tuple[str, str]:
         name = item.site.module
         return (PACKING.op, "") if item.site == PACKING else (pattern(name), kinds[name])
 
+    modules: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for item in (*exact.items, *held.items):
+        modules[key(item)].add(item.site.module)
     rows: list[Row] = []
-    for (name, kind), found in _sums(exact, held, key).items():
-        if len(found.modules) == 1 and kind:
-            name = next(iter(found.modules)) or MODEL
-        rows.append(Row(name, kind, len(found.modules), found.raw, found.exact, found.held))
+    for (name, kind), sizes in _sums(exact, held, key).items():
+        names = modules[name, kind]
+        shown = next(iter(names)) or MODEL if len(names) == 1 and kind else name
+        rows.append(Row(shown, kind, len(names), *sizes))
     return sorted(rows, key=_order)
 
 
 def _operator_rows(exact: Pass, held: Pass) -> list[Row]:
+    saves = Counter(item.operator for item in exact.items)
     sums = _sums(exact, held, lambda item: item.operator)
-    rows = [Row(name, "", found.saves, found.raw, found.exact, found.held) for name, found in sums.items()]
-    return sorted(rows, key=_order)
+    return sorted((Row(name, "", saves[name], *sizes) for name, sizes in sums.items()), key=_order)
 
 
-def _sums(exact: Pass, held: Pass, key_of: Callable[[SavedItem], Key]) -> dict[Key, _Sum]:
-    sums: defaultdict[Key, _Sum] = defaultdict(_Sum)
+def _sums(exact: Pass, held: Pass, key_of: Callable[[SavedItem], Key]) -> dict[Key, list[int]]:
+    """Returns raw, exact and held bytes."""
+    sums: defaultdict[Key, list[int]] = defaultdict(lambda: [0, 0, 0])
     for item in exact.items:
-        found = sums[key_of(item)]
-        found.modules.add(item.site.module)
-        found.saves += 1
-        found.raw += item.raw_bytes
-        found.exact += item.held_bytes
+        sums[key_of(item)][0] += item.raw_bytes
+        sums[key_of(item)][1] += item.held_bytes
     for item in held.items:
-        found = sums[key_of(item)]
-        found.modules.add(item.site.module)
-        found.held += item.held_bytes
+        sums[key_of(item)][2] += item.held_bytes
     return sums
 
 

@@ -13,15 +13,15 @@ from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
 
 from daf_integrations.cli import doctor
-from daf_integrations.cli.doctor import PACKAGES, Diagnosis, KernelState, PackageState, TorchState
+from daf_integrations.cli.doctor import PACKAGES, Diagnosis
 from daf_integrations.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
-GPU = TorchState(devices=("cpu: x86_64", "cuda:0: H200"), threads=2)
 READY = Diagnosis(
     python="3.11.7",
-    packages=tuple(PackageState(package=package, version=package.floor) for package in PACKAGES),
-    torch=TorchState(devices=("cpu: x86_64, AVX512",), threads=2),
+    packages={package.name: package.floor for package in PACKAGES},
+    devices=("cpu: x86_64, AVX512",),
+    torch_threads=2,
     cores=2,
     allocator="tcmalloc",
 )
@@ -31,10 +31,9 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["doctor", *arguments])
 
 
-def with_version(name: str, found: str | None, torch: TorchState = READY.torch) -> Diagnosis:
+def with_version(name: str, found: str | None) -> Diagnosis:
     """A machine that lacks nothing but the given package in a good version."""
-    states = (replace(state, version=found) if state.package.name == name else state for state in READY.packages)
-    return replace(READY, packages=tuple(states), torch=torch)
+    return replace(READY, packages=READY.packages | {name: found})
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -49,7 +48,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_kernels_that_cannot_be_kept_are_advice() -> None:
-    found = replace(READY, kernels=KernelState(not_kept="no room. Set NUMBA_CACHE_DIR"))
+    found = replace(READY, kernels_not_kept="no room. Set NUMBA_CACHE_DIR")
     assert found.problems == []
     assert found.advice == ["each run compiles the CPU kernels, in a minute or two: no room. Set NUMBA_CACHE_DIR"]
 
@@ -58,7 +57,7 @@ def test_kernels_that_do_not_load_are_a_problem(monkeypatch: pytest.MonkeyPatch)
     """Numba is there, and does not work with this numpy."""
     monkeypatch.setitem(sys.modules, "daf_kernels.cpu.backend", None)
     assert doctor.examine().problems[0].startswith("the CPU kernels do not load: ModuleNotFoundError")
-    broken = replace(with_version("numba", None), kernels=KernelState(error="no numba"))
+    broken = replace(with_version("numba", None), kernel_error="no numba")
     assert ["numba is missing" in problem for problem in broken.problems] == [True]
 
 
@@ -118,8 +117,8 @@ def test_a_machine_that_lacks_nothing_gets_no_advice() -> None:
     [(None, "missing"), ("5.11.0", "too old"), ("5.12", "ok"), ("5.100.1", "ok"), ("6.0.0.dev0+cpu", "ok")],
 )
 def test_status_compares_versions(found: str | None, status: str) -> None:
-    states = {state.package.name: state for state in with_version("transformers", found).packages}
-    assert states["transformers"].status == status
+    [package] = [each for each in PACKAGES if each.name == "transformers"]
+    assert package.status(found) == status
 
 
 def test_too_old_framework_is_advice_and_too_old_torch_is_a_problem() -> None:
@@ -131,7 +130,8 @@ def test_too_old_framework_is_advice_and_too_old_torch_is_a_problem() -> None:
 
 def test_triton_is_missed_on_a_gpu_only() -> None:
     assert with_version("triton", None).advice == []
-    assert len(with_version("triton", None, torch=GPU).advice) == 1
+    gpu = replace(with_version("triton", None), devices=("cpu: x86_64", "cuda:0: H200"))
+    assert len(gpu.advice) == 1
 
 
 def test_more_threads_than_cores_is_advised_against() -> None:

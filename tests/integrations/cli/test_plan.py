@@ -14,8 +14,8 @@ import daf_integrations as daf
 from daf_core.plan.policies import COMPRESS, KEEP
 from daf_core.plan.run import step_planner
 from daf_integrations.cli.main import main
-from daf_integrations.cli.plan.compute import OUTSIDE, PlannedBlock, joined
-from daf_integrations.cli.workload.build import Workload, build
+from daf_integrations.cli.plan import OUTSIDE, PlannedBlock, joined
+from daf_integrations.cli.workload import Workload, build
 from daf_integrations.loop.training import training_of
 
 pytest.importorskip("transformers", reason="plans are made for models of transformers")

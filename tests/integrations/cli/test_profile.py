@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.snapshots.measurement import measuring
 from daf_integrations.cli.main import main
-from daf_integrations.cli.model_options import precision_of
+from daf_integrations.cli.options import PRECISIONS
 from daf_integrations.cli.profile.command import profile as command
 from daf_integrations.cli.profile.compute import Row, fold, pattern
-from daf_integrations.cli.workload.build import Workload, build
+from daf_integrations.cli.workload import Workload, build
 from tests.integrations.cli.saved_bytes import saved_bytes
 
 pytest.importorskip("transformers", reason="profiles are made of models of transformers")
@@ -146,7 +146,7 @@ def test_columns_add_up_to_the_ledger_of_a_step(case: str, precision: str) -> No
     found = report(*CASES[case], "--precision", precision)
     sized, ledger = build(workload_of(*CASES[case])), dict[str, Any]()
     for column, bits in (("exact_bytes", "exact"), ("held_bytes", precision)):
-        engine = ActivationEngine(sized.model, DAFConfig(precision=precision_of(bits)))
+        engine = ActivationEngine(sized.model, DAFConfig(precision=PRECISIONS[bits]))
         with measuring(sized.model), engine.compress():
             loss = sized.loss(sized.batch)
         loss.backward()

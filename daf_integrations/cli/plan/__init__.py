@@ -1,1 +1,0 @@
-"""``daf plan``: the plan that a budget gives a model."""

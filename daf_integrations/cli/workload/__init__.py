@@ -1,1 +1,0 @@
-"""The model and the batch that commands run."""
