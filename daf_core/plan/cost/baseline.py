@@ -20,8 +20,8 @@ REPEATS = 2
 def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int, limit: int) -> Forecast:
     """Returns the forecast of a step with the whole batch in which autograd keeps everything.
 
-    Training is not disturbed. Two passes are measured, one of one row and one of as many rows as fit in `limit` bytes,
-    up to half of the batch; the forecast is on the line through both.
+    It is on the line through two passes beside training, of one row and of as many as fit in `limit` bytes, up to half
+    of the batch.
     """
     seconds, peak = _measured(model, loss_of, 1)
     many = 1

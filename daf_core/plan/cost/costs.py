@@ -9,44 +9,30 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS
 from daf_core.plan import policies
 from daf_core.plan.block_policy import BlockPolicy, ObservedCall
 from daf_core.plan.observe.block_trace import OUTSIDE, Phase
 from daf_core.plan.observe.trace import Observation
 
-NEVER = (np.inf,) * 4
-"""Costs of what runs outside of blocks by a policy that is for blocks alone."""
-
 Numbers = npt.NDArray[np.float64]
 
 
 class PolicyCosts(NamedTuple):
-    """What a policy costs in a pass: the first value of each array is outside of blocks, others are calls of blocks.
+    """What a policy costs in a pass: the first value of each array is outside of blocks, others are calls of blocks."""
 
-    Attributes:
-        seconds: Time of forward and backward.
-        held: Bytes that are held from forward to backward.
-        forward_peak: The most bytes of tensors in forward, above what earlier calls hold.
-        backward_peak: The most bytes of tensors in backward, above what this and earlier calls hold.
-    """
-
-    seconds: Numbers
-    held: Numbers
-    forward_peak: Numbers
-    backward_peak: Numbers
+    seconds: Numbers  # of forward and backward
+    held: Numbers  # bytes from forward to backward
+    forward_peak: Numbers  # the most bytes of tensors in forward, above what earlier calls hold
+    backward_peak: Numbers  # the most in backward, above what this and earlier calls hold
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a pass of N rows costs: by policy, infinite where that cannot be applied, and between calls.
+    """What a pass of N rows costs."""
 
-    `between` is the most bytes of tensors before each call, and after the last one, above what earlier calls hold.
-    """
-
-    by_policy: Mapping[BlockPolicy, PolicyCosts]
-    between: Numbers
+    by_policy: Mapping[BlockPolicy, PolicyCosts]  # infinite where a policy cannot be applied
+    between: Numbers  # the most bytes of tensors before each call and after the last, above what earlier calls hold
 
     def __getitem__(self, policy: BlockPolicy) -> PolicyCosts:
         return self.by_policy[policy]
@@ -57,18 +43,23 @@ def costs_of(names: Sequence[str], compressed: Observation, recomputed: Observat
 
     Inputs of recomputed blocks are compressed. `bits` is the precision that is planned with; None loses nothing.
     """
-    packed = _PackedBytes(names, compressed, bits)
-    inputs = _PackedBytes(names, recomputed, None if bits is None else LEVELS[-1])
+    lossy = _lossy_bytes(names, compressed, bits)
+    lossy_inputs = _lossy_bytes(names, recomputed, None if bits is None else LEVELS[-1])
 
     def observed(call: int) -> ObservedCall:
         forward = compressed.of(call, "before" if call == OUTSIDE else "forward")
-        backward = compressed.of(call, "head" if call == OUTSIDE else "backward")
-        of_input, recompute = recomputed.of(call, "forward"), recomputed.of(call, "recompute")
-        again = recomputed.of(call, "backward", "recompute")
-        sizes = packed.of(call, forward), inputs.of(call, of_input)
-        return ObservedCall(forward, backward, of_input, again, recompute, *sizes)
+        of_input = recomputed.of(call, "forward")
+        return ObservedCall(
+            forward,
+            compressed.of(call, "head" if call == OUTSIDE else "backward"),
+            of_input,
+            recomputed.of(call, "backward", "recompute"),
+            recomputed.of(call, "recompute"),
+            _packed_bytes(compressed, call, forward, lossy),
+            _packed_bytes(recomputed, call, of_input, lossy_inputs),
+        )
 
-    outside, calls = observed(OUTSIDE), [observed(call) for call in range(len(compressed.blocks))]
+    outside, *calls = map(observed, range(OUTSIDE, len(compressed.blocks)))
     costs: dict[BlockPolicy, PolicyCosts] = {}
     for policy in policies.POLICIES:
         rows = [(policy.seconds(call), policy.held(call), *policy.peaks(call)) for call in calls]
@@ -101,34 +92,29 @@ def _ordered(costs: dict[BlockPolicy, PolicyCosts]) -> dict[BlockPolicy, PolicyC
 
 def _outside(policy: BlockPolicy, call: ObservedCall) -> tuple[float, ...]:
     found = policy.outside(call)
-    return NEVER if found is None else (*found, 0, max((phase.transient for phase in call.backward), default=0))
+    if found is None:
+        return (np.inf,) * 4
+    return (*found, 0, max((phase.transient for phase in call.backward), default=0))
 
 
-class _PackedBytes:
-    """Bytes that activations take on pages, or are too small for them, at a precision."""
-
-    def __init__(self, names: Sequence[str], observation: Observation, bits: int | None) -> None:
-        self._observation = observation
-        self._lossy = [0.0] * (len(names) + 1)
-        if bits is not None:
-            owners = {name: number for number, name in enumerate(names)}
-            for site, sizes in observation.sizes.items():
-                self._lossy[_owner(site, owners)] += sizes[LEVELS.index(bits)]
-
-    def of(self, call: int, phases: Sequence[Phase]) -> float:
-        """Returns the bytes that phases of a call added; of the lossy ones, those that the precision takes."""
-        grown = sum(phase.end.held - phase.start.held - (phase.end.lossy - phase.start.lossy) for phase in phases)
-        if call == OUTSIDE:
-            return grown + self._lossy[OUTSIDE]
-        block = self._observation.blocks[call]
-        return grown + self._lossy[block] / self._observation.blocks.count(block)
+def _lossy_bytes(names: Sequence[str], observation: Observation, bits: int | None) -> list[float]:
+    """Returns the bytes of lossy activations at a precision: in each block, and outside of blocks at the end."""
+    sizes = [0.0] * (len(names) + 1)
+    if bits is None:
+        return sizes
+    numbers = {name: number for number, name in enumerate(names)}
+    for site, of_site in observation.sizes.items():
+        name = site.module
+        while name and name not in numbers:
+            name = name.rpartition(".")[0]
+        sizes[numbers.get(name, OUTSIDE)] += of_site[LEVELS.index(bits)]
+    return sizes
 
 
-def _owner(site: Site, owners: dict[str, int]) -> int:
-    """Returns the number of the block that a site is in; `OUTSIDE` for none."""
-    name = site.module
-    while name:
-        if name in owners:
-            return owners[name]
-        name = name.rpartition(".")[0]
-    return OUTSIDE
+def _packed_bytes(observation: Observation, call: int, phases: Sequence[Phase], lossy: Sequence[float]) -> float:
+    """Returns the bytes that phases of a call added; of the lossy ones, those that the precision takes."""
+    grown = sum(phase.end.held - phase.start.held - (phase.end.lossy - phase.start.lossy) for phase in phases)
+    if call == OUTSIDE:
+        return grown + lossy[OUTSIDE]
+    block = observation.blocks[call]
+    return grown + lossy[block] / observation.blocks.count(block)

@@ -25,33 +25,32 @@ ALIKE = 0.02
 does not decide which of them are recomputed."""
 
 
+@dataclass(frozen=True)
+class Observed:
+    """Passes of N rows in pairs, everything compressed and all blocks recomputed; at `bits` None all stays exact."""
+
+    rows: int
+    bits: int | None
+    metered: tuple[Observation, Observation]
+    timed: Sequence[tuple[Observation, Observation]]
+
+
 class Profile:
     """What a model's step costs with any number of rows, from passes with few and, if there are any, with many rows.
 
-    Args:
-        blocks: The model's blocks.
-        few: How a pass with few rows was observed.
-        many: The same with more; None where few is all that there is.
-        changed: The names of what each pass changes in the model once more.
-
-    Attributes:
-        blocks: The model's blocks.
-        names: Their names.
-        calls: The number of the block of each call in a pass.
-        off: Numbers of the blocks that build no graph.
+    `changed` are the names of what each pass changes in the model once more.
     """
 
-    off: frozenset[int] = frozenset()
+    off: frozenset[int] = frozenset()  # numbers of the blocks that build no graph
 
     def __init__(
         self, blocks: Sequence[Block], few: Observed, many: Observed | None = None, changed: Collection[str] = ()
     ) -> None:
         self.blocks = list(blocks)
         self.names = [block.name for block in blocks]
-        self.calls = few.metered[0].blocks
+        self.calls = few.metered[0].blocks  # the number of the block of each call in a pass
         self._changed = sorted(name for name in changed if "." in name)  # what the model itself counts, it may
-        self._few = few
-        self._many = many
+        self._few, self._many = few, many
         self._known: dict[tuple[int, int | None], Costs] = {}
 
     @property
@@ -64,14 +63,14 @@ class Profile:
     def at(self, rows: float, bits: int | None) -> Costs:
         """Returns what a pass of so many rows, as long as those that were observed, costs at a precision."""
         few = self._costs(self._few, bits)
-        if self._many is None:
-            none = {
-                policy: PolicyCosts(*(np.where(np.isinf(each), each, 0.0) for each in costs))
-                for policy, costs in few.by_policy.items()
-            }
-            return interpolate(Costs(none, 0 * few.between), few, rows / self._few.rows)
-        share = (rows - self._few.rows) / (self._many.rows - self._few.rows)
-        return interpolate(few, self._costs(self._many, bits), share)
+        if self._many is not None:
+            share = (rows - self._few.rows) / (self._many.rows - self._few.rows)
+            return interpolate(few, self._costs(self._many, bits), share)
+        none = {
+            policy: PolicyCosts(*(np.where(np.isinf(each), each, 0.0) for each in costs))
+            for policy, costs in few.by_policy.items()
+        }
+        return interpolate(Costs(none, 0 * few.between), few, rows / self._few.rows)
 
     def with_off(self, names: Collection[str]) -> Profile:
         """Returns the profile of steps in which the blocks of these names build no graph."""
@@ -82,17 +81,14 @@ class Profile:
     def observed_peak(self, rows: int) -> int:
         """Returns the memory that observing a pass of so many rows takes."""
         costs = self.at(rows, self._few.bits)
-        passes = [[COMPRESS, *(policy for _ in self.calls)] for policy in (COMPRESS, RECOMPUTE)]
+        passes = [[COMPRESS, *[policy] * len(self.calls)] for policy in (COMPRESS, RECOMPUTE)]
         return max(simulate(costs, policies).peak_bytes for policies in passes)
 
     def _costs(self, observed: Observed, bits: int | None) -> Costs:
         """Returns what the passes took, at a precision; computed once, as a search asks for it a hundred times."""
         key = observed.rows, bits
-        if key not in self._known:
-            self._known[key] = self._costs_of(observed, bits)
-        return self._known[key]
-
-    def _costs_of(self, observed: Observed, bits: int | None) -> Costs:
+        if key in self._known:
+            return self._known[key]
         costs = costs_of(self.names, *observed.metered, bits)
         timed = [costs_of(self.names, *pair, bits) for pair in observed.timed]
         alike = self._alike(costs[KEEP].held[1:])
@@ -104,31 +100,21 @@ class Profile:
                 for group in alike:
                     values[group] = np.median(measured[group])
                 values[unsuitable] = np.inf
+        self._known[key] = costs
         return costs
 
     def _alike(self, raw: Numbers) -> list[list[int]]:
         """Returns rows of calls of blocks of one class that hold as many bytes."""
-        kinds = [type(block.module) for block in self.blocks]
+        kinds = [type(self.blocks[block].module) for block in self.calls]
         alike: list[list[int]] = []
-        for call, block in enumerate(self.calls):
+        for call, size in enumerate(raw):
             for group in alike:
-                same = kinds[self.calls[group[0]]] is kinds[block]
-                if same and abs(raw[group[0]] - raw[call]) <= ALIKE * raw[call]:
+                if kinds[group[0]] is kinds[call] and abs(raw[group[0]] - size) <= ALIKE * size:
                     group.append(call)
                     break
             else:
                 alike.append([call])
         return [[1 + call for call in group] for group in alike]
-
-
-@dataclass(frozen=True)
-class Observed:
-    """Passes of N rows in pairs, everything compressed and all blocks recomputed; at `bits` None all stays exact."""
-
-    rows: int
-    bits: int | None
-    metered: tuple[Observation, Observation]
-    timed: Sequence[tuple[Observation, Observation]]
 
 
 def planned_bits(config: DAFConfig) -> list[int | None]:

@@ -11,19 +11,12 @@ from daf_core.plan.cost.costs import Costs
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of a pass.
-
-    Attributes:
-        seconds: Its time.
-        peak_bytes: The most memory at once, in addition to parameters, their gradients and the optimizer.
-        held_bytes: Bytes of saved activations at the end of forward.
-        kept_bytes: Bytes of them that stay as they are.
-    """
+    """What is expected of a pass."""
 
     seconds: float
-    peak_bytes: int
-    held_bytes: int
-    kept_bytes: int
+    peak_bytes: int  # the most at once, in addition to parameters, their gradients and the optimizer
+    held_bytes: int  # of saved activations at the end of forward
+    kept_bytes: int  # of those that stay as they are
 
 
 def simulate(costs: Costs, policies: Sequence[BlockPolicy]) -> Forecast:

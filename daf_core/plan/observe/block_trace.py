@@ -21,27 +21,16 @@ OUTSIDE = -1
 
 
 class Reading(NamedTuple):
-    """What was counted at the border of two phases.
+    """What was counted at the border of two phases; bytes where nothing else is said."""
 
-    Attributes:
-        seconds: The time.
-        held: Bytes of saved activations, packed or not.
-        level: Bytes of tensors.
-        peak: The most bytes of tensors since the border before.
-        packed: Bytes of saved activations on pages.
-        lossy: Bytes of saved activations that may lose more precision.
-        raw: Bytes that autograd alone would have saved so far.
-        codec: Seconds in packing and unpacking so far.
-    """
-
-    seconds: float
-    held: int
-    level: int = 0
-    peak: int = 0
-    packed: int = 0
-    lossy: int = 0
-    raw: int = 0
-    codec: float = 0.0
+    seconds: float  # the time
+    held: int  # of saved activations, packed or not
+    level: int = 0  # of tensors
+    peak: int = 0  # of tensors, the most since the border before
+    packed: int = 0  # of saved activations on pages
+    lossy: int = 0  # of saved activations that may lose more precision
+    raw: int = 0  # that autograd alone would have saved so far
+    codec: float = 0.0  # seconds in packing and unpacking so far
 
 
 class Phase(NamedTuple):
@@ -71,21 +60,16 @@ class Call(NamedTuple):
 
 
 class BlockTrace:
-    """Watches the blocks of a model until `close`; `read` returns the counts of now.
-
-    Attributes:
-        calls: Calls of blocks so far, in order.
-        phases: Phases so far, in order.
-        with_graph: Numbers of the blocks whose last call built a graph.
-    """
+    """Watches the blocks of a model until `close`; `read` returns the counts of now."""
 
     def __init__(self, blocks: Sequence[Block], read: Callable[[], Reading]) -> None:
         self.calls: list[Call] = []
         self.phases: list[Phase] = []
-        self.with_graph: set[int] = set()
+        self.with_graph: set[int] = set()  # numbers of the blocks whose last call built a graph
         self._read = read
         self._running: tuple[Kind, int, Reading] | None = None
         self._hooks = CallHooks()
+        self.close = self._hooks.remove
         for number, block in enumerate(blocks):
             self._hooks.watch(block.module, partial(self._enter, number), partial(self._leave, number))
 
@@ -99,10 +83,6 @@ class BlockTrace:
     def recompute(self, begins: bool) -> None:
         """Notes that the block whose backward pass is running begins or ends its recomputation."""
         self.begin("recompute" if begins else "backward", OUTSIDE if self._running is None else self._running[1])
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        self._hooks.remove()
 
     def _enter(self, block: int, arguments: Any) -> None:
         if is_training_pass():

@@ -42,21 +42,16 @@ def observe(
     meter: MemoryMeter | None = None,
     timed: bool = True,
 ) -> Observation:
-    """Runs a forward and backward pass of a model and watches its blocks.
-
-    Training is not disturbed: `Measurement` takes back what passes change, and gradients stay as they are.
+    """Runs a forward and backward pass of a model beside its training, and watches its blocks.
 
     Args:
-        model: The model.
-        blocks: Its blocks.
+        model: The model; `Measurement` takes back what the pass changes, and gradients stay as they are.
+        blocks: Its blocks; with `recompute` all of them are recomputed.
         engine: Compresses what the pass saves.
         loss_function: Returns the loss.
-        recompute: Whether all blocks are recomputed.
+        recompute: See `blocks`.
         meter: Measures memory, which takes time; None for times.
-        timed: See `Measurement.running`; the first pass of an engine is not.
-
-    Raises:
-        TraceError: See `Measurement.running`.
+        timed: See `Measurement.running`, also for errors; the first pass of an engine is not.
     """
 
     def read() -> Reading:

@@ -6,7 +6,7 @@ import errno
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from traceback import StackSummary, walk_tb
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -37,17 +37,15 @@ def is_out_of_memory(error: BaseException, handled: BaseException | None = None)
 
     The error that was being handled before the code ran that raised this one, `handled`, is no reason for it.
     """
-    return isinstance(error, Exception) and any(map(_says_so, _chain(error, handled)))
-
-
-def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set() if handled is None else {id(handled)}
-    following: BaseException | None = error
+    seen = {id(None), id(handled)}
+    following: BaseException | None = error if isinstance(error, Exception) else None
     while following is not None and id(following) not in seen:
+        if _says_so(following):
+            return True
         seen.add(id(following))
-        yield following
         context = None if following.__suppress_context__ else following.__context__
         following = following.__cause__ or context
+    return False
 
 
 def _says_so(error: BaseException) -> bool:
@@ -98,8 +96,9 @@ def with_retries(
         if not (any_rank_failed(failed, group) if together else failed):
             assert not isinstance(outcome, Failure)
             return outcome[0]
+        if isinstance(outcome, Failure):
+            first = first or outcome
         messages.append(str(outcome.error) if isinstance(outcome, Failure) else "another process ran out of memory")
-        first = first or (outcome if isinstance(outcome, Failure) else None)
         del outcome
         gc.collect()  # so that activations are gone when the engine counts what is left
         snapshot.restore()

@@ -75,10 +75,6 @@ class StepPlanner:
         relieve: Gives back memory that allocators only keep for later.
         elastic: Says which blocks build no graph in a step; None where all do.
         plan_file: Has plans to follow, and takes those that are made; None for none.
-
-    Attributes:
-        plan: The plan of the last step.
-        applied: The policies that blocks follow.
     """
 
     def __init__(
@@ -90,13 +86,10 @@ class StepPlanner:
         elastic: PartialTraining | None = None,
         plan_file: PlanFile | None = None,
     ) -> None:
-        self._elastic = elastic
-        self._file = plan_file
-        self._model = model
-        self._engine = engine
-        self._config = config
-        self.applied = AppliedPolicies()
-        self.plan: Plan | None = None
+        self._model, self._engine, self._config = model, engine, config
+        self._elastic, self._file = elastic, plan_file
+        self.applied = AppliedPolicies()  # the policies that blocks follow
+        self.plan: Plan | None = None  # of the last step
         most = config.memory_budget if isinstance(config.memory_budget, int) else None
         self._available = AutoBudget(next(model.parameters()).device, most, relieve)
         self._room = self._copied = 0
@@ -133,10 +126,7 @@ class StepPlanner:
             self._file.begin_batch()
 
     def tighten(self, reason: str) -> bool:
-        """Allows less than the last plan was expected to take; returns whether there is a plan for less.
-
-        The reason is for the log.
-        """
+        """Allows less than the last plan was expected to take, for a logged reason; returns whether a plan is left."""
         if self.plan is None or self._last is None:
             return False
         if self._file is not None and self._file.give_up(self._kind(*self._last)):
