@@ -71,8 +71,8 @@ class Updates:
 
     def _add(self, optimizer: Optimizer) -> None:
         watched = [parameter for parameter in (reference() for reference in self._parameters) if parameter is not None]
-        groups = optimizer.param_groups
-        self.count += any(one is other for one in watched for group in groups for other in group["params"])
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.count += any(one is other for other in held for one in watched)
 
 
 class LogitsSource:
@@ -83,17 +83,13 @@ class LogitsSource:
         weight: Weight of the projection, (vocabulary, hidden size).
         bias: Its bias, (vocabulary,), or None.
         updates: Counts the steps of optimizers that train weight or bias; None if nobody does.
-
-    Attributes:
-        gave_loss: Whether the loss was computed from the hidden states, so that logits have no gradient.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, updates: Updates | None = None) -> None:
-        self.hidden = hidden
-        self.weight = weight
-        self.bias = bias
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
         self.dtype = _result_dtype(hidden)
-        self.gave_loss = False
+        self.gave_loss = False  # the loss was computed from the hidden states, so that logits have no gradient
         self._updates = updates
         self._state = self._current_state()
         self._logits: Tensor | None = None
@@ -112,21 +108,10 @@ class LogitsSource:
         """Returns the logits, recorded by autograd; from the second call on, the same tensor again."""
         if self._logits is None:
             self._check()
-            hidden, weight, bias = self.cast_inputs()
-            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
-                self._logits = torch.nn.functional.linear(hidden, weight, bias)
+            autocast = torch.autocast(self.hidden.device.type, enabled=False)
+            with torch.inference_mode(False), torch.enable_grad(), autocast:
+                self._logits = torch.nn.functional.linear(*(tensor.to(self.dtype) for tensor in self.inputs))
         return self._logits
-
-    def cast_inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns hidden states, weight and bias in the type in which the projection uses them."""
-        with torch.enable_grad():
-            bias = None if self.bias is None else self.bias.to(self.dtype)
-            return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Hidden states, weight and, if there is one, bias."""
-        return [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
 
     def _current_state(self) -> tuple[Any, ...]:
         versions = [(tensor._version, tensor.data_ptr()) for tensor in self.inputs]
