@@ -49,20 +49,15 @@ class StepSchedule:
     The first step trains the least there is, and so do those after it until it is known what memory activations take
     where that is limited. Then come steps that train most, until it is known what they take and gain, and then those of
     two sets in turn which gain most within the share: what a step leaves of it, those after it may use. A little is put
-    aside, so that a step that trains most can be measured now and then.
-
-    Attributes:
-        target: The mean time of a step that is kept, relative to a full step: the share that is asked for, or the
-            nearest one where no step takes as little.
+    aside, so that a step that trains most can be measured now and then. `target` is the mean time of a step that is
+    kept, relative to a full step: the share that is asked for, or the nearest one where no step takes as little.
     """
 
     def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:
-        self._units, self._all = units, units.everything
-        self._costs = costs
+        self._units, self._all, self._costs = units, units.everything, costs
         limited = 1.0 if config.memory is not None else DEFAULT_TIMES["whole" if units.whole else "adapters"]
         self.target = self._asked = limited if config.time is None else config.time
-        self._memory = config.memory
-        self._refresh = config.refresh
+        self._memory, self._refresh = config.memory, config.refresh
         self._gains: list[float] | None = None
         self._selection: Selection | None = None
         self._early: list[frozenset[int]] = []
