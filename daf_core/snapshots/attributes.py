@@ -51,11 +51,8 @@ _COLLECTIONS = (list, deque, dict, set, bytearray)
 class Attributes:
     """The attributes of objects as they are now, with all nested lists, dictionaries and sets in them.
 
-    Args:
-        owners: The objects.
-        private: Whether attributes with a leading underscore are included.
-        others: A model that others restore; None where no object that an attribute refers to is looked into.
-        longest: Items of a collection up to which it is kept.
+    With `private`, those with a leading underscore are included. `others` is a model that others restore; without it no
+    object that an attribute refers to is looked into. Collections are kept up to `longest` items.
     """
 
     def __init__(
@@ -97,28 +94,23 @@ def referred_kept(function: Callable[..., Any], model: nn.Module) -> ExitStack:
     return stack
 
 
-class ModuleAttributes:
-    """The attributes of all modules of a model, and of their own classes, as they are now, with what is in them.
+def contents_of(model: nn.Module) -> Contents:
+    """Returns what is in the attributes of all modules of a model now, and of their own classes.
 
     Objects that they refer to are looked into where their classes come from the packages of the model's, and so is what
-    functions that are hooks refer to. For `tensors` and `opaque` see `Contents`.
+    functions that are hooks refer to.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
-        kinds = {kind for module in modules.values() for kind in type(module).__mro__}
-        known = set(map(id, modules.values()))
-        self._contents = contents = Contents(set(map(_package, kinds)) - _FOREIGN, known, LONGEST)
-        for name, module in modules.items():
-            contents.add_object(name, module)
-        for name, parameter in model.named_parameters():
-            contents.add(name, getattr(parameter, "_backward_hooks", None))
-        self._classes = [_ClassAttributes(kind, contents) for kind in kinds if _package(kind) not in _FOREIGN]
-        self.tensors, self.opaque = contents.tensors, contents.opaque
-
-    def restore(self) -> set[str]:
-        """Takes them back, any number of times; returns the names of those that had changed."""
-        return self._contents.restore().union(*(each.restore() for each in self._classes))
+    modules = dict(model.named_modules())
+    kinds = {kind for module in modules.values() for kind in type(module).__mro__}
+    contents = Contents(set(map(_package, kinds)) - _FOREIGN, set(map(id, modules.values())), LONGEST)
+    for name, module in modules.items():
+        contents.add_object(name, module)
+    for name, parameter in model.named_parameters():
+        contents.add(name, getattr(parameter, "_backward_hooks", None))
+    for kind in kinds:
+        if _package(kind) not in _FOREIGN:
+            contents.add_class(kind)
+    return contents
 
 
 class Contents:
@@ -129,18 +121,14 @@ class Contents:
             are, besides plain data; no objects at all, if it is an empty tuple.
         others: Identities of what is kept by others.
         longest: Items of a collection up to which it is kept.
-
-    Attributes:
-        tensors: The tensors among them, with their names.
-        opaque: What nothing is known of, with its names.
     """
 
     def __init__(self, packages: Collection[str] = (), others: Collection[int] = (), longest: int = LARGEST) -> None:
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.opaque: list[tuple[str, Any]] = []
+        self.tensors: list[tuple[str, Tensor]] = []  # with their names
+        self.opaque: list[tuple[str, Any]] = []  # what nothing is known of, with its names
         self._packages, self._others = set(packages), others
         self._looks, self._longest = packages != (), longest
-        self._kept: dict[int, _Collection | _Numbers] = {}
+        self._kept: dict[int, _Collection | _Numbers | _ClassAttributes] = {}
         self._waiting: list[tuple[str, Any]] = []
         self._known: set[int] = set()
         self._copies: list[Copy] = []
@@ -149,6 +137,12 @@ class Contents:
         """Adds the attributes of an object."""
         self._keep(name, vars(owner), named=True)
         self._finish()
+
+    def add_class(self, kind: type) -> None:
+        """Adds the data of a class."""
+        self._kept[id(kind)] = _ClassAttributes(kind)
+        for name, value in _data_of(kind).items():
+            self.add(f"{kind.__qualname__}.{name}", value)
 
     def add(self, name: str, value: Any) -> None:
         """Adds a value, and what is in it; what is in a collection is called as that is."""
@@ -242,12 +236,8 @@ class _Collection:
         changed = self._changed(now, type(now)() if before is None else before)
         if changed:
             now.clear()
-            if before is None:
-                pass
-            elif isinstance(now, list | deque | bytearray):
-                now.extend(before)
-            else:
-                now.update(before)
+            if before is not None:
+                (now.extend if isinstance(now, list | deque | bytearray) else now.update)(before)
         return changed
 
     def _changed(self, now: Any, before: Any) -> set[str]:
@@ -280,10 +270,8 @@ class _Numbers:
 class _ClassAttributes:
     """What a class of the user's counts itself, in attributes that are neither functions nor descriptors."""
 
-    def __init__(self, kind: type, contents: Contents) -> None:
+    def __init__(self, kind: type) -> None:
         self._kind, self._before = kind, _data_of(kind)
-        for name, value in self._before.items():
-            contents.add(f"{kind.__qualname__}.{name}", value)
 
     def restore(self) -> set[str]:
         now, changed = _data_of(self._kind), set[str]()
