@@ -15,7 +15,7 @@ from daf_core.autograd.torch_private import call_after_backward, in_backward
 from daf_core.batch.rows import tensors_in
 from daf_core.model.blocks import Block
 from daf_core.model.module_hooks import is_training_pass
-from daf_core.plan.observe.block_trace import OUTSIDE, BlockTrace, Kind, Phase, Reading
+from daf_core.plan.observe.trace import OUTSIDE, BlockTrace, Kind, Phase, Reading
 
 if TYPE_CHECKING:
     from daf_core.plan.plan_file import PlanFile

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from daf_core.elastic.cost_model import UnitCosts
 from daf_core.elastic.units import Units
-from daf_core.knapsack.hull import lower_hull
+from daf_core.knapsack.choose import lower_hull
 from daf_core.state_checks import amount, count, number
 
 SAME_RATE = 1e-9

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from daf_core.model.blocks import Block
-from daf_core.plan.observe.block_trace import Phase
+from daf_core.plan.observe.trace import Phase
 
 
 @dataclass(frozen=True)

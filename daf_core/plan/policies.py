@@ -9,7 +9,7 @@ from typing_extensions import override
 from daf_core.model.blocks import Block
 from daf_core.model.recompute import RecomputedBlock
 from daf_core.plan.block_policy import BlockPolicy, ObservedCall
-from daf_core.plan.observe.block_trace import Phase
+from daf_core.plan.observe.trace import Phase
 
 RANDOM_STATES = 10_112
 """Bytes of the states of torch's generator that a recomputed block keeps: one of the checkpoint and one of

@@ -54,23 +54,20 @@ class Auditor:
     """Decides when an audit is due, and steers the policy by what it finds."""
 
     def __init__(self, config: DAFConfig, policy: PrecisionPolicy) -> None:
-        self._every = config.audit_every
-        self._learns = config.precision == "auto" or config.memory_budget is not None
-        self._auto = config.precision == "auto"
+        self._every, self._auto = config.audit_every, config.precision == "auto"
+        self._learns = self._auto or config.memory_budget is not None
         self._own_share = OWN_SHARE if config.max_gradient_error is None else 0.0
         self._bound = config.max_gradient_error
         self._policy = policy
         self._step = 1
-        self._done = False
-        self._late = self._late_calibration = False
+        self._done = self._late = self._late_calibration = False
         self._misses = deque(PRIOR, maxlen=MEMORY)
 
     @property
     def due(self) -> bool:
         """Whether this step is to be audited, and was not yet."""
-        if self._every is None or self._done:
-            return False
-        return self._late or self._calibrates or self._step % self._every == 0
+        wanted = self._every is not None and not self._done
+        return wanted and (self._late or self._calibrates or self._step % self._every == 0)
 
     def postpone(self) -> None:
         """Has the next step be audited in place of this one."""
@@ -85,13 +82,8 @@ class Auditor:
     def audit(self, rehearsal: ProbePass, last_pass: PassStatistics) -> GradientError | None:
         """Measures the error of the gradient, and corrects the plan where there is an error to keep.
 
-        Args:
-            rehearsal: A forward pass of some rows of the step's batch.
-            last_pass: What the last pass stored; empty before the first.
-
-        Returns:
-            The error before any correction; None where the gradient is zero or not finite, or nothing is known yet
-                of what will be stored.
+        Given a forward pass of some rows of the step's batch, and what the last pass stored, returns the error before
+        any correction; None where the gradient is zero or not finite, or nothing is known yet of what will be stored.
         """
         self._done = True
         stored, sizes = last_pass.precisions, last_pass.sizes
@@ -153,8 +145,7 @@ def restored(
 ) -> tuple[Auditor, KindsOfPasses, int]:
     """Has a policy go on from the state of an engine, and returns its other parts; with an error it stays as it was.
 
-    Returns:
-        The auditor, what is remembered of passes, and the number of passes whose rounding drew random numbers.
+    Those are the auditor, what is remembered of passes, and how many passes' rounding drew random numbers.
 
     Raises:
         StateError: It is the state of something else, or damaged.

@@ -11,8 +11,7 @@ from daf_core.autograd.sites import outside_of_graphs
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.rewrites.attention import drops_attention, rewrite_attention
 from daf_core.rewrites.base import Rewrite, Undo
-from daf_core.rewrites.causal_heads import find_head
-from daf_core.rewrites.causal_lm import rewrite_loss
+from daf_core.rewrites.causal_lm import find_head, rewrite_loss
 from daf_core.rewrites.gated import find_gate, rewrite_gated
 from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
 

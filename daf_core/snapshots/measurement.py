@@ -22,7 +22,7 @@ from typing_extensions import override
 from daf_core.autograd.torch_private import has_compiled_anything, is_compiled
 from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, Contents, contents_of, is_plain
-from daf_core.snapshots.rng_and_buffers import NORMALIZATION, Buffers, RandomNumbers, devices_of
+from daf_core.snapshots.step import NORMALIZATION, Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
 
 HOOKS = "_hooks"

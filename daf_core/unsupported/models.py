@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from daf_core.autograd.torch_private import COMPILED, is_compiled
 from daf_core.distributed import several
 from daf_core.snapshots.measurement import missing_values
-from daf_core.snapshots.rng_and_buffers import devices_of
+from daf_core.snapshots.step import devices_of
 from daf_core.unsupported.table import Context, Feature
 
 SHARDING = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}

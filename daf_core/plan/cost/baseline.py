@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from daf_core import timing
 from daf_core.plan.cost.simulate import Forecast
 from daf_core.plan.observe.meter import meter_on
-from daf_core.snapshots.gradients import gradients_aside
 from daf_core.snapshots.measurement import Measurement
+from daf_core.snapshots.step import gradients_aside
 
 REPEATS = 2
 """Passes whose shortest time counts."""

@@ -19,7 +19,7 @@ from daf_core.plan.cost.profile import Observed, Profile, planned_bits
 from daf_core.plan.observe.meter import meter_on
 from daf_core.plan.observe.trace import Observation, observe
 from daf_core.plan.run.retry import is_out_of_memory
-from daf_core.snapshots.rng_and_buffers import devices_of
+from daf_core.snapshots.step import devices_of
 
 REPEATS = 2
 """Passes with few rows whose shortest times count; of those with many rows one is enough."""

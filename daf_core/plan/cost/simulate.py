@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from daf_core.plan.block_policy import BlockPolicy
-from daf_core.plan.cost.costs import Costs
+
+if TYPE_CHECKING:
+    from daf_core.plan.cost.profile import Costs
 
 
 @dataclass(frozen=True)

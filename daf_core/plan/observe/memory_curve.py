@@ -13,8 +13,8 @@ from daf_core.autograd.torch_private import in_backward
 from daf_core.engine import ActivationEngine
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.plan.observe.meter import TensorMeter
-from daf_core.snapshots.gradients import gradients_aside
 from daf_core.snapshots.measurement import measuring
+from daf_core.snapshots.step import gradients_aside
 
 
 class Point(NamedTuple):

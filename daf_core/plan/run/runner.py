@@ -22,8 +22,7 @@ from daf_core.plan.run.retry import is_out_of_memory, with_retries
 from daf_core.plan.run.step_planner import Batch, PartialTraining, StepPlanner
 from daf_core.plan.search.planner import Plan
 from daf_core.rewrites.registry import KINDS, LOSS, OperatorRewrites
-from daf_core.snapshots.rng_and_buffers import devices_of
-from daf_core.snapshots.step import Snapshot
+from daf_core.snapshots.step import Snapshot, devices_of
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.models import PLANS, RERUNS
 from daf_core.unsupported.table import Context, check_supported, unsupported_reasons

@@ -12,8 +12,7 @@ from daf_core.config import DAFConfig
 from daf_core.model.treatments import Treatments
 from daf_core.plan import policies
 from daf_core.plan.block_policy import BlockPolicy
-from daf_core.plan.cost.costs import Costs
-from daf_core.plan.cost.profile import Profile, most_bits, planned_bits
+from daf_core.plan.cost.profile import Costs, Profile, most_bits, planned_bits
 from daf_core.plan.cost.simulate import Forecast, simulate
 from daf_core.plan.policies import COMPRESS, KEEP, OFF
 from daf_core.plan.search.solver import Choice, choose, least

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daf_core.knapsack.choose import Knapsack, Solution
-from daf_core.knapsack.hull import ROUNDING
+from daf_core.knapsack.choose import ROUNDING, Knapsack, Solution
 
 
 @dataclass(frozen=True)
