@@ -66,8 +66,9 @@ class Auditor:
     @property
     def due(self) -> bool:
         """Whether this step is to be audited, and was not yet."""
-        wanted = self._every is not None and not self._done
-        return wanted and (self._late or self._calibrates or self._step % self._every == 0)
+        if self._every is None or self._done:
+            return False
+        return self._late or self._calibrates or self._step % self._every == 0
 
     def postpone(self) -> None:
         """Has the next step be audited in place of this one."""

@@ -54,8 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = FLOAT16_SCALE if dtype is torch.float16 else 1.0
         found: list[Tensor | None] = [torch.zeros_like(hidden, dtype=dtype)]
         for tensor, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True):
-            kept = tensor is not None and needed
-            found.append(torch.zeros_like(tensor, dtype=torch.float32) if kept else None)
+            found.append(torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None)
         with torch.autocast(hidden.device.type, enabled=False):
             cast_bias = None if bias is None else bias.to(dtype)
             total = _accumulate(hidden, weight.to(dtype), cast_bias, targets, ignore_index, found, scale)
