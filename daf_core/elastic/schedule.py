@@ -108,7 +108,13 @@ class StepSchedule:
         """
         most, before = self._allowed, self._selection
         if self._memory is not None and before is None:
-            self._check_memory(most, self._memory)
+            needed = self._costs.held(self._units.depth(most)) / max(self._costs.held(0), 1)
+            if needed > self._memory:
+                raise ElasticError(
+                    f"elastic.memory={self._memory:g} cannot be kept: a step that trains the last block alone holds "
+                    f"{needed:.3f} of the activations of one that trains everything. Allow more, or leave out "
+                    "elastic.memory"
+                )
         found = Selection(self._units, self._costs.unit_costs(), self._gains or [1.0] * len(self._all), most)
         if before is None:
             self._balance = sum(self.target - found.share(on) for on in self._early)
@@ -175,14 +181,6 @@ class StepSchedule:
         whole = self._costs.held(0)
         fitting = {unit for unit in self._all if self._costs.held(self._units.depth({unit})) <= self._memory * whole}
         return frozenset(fitting) or self._first
-
-    def _check_memory(self, most: frozenset[int], share: float) -> None:
-        needed = self._costs.held(self._units.depth(most)) / max(self._costs.held(0), 1)
-        if needed > share:
-            raise ElasticError(
-                f"elastic.memory={share:g} cannot be kept: a step that trains the last block alone holds {needed:.3f} "
-                "of the activations of one that trains everything. Allow more, or leave out elastic.memory"
-            )
 
     @property
     def is_planned(self) -> bool:

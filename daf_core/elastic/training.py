@@ -43,17 +43,6 @@ class Learned:
     frozen: FrozenUnits
     idle: dict[str, int]  # steps since each unit was last trained, by its name
 
-    @property
-    def summary(self) -> str:
-        """What is trained now, in words."""
-        blocks, pair = len(self.units.blocks), self.schedule.pair
-        if not self.schedule.is_planned:
-            return f"the best of {blocks} blocks, once it is known"
-        if pair[0] == self.schedule.most:
-            return f"{blocks - self.units.depth(pair[0])} of {blocks} blocks in every step"
-        parts = [f"{len(on)} of {len(self.units.units)} units in {blocks - self.units.depth(on)}" for on in pair]
-        return f"{' and '.join(dict.fromkeys(parts))} of {blocks} blocks"
-
 
 class ElasticTraining:
     """Has each step of a model's training train a part of it, within a share of time or memory.
@@ -240,7 +229,13 @@ class ElasticTraining:
     @property
     def summary(self) -> str:
         """What is trained now, in words."""
-        return self._learned.summary
+        units, schedule, blocks = self._learned.units, self._learned.schedule, len(self._learned.units.blocks)
+        if not schedule.is_planned:
+            return f"the best of {blocks} blocks, once it is known"
+        if schedule.pair[0] == schedule.most:
+            return f"{blocks - units.depth(schedule.most)} of {blocks} blocks in every step"
+        parts = [f"{len(on)} of {len(units.units)} units in {blocks - units.depth(on)}" for on in schedule.pair]
+        return f"{' and '.join(dict.fromkeys(parts))} of {blocks} blocks"
 
     def close(self) -> None:
         """Makes the model the one it was."""

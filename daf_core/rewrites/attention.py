@@ -79,9 +79,7 @@ class _Attention(TorchFunctionMode):
     """Answers calls of ``scaled_dot_product_attention`` inside."""
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         result = dropped_attention(*args, **(kwargs or {}))

@@ -154,9 +154,7 @@ class LazyLogits(Tensor):
         return logits if self.requires_grad else logits.detach()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owners = {getattr(getattr(hook, "func", hook), "__module__", None) for hook in args[1:]}
         if func in _METADATA or (func is Tensor.register_hook and not owners.isdisjoint(_GUARDS)):
             return super().__torch_function__(func, types, args, kwargs or {})
@@ -168,9 +166,7 @@ class LazyLogits(Tensor):
         return func(*_replaced(args, LazyLogits.computed), **_replaced(kwargs or {}, LazyLogits.computed))
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Autograd has recorded the operator already, with the node that `of` made.
         return func(*_replaced(args, _values), **_replaced(kwargs or {}, _values))
 

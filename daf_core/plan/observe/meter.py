@@ -75,9 +75,7 @@ class TensorMeter(TorchDispatchMode):
         self._freed.clear()
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             self._note(value, own=False)
         result = func(*args, **(kwargs or {}))
