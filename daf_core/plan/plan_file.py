@@ -56,13 +56,8 @@ class PlanFile:
 
     A line of JSON says what the file was made for, and each after it a plan or the times of a measured step. Lines are
     only added, so that a run that is killed leaves all but the last one whole. Each of several processes has its own
-    file, such as plan.rank1.json.
-
-    Args:
-        path: The file; it is made if it is missing.
-        config: The options of the run.
-        model: The trained model.
-        step: Returns the number of steps before this one, of a resumed run with those before.
+    file, such as plan.rank1.json. It is made if it is missing. `step` returns the number of steps before this one, of a
+    resumed run with those before.
 
     Raises:
         ConfigError: The file cannot be read and written, is damaged, or was made for another training.

@@ -88,12 +88,8 @@ def calibrate(
     All occurrences of a site are taken together. Sites that backward does not read get errors of 0. The effect of
     inputs of checkpoints is measured, each in a backward pass of its own, as whole blocks are computed again from them.
 
-    Args:
-        rehearsal: A forward pass.
-        variants: Whether a site may take a codec for one reader alone; where one does, `rehearsal` does from then
-            on.
-        hops: Operators through which errors are led on.
-        own_share: Share of the error that is counted parameter by parameter, each relative to its own gradient.
+    With `variants` a site may take a codec for one reader alone, and the rehearsal takes it from then on. Errors are
+    led through `hops` operators. `own_share` of them is counted parameter by parameter, relative to its own gradient.
     """
     before = set(map(id, rehearsal.read_before))
     readers: Readers = {id(each): {FORWARD} if id(each) in before else set() for _, each in rehearsal.activations}

@@ -26,15 +26,12 @@ FEATURES: dict[str, Feature] = {}
 class Feature:
     """A feature and its limitations; a new one enters `FEATURES`.
 
-    Attributes:
-        name: The feature in the user's words.
-        limitations: Its limitations; errors name the first that applies.
-        error: Message of the `ConfigError` where the user has asked for the feature; the reason takes the place of
-            ``{}``. The error or each sentence says what the user can do.
+    `error` is the message of the `ConfigError` where the user has asked for the feature; the reason takes the place of
+    ``{}``. The error or each sentence says what the user can do.
     """
 
-    name: str
-    limitations: tuple[Limitation, ...]
+    name: str  # in the user's words
+    limitations: tuple[Limitation, ...]  # errors name the first that applies
     error: str = "{}"
 
     def __post_init__(self) -> None:

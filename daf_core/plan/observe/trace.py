@@ -136,14 +136,8 @@ def observe(
 ) -> Observation:
     """Runs a forward and backward pass of a model beside its training, and watches its blocks.
 
-    Args:
-        model: The model; `Measurement` takes back what the pass changes, and gradients stay as they are.
-        blocks: Its blocks; with `recompute` all of them are recomputed.
-        engine: Compresses what the pass saves.
-        loss_function: Returns the loss.
-        recompute: See `blocks`.
-        meter: Measures memory, which takes time; None for times.
-        timed: See `Measurement.running`, also for errors; the first pass of an engine is not.
+    With `recompute` all of them are recomputed. A meter measures memory, which takes time; None is for times. For
+    `timed`, and errors, see `Measurement.running`; the first pass of an engine is not timed.
     """
 
     def read() -> Reading:

@@ -74,7 +74,7 @@ def with_retries(
         tighten: Gets the message of the error and makes the plan tighter, in the processes that have run out of
             memory; False if there is no tighter one.
         group: The processes; None for all.
-        together: Whether the processes run it again together; otherwise each is on its own.
+        together: Otherwise each process is on its own.
 
     Raises:
         Exception: The first attempt's, with a note, when there is no tighter plan; other errors of an attempt.

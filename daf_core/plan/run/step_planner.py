@@ -68,13 +68,8 @@ class PartialTraining(Protocol):
 class StepPlanner:
     """Gives each step of a model a plan that keeps a memory budget.
 
-    Args:
-        model: The model.
-        engine: Compresses its activations.
-        config: Budget and precision.
-        relieve: Gives back memory that allocators only keep for later.
-        elastic: Says which blocks build no graph in a step; None where all do.
-        plan_file: Has plans to follow, and takes those that are made; None for none.
+    `relieve` gives back memory that allocators only keep for later, `elastic` says which blocks build no graph in a
+    step, and `plan_file` has plans to follow, and takes those that are made.
     """
 
     def __init__(
