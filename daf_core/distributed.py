@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-BUCKET_BYTES = 25 << 20
-"""Gradients that are averaged in one go, as in DistributedDataParallel."""
+BUCKET_BYTES = 25 << 20  # gradients that are averaged in one go, as in DistributedDataParallel
 
 
 def several(group: ProcessGroup | None = None) -> bool:

@@ -9,8 +9,7 @@ from typing import Any
 
 from daf_core.errors import StateError
 
-MOST = 2**63 - 1
-"""The largest size and the largest number of steps: what files hold, and kernels count."""
+MOST = 2**63 - 1  # the largest size and the largest number of steps: what files hold, and kernels count
 
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)

@@ -17,8 +17,7 @@ from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
 from daf_core.snapshots.measurement import measuring
 
-MOST_ROWS = 4
-"""Rows that are tried."""
+MOST_ROWS = 4  # rows that are tried
 
 LENGTH = 16
 """Tokens of each that are tried: the logits of 4 rows take 13 MB with a vocabulary of 50,000. Micro-batches are for

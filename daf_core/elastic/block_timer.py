@@ -20,8 +20,7 @@ from daf_core.plan.observe.trace import OUTSIDE, BlockTrace, Kind, Phase, Readin
 if TYPE_CHECKING:
     from daf_core.plan.plan_file import PlanFile
 
-UNTIMED_STEPS = 5
-"""Steps in a row that should have been timed, and could not be, before a warning."""
+UNTIMED_STEPS = 5  # steps in a row that should have been timed, and could not be, before a warning
 
 log = getLogger("daf")
 

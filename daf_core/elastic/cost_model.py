@@ -12,8 +12,7 @@ from daf_core.elastic.block_timer import StepTimes
 from daf_core.elastic.units import Units
 from daf_core.state_checks import amount, count
 
-MEMORY = 8
-"""Timed steps of which the shortest counts: means were off by up to 1.8 on a machine with other work."""
+MEMORY = 8  # timed steps of which the shortest counts: means were off by up to 1.8 on a machine with other work
 
 PHASES = ("plain", "with_graph", "backward", "lowest")
 """What is timed in each block: forward without and with graph, backward. The lowest block with a graph has its own

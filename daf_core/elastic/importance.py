@@ -10,8 +10,7 @@ from torch import Tensor
 
 from daf_core.elastic.units import Unit
 
-NEWEST = 0.5
-"""Weight of what was measured last against all before it."""
+NEWEST = 0.5  # weight of what was measured last against all before it
 
 
 def gains_of_update(units: Sequence[Unit]) -> Callable[[], list[float]]:

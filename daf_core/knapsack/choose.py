@@ -19,11 +19,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
-Point = tuple[float, float]
-"""Cost and loss of an option, or of a set of options."""
-
-ROUNDING = 1e-12
-"""Relative difference that sums of floats in different orders may have."""
+Point = tuple[float, float]  # cost and loss of an option, or of a set of options
+ROUNDING = 1e-12  # relative difference that sums of floats in different orders may have
 
 MAX_STATES = 5_000
 """States that are followed. 48 items with 4 options of different costs and losses need some hundred. If there are more,

@@ -26,8 +26,7 @@ the beginning, where LoRA's second matrix is still zero."""
 
 CALIBRATE_EVERY = 1000
 
-SETTLED = 3
-"""Calibrations before this step say little of later ones: at the first one LoRA's second matrix is zero."""
+SETTLED = 3  # calibrations before this step say little of later ones: at the first one LoRA's second matrix is zero
 
 UNSETTLED_EXCESS = 50.0
 """Squared error that steps before `SETTLED` are ready for, over what is predicted: on MiniLM errors of adapters' sites
@@ -40,14 +39,12 @@ Student's distribution expects of the next one."""
 PRIOR = (0.0, math.log(2.0), math.log(4.0))
 """Natural logarithms of squared errors over predicted ones, before any was seen."""
 
-MEMORY = 8
-"""Audits, counting those of `PRIOR`, whose errors say how far a prediction may be off."""
+MEMORY = 8  # audits, counting those of `PRIOR`, whose errors say how far a prediction may be off
 
 OWN_SHARE = 0.5
 """Share of the error that counts parameter by parameter, unless the error of all of them together is bounded."""
 
-CORRECTIONS = 3
-"""How often a plan is corrected at most in an audit that finds its error too large on the same rows."""
+CORRECTIONS = 3  # how often a plan is corrected at most in an audit that finds its error too large on the same rows
 
 
 class Auditor:
@@ -137,8 +134,7 @@ class Auditor:
         self._late_calibration = flag(state.get("late_calibration", False)) or unlearned
 
 
-PARTS = ("policy", "auditor", "last_pass")
-"""What an engine has learned, by the names under which it is saved."""
+PARTS = ("policy", "auditor", "last_pass")  # what an engine has learned, by the names under which it is saved
 
 
 def restored(

@@ -46,8 +46,7 @@ SHORTEST = 1e-6
 """Squared length of a gradient, relative to what is usual, below which it counts as no shorter: LoRA's first
 matrix has none at the first steps but rounding."""
 
-MEASURED_BITS = 4
-"""The precision at which it is measured what inputs of checkpoints do."""
+MEASURED_BITS = 4  # the precision at which it is measured what inputs of checkpoints do
 
 FOLLOWED_BITS = {0: 2, 1: 2, 2: 2, 4: 4, 8: 4}
 """The precision whose error is led on for each; it reaches as far in proportion. Codes of 1 and 2 bits may be clipped,
@@ -64,8 +63,7 @@ FORWARD = "forward"
 
 Node = Any
 Gains = dict[Node, float]
-Readers = dict[int, set[str]]
-"""Names of the nodes that read each activation, by its identity."""
+Readers = dict[int, set[str]]  # names of the nodes that read each activation, by its identity
 
 
 @dataclass(frozen=True)

@@ -19,22 +19,14 @@ from daf_core.precision.site_stats import Sizes, checked_bits
 from daf_core.readers.sharpness import bits_for
 from daf_core.state_checks import amount, as_a_whole, count, flag
 
-UNIFORM = 4
-"""Bits where the configuration leaves the choice and nothing is known yet."""
+UNIFORM = 4  # bits where the configuration leaves the choice and nothing is known yet
 
 MOST = LEVELS[-1]
 
-ALL_LEVELS = (*LEVELS, None)
-"""What may be planned for a site; None keeps its activations as they are."""
-
-NEWEST = 0.5
-"""Weight of a calibration against all before it: importances change while a model learns."""
-
-RECENT = 10
-"""Passes whose smallest the plan for a budget is made for."""
-
-ALIKE = 0.1
-"""Relative difference in bytes between passes for which one plan serves."""
+ALL_LEVELS = (*LEVELS, None)  # what may be planned for a site; None keeps its activations as they are
+NEWEST = 0.5  # weight of a calibration against all before it: importances change while a model learns
+RECENT = 10  # passes whose smallest the plan for a budget is made for
+ALIKE = 0.1  # relative difference in bytes between passes for which one plan serves
 
 
 class Pass(NamedTuple):

@@ -23,8 +23,7 @@ _MODEL = "transformers.modeling_utils.PreTrainedModel"
 _LOSSES = "transformers.loss.loss_utils"
 _LOSS = f"{_LOSSES}.ForCausalLMLoss"
 
-_FUSED = "liger_kernel"
-"""Package whose forward for models computes the loss by itself."""
+_FUSED = "liger_kernel"  # package whose forward for models computes the loss by itself
 
 _SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier", "lm_head_multiplier")
 """Fields of configurations that say what a model does to its logits before the loss."""

@@ -24,8 +24,7 @@ REASONS = {
     LOSS: "computed in chunks, so that the logits never exist as a whole in training",
 }
 
-KINDS = frozenset(REASONS)
-"""What can be rewritten."""
+KINDS = frozenset(REASONS)  # what can be rewritten
 
 
 class OperatorRewrites:

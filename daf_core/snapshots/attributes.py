@@ -19,20 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from daf_core.snapshots.writes import Copy, has_storage
 
-LARGEST = 10_000
-"""Items of a collection up to which these are looked into: what is larger is data."""
-
-LONGEST = 10_000_000
-"""Items of a collection of a model's up to which it is kept: 80 MB."""
-
-MOST = 1000
-"""Collections and objects of one owner that are looked into: where there are more, they are data, too."""
-
-LARGEST_ARRAY = 64 << 20
-"""Bytes of a numpy array up to which it is copied."""
-
-LARGEST_TENSOR = 1 << 20
-"""Bytes of a tensor outside of the model up to which it is copied."""
+LARGEST = 10_000  # items of a collection up to which these are looked into: what is larger is data
+LONGEST = 10_000_000  # items of a collection of a model's up to which it is kept: 80 MB
+MOST = 1000  # collections and objects of one owner that are looked into: where there are more, they are data, too
+LARGEST_ARRAY = 64 << 20  # bytes of a numpy array up to which it is copied
+LARGEST_TENSOR = 1 << 20  # bytes of a tensor outside of the model up to which it is copied
 
 FRAMEWORKS = {"torch", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"}
 """Packages whose objects are not looked into: of what they count themselves their integrations know."""

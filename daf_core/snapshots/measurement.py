@@ -25,17 +25,13 @@ from daf_core.snapshots.attributes import REGISTERED, Contents, contents_of, is_
 from daf_core.snapshots.step import NORMALIZATION, Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
 
-HOOKS = "_hooks"
-"""What the names of a module's collections of hooks contain."""
-
-PART = 1 << 22
-"""Elements of a tensor that are added up at once."""
+HOOKS = "_hooks"  # what the names of a module's collections of hooks contain
+PART = 1 << 22  # elements of a tensor that are added up at once
 
 LARGEST_BUFFER = 1 << 20
 """Bytes of a buffer up to which it is copied in any case: kernels may write to it without saying so."""
 
-LARGEST_DIGEST = 1 << 20
-"""Bytes of a value that are looked at to see whether it has changed."""
+LARGEST_DIGEST = 1 << 20  # bytes of a value that are looked at to see whether it has changed
 
 
 class Measurement:

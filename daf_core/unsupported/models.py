@@ -51,8 +51,7 @@ def sharded(context: Context) -> str | None:
     return kind_of_first(lambda each: is_named(each, SHARDING))(context) or sharded_tensors(context)
 
 
-compiled = kind_of_first(is_compiled)
-"""Names the class of a module that torch.compile compiles."""
+compiled = kind_of_first(is_compiled)  # names the class of a module that torch.compile compiles
 
 synchronized = among_several(kind_of_first(lambda each: isinstance(each, nn.SyncBatchNorm)))
 """Names the class of a normalization over several processes."""

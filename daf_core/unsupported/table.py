@@ -18,8 +18,7 @@ from daf_core.errors import ConfigError
 Limitation = tuple[Callable[[Any], object], str]
 """A predicate and the sentence that says what it has found, with the fields of `str.format`."""
 
-FEATURES: dict[str, Feature] = {}
-"""All features by name."""
+FEATURES: dict[str, Feature] = {}  # all features by name
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from daf_core.plan.observe.meter import meter_on
 from daf_core.snapshots.measurement import Measurement
 from daf_core.snapshots.step import gradients_aside
 
-REPEATS = 2
-"""Passes whose shortest time counts."""
+REPEATS = 2  # passes whose shortest time counts
 
 
 def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int, limit: int) -> Forecast:

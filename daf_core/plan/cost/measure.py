@@ -21,11 +21,8 @@ from daf_core.plan.observe.trace import Observation, observe
 from daf_core.plan.run.retry import is_out_of_memory
 from daf_core.snapshots.step import devices_of
 
-REPEATS = 2
-"""Passes with few rows whose shortest times count; of those with many rows one is enough."""
-
-LossOfRows = Callable[[int], Tensor]
-"""Returns the loss of the first N rows of a batch."""
+REPEATS = 2  # passes with few rows whose shortest times count; of those with many rows one is enough
+LossOfRows = Callable[[int], Tensor]  # returns the loss of the first N rows of a batch
 
 
 def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int, limit: int) -> Profile:

@@ -24,8 +24,7 @@ Kind = Literal["rest", "start", "before", "forward", "head", "backward", "recomp
 """What runs in a phase. "rest": nothing of a pass; "before": what runs before a block or after the last one; "start":
 the same at the beginning of a pass, where passes are told apart; "head": backward, until it reaches a block."""
 
-OUTSIDE = -1
-"""Stands for a block's or a call's number where no block is running."""
+OUTSIDE = -1  # stands for a block's or a call's number where no block is running
 
 
 class Reading(NamedTuple):

@@ -24,8 +24,7 @@ from daf_core.plan.cost.profile import Profile
 from daf_core.plan.plan_file import NamedPlan, PlanFile, StepKind
 from daf_core.plan.search.planner import BatchSize, Plan, find_plan, least_budget, tried
 
-BUCKETS = 4
-"""Plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)."""
+BUCKETS = 4  # plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)
 
 log = getLogger("daf")
 

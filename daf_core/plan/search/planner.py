@@ -17,8 +17,7 @@ from daf_core.plan.cost.simulate import Forecast, simulate
 from daf_core.plan.policies import COMPRESS, KEEP, OFF
 from daf_core.plan.search.solver import Choice, choose, least
 
-MARGIN = 0.08
-"""Share of a budget that a plan leaves free: most forecasts are off by up to 6%."""
+MARGIN = 0.08  # share of a budget that a plan leaves free: most forecasts are off by up to 6%
 
 RELAXATION = 1.06
 RELAXATION_STEPS = 16
@@ -33,8 +32,7 @@ masks."""
 SPILLING = 2
 """Blocks whose activations have room at once where others are spilled: one that is read, and one that is read ahead."""
 
-SEARCHED = 1.02
-"""The smallest budget that a plan exists for is searched to this ratio."""
+SEARCHED = 1.02  # the smallest budget that a plan exists for is searched to this ratio
 
 
 @dataclass(frozen=True)
