@@ -80,7 +80,7 @@ class Contents:
         found = [each for _, each in self.tensors if has_storage(each) and not isinstance(each, nn.Parameter)]
         self._copies = [Copy(tensor) for tensor in found if tensor.untyped_storage().nbytes() <= LARGEST_TENSOR]
 
-    def restore(self) -> set[str]:
+    def take_back(self) -> set[str]:
         """Takes everything back, any number of times; returns the names of what had changed, but for tensors."""
         for tensor in self._copies:
             tensor.restore()
@@ -164,6 +164,10 @@ class Attributes(Contents):
         if others is not None:
             self.copy_small_tensors()
 
+    def restore(self) -> None:
+        """Restores the attributes, any number of times."""
+        self.take_back()
+
 
 def attributes_kept(owner: object, private: bool = False, others: nn.Module | None = None) -> ExitStack:
     """Returns a context that restores an object's attributes afterwards, as `Attributes` does."""
@@ -177,7 +181,7 @@ def referred_kept(function: Callable[..., Any], model: nn.Module) -> ExitStack:
     contents, stack = Contents(set(), set(map(id, model.modules()))), ExitStack()
     contents.add("", function)
     contents.copy_small_tensors()
-    stack.callback(contents.restore)
+    stack.callback(contents.take_back)
     return stack
 
 

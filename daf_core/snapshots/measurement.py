@@ -86,7 +86,7 @@ class Measurement:
             with writes if watched else nullcontext():
                 yield
         finally:
-            self.changed |= (contents.restore() | writes.written) - _statistics(self._model)
+            self.changed |= (contents.take_back() | writes.written) - _statistics(self._model)
             self._written |= writes.written
             for each in (writes, *copies, buffers, numbers):
                 each.restore()
