@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -160,12 +161,10 @@ def _blocks(shape: tuple[int, ...], causal: bool) -> Iterator[_Block]:
     """Yields indices of the parts that are computed together."""
     batch, heads, queries, keys = shape
     together = max(1, CHUNK_BYTES // max(1, 4 * min(queries, QUERIES) * keys))
-    for row in range(batch):
-        for head in range(0, heads, together):
-            for start in range(0, queries, QUERIES):
-                stop = min(start + QUERIES, queries)
-                last = min(stop, keys) if causal else keys
-                yield _Block(row, slice(head, head + together), slice(start, stop), slice(0, last))
+    for row, head, start in product(range(batch), range(0, heads, together), range(0, queries, QUERIES)):
+        stop = min(start + QUERIES, queries)
+        last = min(stop, keys) if causal else keys
+        yield _Block(row, slice(head, head + together), slice(start, stop), slice(0, last))
 
 
 def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, block: _Block, settings: _Settings) -> Tensor:

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from daf_core.errors import ModifiedInPlaceError, ReaderError
@@ -158,17 +159,22 @@ class LazyLogits(Tensor):
         owners = {getattr(getattr(hook, "func", hook), "__module__", None) for hook in args[1:]}
         if func in _METADATA or (func is Tensor.register_hook and not owners.isdisjoint(_GUARDS)):
             return super().__torch_function__(func, types, args, kwargs or {})
-        if func in _OF_GRADIENTS:
-            _check_no_gradient([*args, *(kwargs or {}).values()])
+        lazies = [each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyLogits)]
+        if func in _OF_GRADIENTS and any(each.source.gave_loss for each in lazies):
+            raise ReaderError(  # it would find no gradient, and say nothing
+                "these logits have no gradient, as the loss was computed from the hidden states. Set chunked_loss=False"
+            )
         again = _again(func, args, kwargs)
         if again is not None:
             return again
-        return func(*_replaced(args, LazyLogits.computed), **_replaced(kwargs or {}, LazyLogits.computed))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Autograd has recorded the operator already, with the node that `of` made.
-        return func(*_replaced(args, _values), **_replaced(kwargs or {}, _values))
+        args, kwargs = tree_map_only(LazyLogits, _values, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Project(torch.autograd.Function):
@@ -215,27 +221,6 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> L
     if torch.promote_types(wide, lazy.dtype) is not wide:
         return None
     return lazy if lazy.dtype is wide else LazyLogits.of(lazy.source, wide)
-
-
-def _check_no_gradient(values: Iterable[Any]) -> None:
-    """Refuses what would find no gradient, and say nothing: the loss was not computed from these logits."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            _check_no_gradient(cast("Iterable[Any]", value))
-        elif isinstance(value, LazyLogits) and value.source.gave_loss:
-            raise ReaderError(
-                "these logits have no gradient, as the loss was computed from the hidden states. Set chunked_loss=False"
-            )
-
-
-def _replaced(value: Any, compute: Callable[[LazyLogits], Tensor]) -> Any:
-    if isinstance(value, LazyLogits):
-        return compute(value)
-    if isinstance(value, dict):
-        return {name: _replaced(item, compute) for name, item in cast("dict[Any, Any]", value).items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(item, compute) for item in value)
-    return value
 
 
 def _values(lazy: LazyLogits) -> Tensor:
