@@ -87,10 +87,10 @@ def find_plan(profile: Profile, batch: BatchSize, budget: int, config: DAFConfig
     `splits` says whether the batch may be split into micro-batches. If no other plan fits and there is a `spill_dir`,
     activations may move there; their transfers are not forecast.
     """
-    limit, kept = int(budget * (1 - MARGIN)), _alike(profile, KEEP)
-    forecast = _forecast(profile, profile.at(batch.of_part(1), None), KEEP, kept)
-    if forecast.peak_bytes <= limit:  # it changes no number, so no other plan is better
-        return Plan(1, None, KEEP, kept, forecast, forecast.held_bytes + budget - forecast.peak_bytes)
+    limit = int(budget * (1 - MARGIN))
+    untouched = _untouched(profile, batch, budget)
+    if untouched is not None:
+        return untouched
     for bits in planned_bits(config):
         plans = [plan for parts in _parts(batch.rows, splits) for plan in _plans(profile, batch, parts, bits, budget)]
         if plans:
@@ -130,6 +130,14 @@ def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
     ways = ["fewer bits"] if config.precision != "exact" else []
     ways += [f"recomputation of {blocks} blocks"] if blocks else []
     return ", ".join([*ways, "micro-batches" if whole is None else f"no micro-batches ({whole})"])
+
+
+def _untouched(profile: Profile, batch: BatchSize, budget: int) -> Plan | None:
+    """Returns the plan that keeps everything, if it fits: it changes no number, so no other plan is better."""
+    blocks = _alike(profile, KEEP)
+    forecast = _forecast(profile, profile.at(batch.of_part(1), None), KEEP, blocks)
+    room = forecast.held_bytes + budget - forecast.peak_bytes
+    return Plan(1, None, KEEP, blocks, forecast, room) if forecast.peak_bytes <= int(budget * (1 - MARGIN)) else None
 
 
 def _spilling(profile: Profile, batch: BatchSize, config: DAFConfig, limit: int, splits: bool) -> Plan | None:
