@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-BUCKET_BYTES = 25 << 20
-"""Gradients that are averaged in one go, as in DistributedDataParallel."""
+BUCKET_BYTES = 25 << 20  # gradients that are averaged in one go, as in DistributedDataParallel
 
 
 def several(group: ProcessGroup | None = None) -> bool:
@@ -34,12 +33,7 @@ def rank() -> int:
 
 
 def any_rank_failed(failed: bool, group: ProcessGroup | None = None) -> bool:
-    """Says in all processes whether one of them has failed. With several processes, each has to call it.
-
-    Args:
-        failed: Whether this one has.
-        group: The processes; None for all.
-    """
+    """Says in all processes of a group, or all there are, whether one has failed; each has to call it."""
     if not several(group):
         return failed
     flag = torch.tensor([failed], dtype=torch.int32, device=_device(group))

@@ -9,8 +9,7 @@ from typing import Any
 
 from daf_core.errors import StateError
 
-MOST = 2**63 - 1
-"""The largest size and the largest number of steps: what files hold, and kernels count."""
+MOST = 2**63 - 1  # the largest size and the largest number of steps: what files hold, and kernels count
 
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -35,44 +34,28 @@ def as_a_whole(owner: object, names: Iterable[str], kind: str) -> Generator[None
 
 
 def count(value: Any, least: int = 0) -> int:
-    """Returns a count or a size that was saved.
-
-    Raises:
-        ValueError: It is something else, or below `least`.
-    """
+    """Returns a count or a size that was saved; a ValueError if it is something else, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
         raise ValueError(f"{value!r} is no count of {least} or more")
     return value
 
 
 def number(value: Any) -> float:
-    """Returns a finite number that was saved.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Returns a finite number that was saved; a ValueError if it is something else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r} is no finite number")
     return float(value)
 
 
 def amount(value: Any) -> float:
-    """Returns a finite number of 0 or more that was saved.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Returns a finite number of 0 or more that was saved; a ValueError if it is something else."""
     if number(value) < 0:
         raise ValueError(f"{value!r} is below 0")
     return float(value)
 
 
 def flag(value: Any) -> bool:
-    """Returns a bool that was saved.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Returns a bool that was saved; a ValueError if it is something else."""
     if type(value) is not bool:
         raise ValueError(f"{value!r} is neither true nor false")
     return value

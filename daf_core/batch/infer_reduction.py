@@ -17,8 +17,7 @@ from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
 from daf_core.snapshots.measurement import measuring
 
-MOST_ROWS = 4
-"""Rows that are tried."""
+MOST_ROWS = 4  # rows that are tried
 
 LENGTH = 16
 """Tokens of each that are tried: the logits of 4 rows take 13 MB with a vocabulary of 50,000. Micro-batches are for
@@ -65,30 +64,20 @@ class MicroBatchWeights:
         return weights(safest(self._laws, batch), batch, parts)
 
 
-def infer_reduction(model: nn.Module, batch: Any, loss_function: LossFunction) -> LossReduction:
-    """Returns the law that the loss follows on a few rows of a batch; see `matching_laws` and `safest`."""
-    return safest(matching_laws(model, batch, loss_function), batch)
-
-
 def matching_laws(
     model: nn.Module,
     batch: Any,
     loss_function: LossFunction,
     among: frozenset[LossReduction] = frozenset(LossReduction),
 ) -> frozenset[LossReduction]:
-    """Returns the laws that a loss follows on at most `MOST_ROWS` rows, without gradient and leaving no trace.
+    """Returns the laws, of those that agreed before, that a loss follows on at most `MOST_ROWS` rows of a batch.
 
-    Where labels are ignored in the batch, some of the rows' others are, too, so that the rows differ in how many count.
-    No other label is changed: which values a loss bears, only its own batches tell.
-
-    Args:
-        model: The model as the loss function calls it. It is put in evaluation mode meanwhile.
-        batch: A batch of at least two rows.
-        loss_function: Returns the loss of a part of the batch.
-        among: Laws that agreed before.
+    The model, as the loss function calls it, is put in evaluation mode meanwhile, and nothing leaves a trace. Where
+    labels are ignored in the batch, some of the rows' others are, too, so that the rows differ in how many count. No
+    other label is changed: which values a loss bears, only its own batches tell.
 
     Raises:
-        MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
+        MicroBatchError: No law agrees, the batch has one row, or the loss cannot be computed for a few rows.
     """
     size = rows_of(batch) or 0
     if size < 2:
@@ -132,7 +121,7 @@ def _row_labels(batch: Any) -> list[list[int]]:
 
 def _classes(batch: Any) -> set[int]:
     """Returns the classes in a batch, if they are few: a loss may weigh each of them in its own way."""
-    found = {value for labels in _row_labels(batch) for value in labels}
+    found = set().union(*_row_labels(batch))
     return found if len(found) <= MOST_CLASSES else set()
 
 

@@ -13,19 +13,12 @@ from daf_core.batch.rows import IGNORED, bounds_of, named_tensors, rows_of
 
 
 class LossReduction(Enum):
-    """What the losses of the parts are multiplied by, so that their sum is the loss of the batch.
+    """What the losses of the parts are multiplied by, so that their sum is the loss of the batch."""
 
-    Attributes:
-        SUM: Nothing: the loss is a sum, or is divided by a number that does not depend on the part.
-        ROWS: A part's share of the rows: the loss is a mean over rows of equal weight.
-        LABELS: A part's share of the labels that count, which are those that are not -100.
-        SHIFTED_LABELS: That share without the first label of each row: causal language models have none for it.
-    """
-
-    SUM = "sum"
-    ROWS = "rows"
-    LABELS = "labels"
-    SHIFTED_LABELS = "shifted labels"
+    SUM = "sum"  # nothing: the loss is a sum, or is divided by a number that does not depend on the part
+    ROWS = "rows"  # a part's share of the rows: the loss is a mean over rows of equal weight
+    LABELS = "labels"  # a part's share of the labels that count, which are those that are not -100
+    SHIFTED_LABELS = "shifted labels"  # without the first one of each row: causal language models have none for it
 
 
 def weights(law: LossReduction, batch: Any, parts: int) -> list[float]:

@@ -17,15 +17,11 @@ Step = Callable[[Any, float, bool], Tensor]
 def run_parts(model: nn.Module, parts: Sequence[Any], weights: Sequence[float], step: Step) -> Tensor:
     """Runs forward and backward of each part, and returns the sum of their losses.
 
-    Gradients add up in ``.grad``. All parts but the last run under the model's ``no_sync``, if it has one. Parts with
-    weight 0 are left out. When a part raises, the gradients of those before it stay.
+    Gradients add up in ``.grad``. All parts but the last run under the ``no_sync`` of the model as it is called, if it
+    has one. Parts with weight 0 are left out. When a part raises, the gradients of those before it stay.
 
-    Args:
-        model: The model as it is called.
-        parts: The parts of the batch, as `split` makes them.
-        weights: The weight of each, as `loss_reduction.weights` says.
-        step: Given a part, its weight and whether it is the last: multiplies the part's loss by the weight, runs
-            backward, and returns the product, detached.
+    `step` gets a part, as `split` makes it, its weight, as `loss_reduction.weights` says, and whether it is the last:
+    it multiplies the part's loss by the weight, runs backward, and returns the product, detached.
 
     Raises:
         MicroBatchError: There are not as many weights as parts, or all of them are 0.

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from daf_core.errors import MicroBatchError
 
-IGNORED = -100
-"""The label of a token that a loss leaves out."""
+IGNORED = -100  # the label of a token that a loss leaves out
 
 _BOUNDS = re.compile(r"(^|\.)cu_?seq", re.IGNORECASE)
 """Names of tensors that say where texts begin which lie one after the other in a row, as FlashAttention takes them."""

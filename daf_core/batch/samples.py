@@ -30,17 +30,13 @@ SHARE = 1 / 8
 """Part of a batch that an audit uses: with a forward and two backward passes on it every 100 steps, audits take 0.2% of
 the time of training."""
 
-LEAST_ROWS = 2
-"""Batch normalization and contrastive losses have no use for a single row."""
-
-LEAST_LENGTH = 16
-"""Tokens that are left of a text at the least."""
+LEAST_ROWS = 2  # Batch normalization and contrastive losses have no use for a single row
+LEAST_LENGTH = 16  # tokens that are left of a text at the least
 
 _LONGEST = re.compile(r"^max_?(len|seq)", re.IGNORECASE)
 """Names of the length of the longest of several texts in one row."""
 
-_NESTED = 4
-"""Objects inside of objects of a batch that are copied."""
+_NESTED = 4  # objects inside of objects of a batch that are copied
 
 
 def few_rows(batch: Any, share: float = SHARE) -> Any:

@@ -15,42 +15,29 @@ from daf_core.autograd.torch_private import call_after_backward, in_backward
 from daf_core.batch.rows import tensors_in
 from daf_core.model.blocks import Block
 from daf_core.model.module_hooks import is_training_pass
-from daf_core.plan.observe.block_trace import OUTSIDE, BlockTrace, Kind, Phase, Reading
+from daf_core.plan.observe.trace import OUTSIDE, BlockTrace, Kind, Phase, Reading
 
 if TYPE_CHECKING:
     from daf_core.plan.plan_file import PlanFile
 
-UNTIMED_STEPS = 5
-"""Steps in a row that should have been timed, and could not be, before a warning."""
+UNTIMED_STEPS = 5  # steps in a row that should have been timed, and could not be, before a warning
 
 log = getLogger("daf")
 
 
 @dataclass
 class StepTimes:
-    """What a step took: seconds of each block and outside, and bytes that saved activations held in the last pass.
+    """What a step took: seconds of each block and outside, and bytes that saved activations held in the last pass."""
 
-    Attributes:
-        elements: Elements that the first block was given in all passes: times are compared for as many.
-        forward: Of each block.
-        with_graph: Whether each block built a graph.
-        backward: Of each block.
-        outside: In forward and backward, outside of blocks.
-        rest: Outside of both, as the optimizer's.
-        held: Bytes of each block.
-        held_outside: Bytes outside of blocks.
-        held_elements: Elements that the first block was given in the last pass.
-    """
-
-    elements: int
-    forward: list[float]
-    with_graph: list[bool]
-    backward: list[float]
-    outside: float
-    rest: float
-    held: list[int]
-    held_outside: int
-    held_elements: int
+    elements: int  # that the first block was given in all passes: times are compared for as many
+    forward: list[float]  # of each block
+    with_graph: list[bool]  # whether each block built a graph
+    backward: list[float]  # of each block
+    outside: float  # in forward and backward, outside of blocks
+    rest: float  # outside of both, as the optimizer's
+    held: list[int]  # of each block
+    held_outside: int  # outside of blocks
+    held_elements: int  # that the first block was given in the last pass
 
 
 class TimedSteps:

@@ -12,8 +12,7 @@ from daf_core.elastic.block_timer import StepTimes
 from daf_core.elastic.units import Units
 from daf_core.state_checks import amount, count
 
-MEMORY = 8
-"""Timed steps of which the shortest counts: means were off by up to 1.8 on a machine with other work."""
+MEMORY = 8  # timed steps of which the shortest counts: means were off by up to 1.8 on a machine with other work
 
 PHASES = ("plain", "with_graph", "backward", "lowest")
 """What is timed in each block: forward without and with graph, backward. The lowest block with a graph has its own
@@ -21,17 +20,11 @@ phase: it passes no gradient on, so its time says little about its time between 
 
 
 class UnitCosts(NamedTuple):
-    """What a step takes: a fixed cost, the cost of its depth, and the own cost of each unit.
+    """What a step takes: a fixed cost, the cost of its depth, and the own cost of each unit."""
 
-    Attributes:
-        own_cost: The time of each unit's own gradients and update.
-        depth_cost: The time to pass the gradient down to each unit; a step pays it for its deepest unit alone.
-        fixed_cost: The time of a step without any unit.
-    """
-
-    own_cost: list[float]
-    depth_cost: list[float]
-    fixed_cost: float
+    own_cost: list[float]  # of each unit's own gradients and update
+    depth_cost: list[float]  # to pass the gradient down to each unit; a step pays it for its deepest unit alone
+    fixed_cost: float  # of a step without any unit
 
     def total(self, on: Collection[int]) -> float:
         """Returns the time of a step with these units."""
@@ -133,14 +126,9 @@ class StepCosts:
 
     def state(self) -> dict[str, Any]:
         """Returns what was seen, as JSON-able values."""
-        return {
-            **{phase: [list(each) for each in blocks] for phase, blocks in self._blocks.items()},
-            "outside": list(self._outside),
-            "rest": list(self._rest),
-            "held": list(self._held),
-            "held_outside": self._held_outside,
-            "held_elements": self._held_elements,
-        }
+        held = {"held_outside": self._held_outside, "held_elements": self._held_elements}
+        newest = {phase: [list(each) for each in blocks] for phase, blocks in self._blocks.items()}
+        return {**newest, "outside": list(self._outside), "rest": list(self._rest), "held": list(self._held), **held}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` returned; raises one of `DAMAGED` if it is something else."""

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from daf_core.elastic.units import Unit
 
-NEWEST = 0.5
-"""Weight of what was measured last against all before it."""
+NEWEST = 0.5  # weight of what was measured last against all before it
 
 
-class Update:
-    """An optimizer's step, whatever optimizer it is, on units that have gradients now."""
+def gains_of_update(units: Sequence[Unit]) -> Callable[[], list[float]]:
+    """Returns what tells -<g, w_after - w_before> of each unit, to be called before an optimizer's step.
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
-        self._before = [[parameter.detach().clone() for parameter in unit.parameters] for unit in units]
+    What it returns is called after that step, of whatever optimizer, and before gradients are dropped. ElasticTrainer
+    (MobiSys 2023) takes the gradient of a second pass for g; ranks of layers correlate by .83.
+    """
+    before = [[parameter.detach().clone() for parameter in unit.parameters] for unit in units]
 
-    def gains(self) -> list[float]:
-        """Returns -<g, w_after - w_before> of each unit, after the step and before gradients are dropped.
+    def gain(parameter: Tensor, earlier: Tensor) -> float:
+        if parameter.grad is None:
+            return 0.0
+        return -float(torch.sum(parameter.grad.float() * (parameter.detach().float() - earlier.float())))
 
-        ElasticTrainer (MobiSys 2023) takes the gradient of a second pass for g; ranks of layers correlate by .83.
-        """
-        pairs = zip(self._units, self._before, strict=True)
-        return [sum(map(_gain, unit.parameters, before)) for unit, before in pairs]
+    return lambda: [sum(map(gain, unit.parameters, earlier)) for unit, earlier in zip(units, before, strict=True)]
 
 
 def merged(known: Sequence[float] | None, measured: Sequence[float]) -> list[float] | None:
@@ -42,10 +42,3 @@ def merged(known: Sequence[float] | None, measured: Sequence[float]) -> list[flo
     if known is None:
         return shares
     return [(1 - NEWEST) * old + NEWEST * new for old, new in zip(known, shares, strict=True)]
-
-
-def _gain(parameter: torch.nn.Parameter, before: torch.Tensor) -> float:
-    if parameter.grad is None:
-        return 0.0
-    moved = parameter.detach().float() - before.float()
-    return -float(torch.sum(parameter.grad.float() * moved))

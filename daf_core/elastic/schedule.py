@@ -49,20 +49,15 @@ class StepSchedule:
     The first step trains the least there is, and so do those after it until it is known what memory activations take
     where that is limited. Then come steps that train most, until it is known what they take and gain, and then those of
     two sets in turn which gain most within the share: what a step leaves of it, those after it may use. A little is put
-    aside, so that a step that trains most can be measured now and then.
-
-    Attributes:
-        target: The mean time of a step that is kept, relative to a full step: the share that is asked for, or the
-            nearest one where no step takes as little.
+    aside, so that a step that trains most can be measured now and then. `target` is the mean time of a step that is
+    kept, relative to a full step: the share that is asked for, or the nearest one where no step takes as little.
     """
 
     def __init__(self, units: Units, costs: StepCosts, config: ElasticConfig) -> None:
-        self._units, self._all = units, units.everything
-        self._costs = costs
+        self._units, self._all, self._costs = units, units.everything, costs
         limited = 1.0 if config.memory is not None else DEFAULT_TIMES["whole" if units.whole else "adapters"]
         self.target = self._asked = limited if config.time is None else config.time
-        self._memory = config.memory
-        self._refresh = config.refresh
+        self._memory, self._refresh = config.memory, config.refresh
         self._gains: list[float] | None = None
         self._selection: Selection | None = None
         self._early: list[frozenset[int]] = []
@@ -113,7 +108,13 @@ class StepSchedule:
         """
         most, before = self._allowed, self._selection
         if self._memory is not None and before is None:
-            self._check_memory(most, self._memory)
+            needed = self._costs.held(self._units.depth(most)) / max(self._costs.held(0), 1)
+            if needed > self._memory:
+                raise ElasticError(
+                    f"elastic.memory={self._memory:g} cannot be kept: a step that trains the last block alone holds "
+                    f"{needed:.3f} of the activations of one that trains everything. Allow more, or leave out "
+                    "elastic.memory"
+                )
         found = Selection(self._units, self._costs.unit_costs(), self._gains or [1.0] * len(self._all), most)
         if before is None:
             self._balance = sum(self.target - found.share(on) for on in self._early)
@@ -180,14 +181,6 @@ class StepSchedule:
         whole = self._costs.held(0)
         fitting = {unit for unit in self._all if self._costs.held(self._units.depth({unit})) <= self._memory * whole}
         return frozenset(fitting) or self._first
-
-    def _check_memory(self, most: frozenset[int], share: float) -> None:
-        needed = self._costs.held(self._units.depth(most)) / max(self._costs.held(0), 1)
-        if needed > share:
-            raise ElasticError(
-                f"elastic.memory={share:g} cannot be kept: a step that trains the last block alone holds {needed:.3f} "
-                "of the activations of one that trains everything. Allow more, or leave out elastic.memory"
-            )
 
     @property
     def is_planned(self) -> bool:

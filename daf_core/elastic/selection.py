@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from daf_core.elastic.cost_model import UnitCosts
 from daf_core.elastic.units import Units
-from daf_core.knapsack.hull import lower_hull
+from daf_core.knapsack.choose import lower_hull
 from daf_core.state_checks import amount, count, number
 
 SAME_RATE = 1e-9
@@ -29,7 +29,7 @@ class Selection:
 
     Steps that alternate between two sets gain, to first order, the mean of both. Within a share of time the two
     neighbours of that share on the concave hull over all sets therefore gain most: sets of about the same depth if
-    deeper units gain less, and the least and the most if deeper units gain more. `hull` is ordered by share.
+    deeper units gain less, and the least and the most if deeper units gain more. `hull` begins with the least share.
     """
 
     def __init__(self, units: Units, costs: UnitCosts, gains: Sequence[float], most: frozenset[int]) -> None:
@@ -53,11 +53,7 @@ class Selection:
         found = [frozenset(on[:size]) for on, size in (sizes[index] for index in lower_hull(points, SAME_RATE))]
         found.append(most)  # units that seem to gain nothing are trained in the time that is left
         self.hull = [HullPoint(costs.share(on), self._gain(on), on) for on in dict.fromkeys(found)]
-
-    @property
-    def least(self) -> HullPoint:
-        """The set that takes the least time."""
-        return self.hull[0]
+        self.least = self.hull[0]  # the set that takes the least time
 
     def neighbours(self, share: float) -> tuple[HullPoint, HullPoint]:
         """Returns the last point that takes at most this share, or the least, and the point after it."""

@@ -17,7 +17,7 @@ from daf_core.elastic.block_timer import BlockTimer, StepTimes, TimedSteps
 from daf_core.elastic.call_order import ForwardTracer
 from daf_core.elastic.cost_model import StepCosts
 from daf_core.elastic.freeze import STALE, FrozenUnits, InputGradientHooks, forget_momentum
-from daf_core.elastic.importance import Update
+from daf_core.elastic.importance import gains_of_update
 from daf_core.elastic.schedule import Choice, ElasticStep, StepSchedule
 from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of, warn_of_deepest
 from daf_core.engine import ActivationEngine
@@ -34,34 +34,14 @@ log = getLogger("daf")
 
 @dataclass
 class Learned:
-    """What is known of one set of parameters that the user trains.
-
-    Attributes:
-        trained: The parameters.
-        unused: Indices of those that no gradient reaches.
-        units: The units that they form.
-        schedule: Decides what the next step trains.
-        frozen: Freezes the other units.
-        idle: Steps since each unit was last trained, by its name.
-    """
+    """What is known of one set of parameters that the user trains."""
 
     trained: list[nn.Parameter]
-    unused: set[int]
+    unused: set[int]  # indices of those that no gradient reaches
     units: Units
     schedule: StepSchedule
     frozen: FrozenUnits
-    idle: dict[str, int]
-
-    @property
-    def summary(self) -> str:
-        """What is trained now, in words."""
-        blocks, pair = len(self.units.blocks), self.schedule.pair
-        if not self.schedule.is_planned:
-            return f"the best of {blocks} blocks, once it is known"
-        if pair[0] == self.schedule.most:
-            return f"{blocks - self.units.depth(pair[0])} of {blocks} blocks in every step"
-        parts = [f"{len(on)} of {len(self.units.units)} units in {blocks - self.units.depth(on)}" for on in pair]
-        return f"{' and '.join(dict.fromkeys(parts))} of {blocks} blocks"
+    idle: dict[str, int]  # steps since each unit was last trained, by its name
 
 
 class ElasticTraining:
@@ -97,7 +77,7 @@ class ElasticTraining:
         self._choice: Choice | None = None
         self._watch: ForwardTracer | None = None
         self._clock: BlockTimer | None = None
-        self._update: Update | None = None
+        self._update: Callable[[], list[float]] | None = None  # tells the gains of the optimizer's step
         self._gains: list[float] | None = None
         self._timed = TimedSteps(plan_file)
         self._hooks = InputGradientHooks(model)
@@ -136,7 +116,7 @@ class ElasticTraining:
         back = [unit for unit in on if self._learned.idle[unit.name] > STALE and not self._choice.probe]
         forget_momentum(optimizers, [parameter for unit in back for parameter in unit.parameters])
         if self._choice.probe and self._update is None:  # of several optimizers the first
-            self._update = Update(on)
+            self._update = gains_of_update(on)
 
     def finish_step(self) -> ElasticStep | None:
         """Ends a step, after the optimizer's and before gradients are dropped.
@@ -151,7 +131,7 @@ class ElasticTraining:
         self._stepped = True
         self._learned.frozen.unfreeze()
         if self._update is not None:  # gradients may be gone when the last of several optimizers has stepped
-            found, before = self._update.gains(), self._gains or []
+            found, before = self._update(), self._gains or []
             self._gains = [new or old for new, old in zip_longest(found, before, fillvalue=0.0)]
         waiting = [each for each in self._learned.trained if each.grad is not None and id(each) not in self._updated]
         return None if self._updated and waiting else self.finish_stepped()
@@ -183,9 +163,9 @@ class ElasticTraining:
 
     @contextmanager
     def holding(self) -> Generator[None]:
-        """Keeps what is off as it is in the forward passes inside.
+        """Keeps what is off as it is in the forward passes inside; others are none of this training.
 
-        Outside, forward passes are none of this training: it may have ended with an error that nobody told of.
+        It may have ended with an error that nobody told of.
         """
         self._inside = True
         self._hold()
@@ -249,7 +229,13 @@ class ElasticTraining:
     @property
     def summary(self) -> str:
         """What is trained now, in words."""
-        return self._learned.summary
+        units, schedule, blocks = self._learned.units, self._learned.schedule, len(self._learned.units.blocks)
+        if not schedule.is_planned:
+            return f"the best of {blocks} blocks, once it is known"
+        if schedule.pair[0] == schedule.most:
+            return f"{blocks - units.depth(schedule.most)} of {blocks} blocks in every step"
+        parts = [f"{len(on)} of {len(units.units)} units in {blocks - units.depth(on)}" for on in schedule.pair]
+        return f"{' and '.join(dict.fromkeys(parts))} of {blocks} blocks"
 
     def close(self) -> None:
         """Makes the model the one it was."""
@@ -331,9 +317,8 @@ class ElasticTraining:
 
     def _stop_watching(self) -> tuple[BlockTimer | None, ForwardTracer | None]:
         watching, self._clock, self._watch = (self._clock, self._watch), None, None
-        for each in watching:
-            if each is not None:
-                each.stop()
+        for each in filter(None, watching):
+            each.stop()
         return watching
 
     def _follow(self, calls: Calls, trained: list[nn.Parameter], unused: set[int]) -> None:
@@ -357,12 +342,10 @@ class ElasticTraining:
         watch.stop()
         if not any(watch.calls.values()):
             return choice, times
-        if any(self._calls.values()):
-            in_order = True
-        else:
-            before = self._learned.units
-            always = set(map(id, units_of(self._model, self._blocks, self._learned.trained, watch.calls).always))
-            trained = self._learned.trained
+        in_order = any(self._calls.values())
+        if not in_order:
+            before, trained = self._learned.units, self._learned.trained
+            always = set(map(id, units_of(self._model, self._blocks, trained, watch.calls).always))
             unused = {number for number, each in enumerate(trained) if id(each) in always and each.grad is None}
             self._blocks = watch.recorded(self._blocks, trained)
             self._follow(watch.calls, trained, unused)
@@ -381,13 +364,13 @@ class ElasticTraining:
 
     def _plan(self) -> None:
         """Has all processes follow the plan of the first one: they measure different times."""
-        error: ElasticError | None = None
+        error, schedule = None, self._learned.schedule
         try:
-            self._learned.schedule.plan()
+            schedule.plan()
         except ElasticError as raised:
             error = raised
-        state, error = distributed.broadcast((self._learned.schedule.state(), error), self._outer)
+        state, error = distributed.broadcast((schedule.state(), error), self._outer)
         if error is not None:
             raise error
-        self._learned.schedule.load(state)
+        schedule.load(state)
         log.info("DAF trains %s", self.summary)

@@ -26,20 +26,15 @@ Calls = Mapping[str, int]
 class Unit:
     """Parameters that are trained together.
 
-    Attributes:
-        name: Qualified name of the module that they are in.
-        stage: The gradient has to pass the blocks from this one on to reach them: the number of their block, or of
-            the first one after them.
-        outside: Whether they come before the block rather than being in it.
-        share: Of a block's time in backward, the part that their own gradients take.
-        parameters: Those that the user trains.
+    The gradient has to pass the blocks from `stage` on to reach them: it is the number of their block, or of the first
+    one after them.
     """
 
-    name: str
+    name: str  # of the module that they are in
     stage: int
-    outside: bool
-    share: float
-    parameters: tuple[nn.Parameter, ...]
+    outside: bool  # whether they come before the block rather than being in it
+    share: float  # of a block's time in backward, the part that their own gradients take
+    parameters: tuple[nn.Parameter, ...]  # those that the user trains
 
     @property
     def elements(self) -> int:
@@ -49,19 +44,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """What of a model is trained.
+    """What of a model is trained."""
 
-    Attributes:
-        blocks: Its blocks in the order in which they run.
-        units: What may be trained or not, from the output to the input.
-        always: Parameters after the last block, which every step trains.
-        whole: Whether layers in blocks are units of their own, as blocks are trained as a whole.
-    """
-
-    blocks: Sequence[Block]
-    units: Sequence[Unit]
-    always: Sequence[nn.Parameter]
-    whole: bool
+    blocks: Sequence[Block]  # in the order in which they run
+    units: Sequence[Unit]  # what may be trained or not, from the output to the input
+    always: Sequence[nn.Parameter]  # after the last block, which every step trains
+    whole: bool  # whether layers in blocks are units of their own, as blocks are trained as a whole
 
     @property
     def everything(self) -> frozenset[int]:
@@ -127,67 +115,43 @@ def units_of(model: nn.Module, blocks: Sequence[Block], trained: Sequence[nn.Par
     known = set(map(id, trained))
     sizes = [[(each.numel(), id(each) in known) for each in block.module.parameters()] for block in blocks]
     whole = [sum(size for size, on in each if on) > WHOLE * sum(size for size, _ in each) for each in sizes]
-    places = _places(model, blocks, whole, calls)
+    places, work = _uses(model, blocks, whole, calls)
     always: list[nn.Parameter] = []
     grouped: dict[tuple[int, str], list[nn.Parameter]] = {}
     for parameter in sorted(trained, key=lambda parameter: places[id(parameter)]):
         _, stage, name = places[id(parameter)]
         (always if stage == len(blocks) else grouped.setdefault((stage, name), [])).append(parameter)
-    work = _Work(model, blocks, calls)
     units: list[Unit] = []
     for (stage, name), parameters in grouped.items():
         outside = not f"{name}.".startswith(f"{blocks[stage].name}.")
-        share = 0.0 if outside else work.share(stage, parameters, trained)
-        units.append(Unit(name, stage, outside, share, tuple(parameters)))
+        own = 0.0 if outside else sum(work[id(each)] for each in parameters)
+        # A matrix takes as many multiplications for the gradient of its input as for its own, where it is trained.
+        everything = [work[id(each)] * (2 if id(each) in known else 1) for each in blocks[stage].module.parameters()]
+        units.append(Unit(name, stage, outside, own / sum(everything) if own else 0.0, tuple(parameters)))
     units.sort(key=lambda unit: (-unit.stage, unit.outside))
     return Units(blocks, units, always, any(whole))
 
 
-def _places(model: nn.Module, blocks: Sequence[Block], whole: Sequence[bool], calls: Calls) -> dict[int, _Place]:
-    """Returns the first place of each parameter, by its id."""
+def _uses(
+    model: nn.Module, blocks: Sequence[Block], whole: Sequence[bool], calls: Calls
+) -> tuple[dict[int, _Place], dict[int, float]]:
+    """Returns the first place of each parameter, and its multiplications in a pass, by its id."""
     order = {name: number for number, name in enumerate(calls)}
     begins = [order.get(block.name, len(order)) for block in blocks]
     places: dict[int, _Place] = {}
+    work: dict[int, float] = {}
     for name, module in model.named_modules():
         inside = next((number for number, block in enumerate(blocks) if f"{name}.".startswith(f"{block.name}.")), None)
-        called = order.get(_called(name, calls), 0)
+        caller = name  # or the module around it that was called: some read weights of what is inside by themselves
+        while caller and caller not in calls:
+            caller = caller.rpartition(".")[0]
+        called = order.get(caller, 0)
         stage = sum(begin <= called for begin in begins) if inside is None else inside
         place = _Place(called, stage, name if inside is None or whole[inside] else blocks[inside].name)
         for parameter in module.parameters(recurse=False):
             places[id(parameter)] = min(places.get(id(parameter), place), place)
-    return places
-
-
-def _called(name: str, calls: Calls) -> str:
-    """Returns a module, or the one around it that was called: some read weights of what is inside by themselves."""
-    while name and name not in calls:
-        name = name.rpartition(".")[0]
-    return name
-
-
-class _Work:
-    """Multiplications of each block's weights in a pass, which say how long their gradients take."""
-
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], calls: Calls) -> None:
-        self._blocks = blocks
-        self._multiplications: dict[int, float] = {}
-        for name, module in model.named_modules():
-            elements = calls.get(_called(name, calls), 0)
-            for parameter in module.parameters(recurse=False):
-                self._multiplications[id(parameter)] = _multiplications(parameter, elements, module)
-
-    def share(self, stage: int, parameters: Sequence[nn.Parameter], trained: Sequence[nn.Parameter]) -> float:
-        """Returns what part of a block's backward pass makes the gradients of these parameters.
-
-        A matrix takes as many multiplications for the gradient of its input as for its own, where it is trained.
-        """
-        known = set(map(id, trained))
-        everything = [
-            self._multiplications[id(each)] * (2 if id(each) in known else 1)
-            for each in self._blocks[stage].module.parameters()
-        ]
-        own = sum(self._multiplications[id(each)] for each in parameters)
-        return own / sum(everything) if own else 0.0
+            work[id(parameter)] = _multiplications(parameter, calls.get(caller, 0), module)
+    return places, work
 
 
 def _multiplications(parameter: nn.Parameter, elements: int, module: nn.Module) -> float:

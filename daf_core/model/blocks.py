@@ -21,8 +21,7 @@ LEAST_WEIGHTS = 2
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-_EXPERTS = re.compile(r"expert|router|moe", re.IGNORECASE)
-"""Classes of modules with experts."""
+_EXPERTS = re.compile(r"expert|router|moe", re.IGNORECASE)  # classes of modules with experts
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Gets a forward and its arguments, and returns what it returns."""
 
 
-_WRAPPER = "_daf_wrapper"
-"""Attribute of a function that says which wrapper made it."""
+_WRAPPER = "_daf_wrapper"  # attribute of a function that says which wrapper made it
 
 
 class ForwardPatch:

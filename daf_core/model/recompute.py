@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
 from daf_core.model.forward_patch import ForwardPatch
-from daf_core.snapshots.rng_and_buffers import Buffers, RandomNumbers
+from daf_core.snapshots.step import Buffers, RandomNumbers
 
 
 class RecomputedBlock:

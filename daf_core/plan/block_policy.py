@@ -10,48 +10,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from daf_core.model.blocks import Block
-from daf_core.plan.observe.block_trace import Phase
+from daf_core.plan.observe.trace import Phase
 
 
 @dataclass(frozen=True)
 class ObservedCall:
-    """A call of a block in the two passes that are measured: one compresses all blocks, one recomputes them.
+    """A call of a block in the two passes that are measured: one compresses all blocks, one recomputes them."""
 
-    Attributes:
-        forward: Its forward pass, compressed.
-        backward: Its backward pass, compressed.
-        forward_of_input: Its forward pass where only its compressed input is saved.
-        backward_again: Its backward pass after that, with the recomputation.
-        recompute: The recomputation alone.
-        packed_bytes: Bytes that its activations take on pages.
-        packed_input_bytes: Bytes that its input takes on pages.
-    """
-
-    forward: Sequence[Phase]
+    forward: Sequence[Phase]  # compressed
     backward: Sequence[Phase]
-    forward_of_input: Sequence[Phase]
-    backward_again: Sequence[Phase]
-    recompute: Sequence[Phase]
-    packed_bytes: float
-    packed_input_bytes: float
+    forward_of_input: Sequence[Phase]  # only the compressed input is saved
+    backward_again: Sequence[Phase]  # after that, with the recomputation
+    recompute: Sequence[Phase]  # the recomputation alone
+    packed_bytes: float  # of its activations on pages
+    packed_input_bytes: float  # of its input on pages
 
 
 class BlockPolicy(ABC):
-    """What happens to the activations of a block. Policies have no state; each class has one instance.
+    """What happens to the activations of a block. Policies have no state; each class has one instance."""
 
-    Attributes:
-        name: Its name in plan files.
-        packs: Whether the engine compresses what the block saves.
-        recomputes: Whether the block saves its input alone, which is compressed in 8 bits or more.
-        selectable: Whether a plan may choose it; otherwise it describes blocks that the step does not train.
-        faster: The policy that counts as faster, whatever clocks say: it takes more bytes and is as exact.
-    """
-
-    name: str
-    packs: bool = False
-    recomputes: bool = False
-    selectable: bool = True
-    faster: BlockPolicy | None = None
+    name: str  # in plan files
+    packs: bool = False  # the engine compresses what the block saves
+    recomputes: bool = False  # the block saves its input alone, which is compressed in 8 bits or more
+    selectable: bool = True  # a plan may choose it; otherwise it describes blocks that the step does not train
+    faster: BlockPolicy | None = None  # counts as faster, whatever clocks say: it takes more bytes and is as exact
 
     @abstractmethod
     def seconds(self, call: ObservedCall) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from bisect import insort_right
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -44,13 +45,10 @@ class NamedPlan(NamedTuple):
     plan: Plan
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A plan that was followed from a step, and a batch of it, on; `own` says whether this run has made it."""
-
-    since: tuple[int, int]
+class _Entry(NamedTuple):
+    since: tuple[int, int]  # the step, and the batch of it, from which on the plan was followed
     named: NamedPlan
-    own: bool
+    own: bool  # this run has made it
 
 
 class PlanFile:
@@ -58,13 +56,8 @@ class PlanFile:
 
     A line of JSON says what the file was made for, and each after it a plan or the times of a measured step. Lines are
     only added, so that a run that is killed leaves all but the last one whole. Each of several processes has its own
-    file, such as plan.rank1.json.
-
-    Args:
-        path: The file; it is made if it is missing.
-        config: The options of the run.
-        model: The trained model.
-        step: Returns the number of steps before this one, of a resumed run with those before.
+    file, such as plan.rank1.json. It is made if it is missing. `step` returns the number of steps before this one, of a
+    resumed run with those before.
 
     Raises:
         ConfigError: The file cannot be read and written, is damaged, or was made for another training.
@@ -104,8 +97,8 @@ class PlanFile:
         if last is not None and last.named == named:
             return
         self._insert(kind, _Entry(self._now, named, True))
-        since = dict(zip(("step", "batch"), self._now, strict=True))
-        self._write({"plan": {**since, **kind._asdict(), **_plan_as_dict(named)}})
+        step, batch = self._now
+        self._write({"plan": {"step": step, "batch": batch, **kind._asdict(), **_plan_as_dict(named)}})
 
     def give_up(self, kind: StepKind) -> bool:
         """Drops the file's plan, which runs out of memory; returns False if this run decides already."""
@@ -134,9 +127,8 @@ class PlanFile:
         return entries[-1] if entries else None
 
     def _insert(self, kind: StepKind, entry: _Entry) -> None:
-        entries = self._plans.setdefault(kind, [])
-        entries.append(entry)
-        entries.sort(key=lambda each: each.since)  # stable: of two in the same batch the first did not hold
+        # Of two in the same batch the first did not hold.
+        insort_right(self._plans.setdefault(kind, []), entry, key=lambda each: each.since)
 
     def _take(self, line: Mapping[str, Any]) -> None:
         if "times" in line:
@@ -209,9 +201,9 @@ def _purpose(config: DAFConfig, model: nn.Module) -> dict[str, Any]:
 
 
 def _plan_as_dict(named: NamedPlan) -> dict[str, Any]:
-    plan = {**vars(named.plan), "forecast": asdict(named.plan.forecast)}
-    blocks = dict(zip(named.names, (each.name for each in named.plan.blocks), strict=True))
-    return {**plan, "outside": named.plan.outside.name, "blocks": blocks}
+    names, plan = named
+    blocks = {name: policy.name for name, policy in zip(names, plan.blocks, strict=True)}
+    return {**vars(plan), "forecast": asdict(plan.forecast), "outside": plan.outside.name, "blocks": blocks}
 
 
 def _plan_from_dict(plan: Mapping[str, Any]) -> NamedPlan:

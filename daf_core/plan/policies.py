@@ -9,7 +9,7 @@ from typing_extensions import override
 from daf_core.model.blocks import Block
 from daf_core.model.recompute import RecomputedBlock
 from daf_core.plan.block_policy import BlockPolicy, ObservedCall
-from daf_core.plan.observe.block_trace import Phase
+from daf_core.plan.observe.trace import Phase
 
 RANDOM_STATES = 10_112
 """Bytes of the states of torch's generator that a recomputed block keeps: one of the checkpoint and one of
@@ -28,7 +28,8 @@ class Keep(BlockPolicy):
     @override
     def seconds(self, call: ObservedCall) -> float:
         # Packing only adds to it, but clocks have noise.
-        return min(_recomputing_seconds(call) - _seconds(call.recompute), _packing_seconds(call) / DEARER)
+        again = _seconds(call.forward_of_input, call.backward_again) - _seconds(call.recompute)
+        return min(again, _seconds(call.forward, call.backward) / DEARER)
 
     @override
     def held(self, call: ObservedCall) -> float:
@@ -45,7 +46,7 @@ class Keep(BlockPolicy):
     @override
     def outside(self, call: ObservedCall) -> tuple[float, float]:
         codec = sum(phase.end.codec - phase.start.codec for phase in (*call.forward, *call.backward))
-        return _packing_seconds(call) - codec, _raw_bytes(call.forward)
+        return _seconds(call.forward, call.backward) - codec, _raw_bytes(call.forward)
 
 
 KEEP = Keep()
@@ -60,7 +61,7 @@ class Compress(BlockPolicy):
 
     @override
     def seconds(self, call: ObservedCall) -> float:
-        return _packing_seconds(call)
+        return _seconds(call.forward, call.backward)
 
     @override
     def held(self, call: ObservedCall) -> float:
@@ -72,7 +73,7 @@ class Compress(BlockPolicy):
 
     @override
     def outside(self, call: ObservedCall) -> tuple[float, float]:
-        return _packing_seconds(call), call.packed_bytes
+        return self.seconds(call), call.packed_bytes
 
 
 class Recompute(BlockPolicy):
@@ -84,7 +85,7 @@ class Recompute(BlockPolicy):
 
     @override
     def seconds(self, call: ObservedCall) -> float:
-        return _recomputing_seconds(call)
+        return _seconds(call.forward_of_input, call.backward_again)
 
     @override
     def held(self, call: ObservedCall) -> float:
@@ -148,16 +149,8 @@ def policy_named(name: str) -> BlockPolicy:
     return {policy.name: policy for policy in POLICIES}[name]
 
 
-def _seconds(phases: Sequence[Phase]) -> float:
-    return sum(phase.seconds for phase in phases)
-
-
-def _packing_seconds(call: ObservedCall) -> float:
-    return _seconds((*call.forward, *call.backward))
-
-
-def _recomputing_seconds(call: ObservedCall) -> float:
-    return _seconds(call.forward_of_input) + _seconds(call.backward_again)
+def _seconds(*parts: Sequence[Phase]) -> float:
+    return sum(sum(phase.seconds for phase in phases) for phases in parts)
 
 
 def _raw_bytes(phases: Sequence[Phase]) -> float:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daf_core.knapsack.choose import Knapsack
-from daf_core.knapsack.hull import Point
+from daf_core.knapsack.choose import Knapsack, Point
 
 
 @dataclass(frozen=True)

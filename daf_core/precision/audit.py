@@ -26,8 +26,7 @@ the beginning, where LoRA's second matrix is still zero."""
 
 CALIBRATE_EVERY = 1000
 
-SETTLED = 3
-"""Calibrations before this step say little of later ones: at the first one LoRA's second matrix is zero."""
+SETTLED = 3  # calibrations before this step say little of later ones: at the first one LoRA's second matrix is zero
 
 UNSETTLED_EXCESS = 50.0
 """Squared error that steps before `SETTLED` are ready for, over what is predicted: on MiniLM errors of adapters' sites
@@ -40,29 +39,25 @@ Student's distribution expects of the next one."""
 PRIOR = (0.0, math.log(2.0), math.log(4.0))
 """Natural logarithms of squared errors over predicted ones, before any was seen."""
 
-MEMORY = 8
-"""Audits, counting those of `PRIOR`, whose errors say how far a prediction may be off."""
+MEMORY = 8  # audits, counting those of `PRIOR`, whose errors say how far a prediction may be off
 
 OWN_SHARE = 0.5
 """Share of the error that counts parameter by parameter, unless the error of all of them together is bounded."""
 
-CORRECTIONS = 3
-"""How often a plan is corrected at most in an audit that finds its error too large on the same rows."""
+CORRECTIONS = 3  # how often a plan is corrected at most in an audit that finds its error too large on the same rows
 
 
 class Auditor:
     """Decides when an audit is due, and steers the policy by what it finds."""
 
     def __init__(self, config: DAFConfig, policy: PrecisionPolicy) -> None:
-        self._every = config.audit_every
-        self._learns = config.precision == "auto" or config.memory_budget is not None
-        self._auto = config.precision == "auto"
+        self._every, self._auto = config.audit_every, config.precision == "auto"
+        self._learns = self._auto or config.memory_budget is not None
         self._own_share = OWN_SHARE if config.max_gradient_error is None else 0.0
         self._bound = config.max_gradient_error
         self._policy = policy
         self._step = 1
-        self._done = False
-        self._late = self._late_calibration = False
+        self._done = self._late = self._late_calibration = False
         self._misses = deque(PRIOR, maxlen=MEMORY)
 
     @property
@@ -85,13 +80,8 @@ class Auditor:
     def audit(self, rehearsal: ProbePass, last_pass: PassStatistics) -> GradientError | None:
         """Measures the error of the gradient, and corrects the plan where there is an error to keep.
 
-        Args:
-            rehearsal: A forward pass of some rows of the step's batch.
-            last_pass: What the last pass stored; empty before the first.
-
-        Returns:
-            The error before any correction; None where the gradient is zero or not finite, or nothing is known yet
-                of what will be stored.
+        Given a forward pass of some rows of the step's batch, and what the last pass stored, returns the error before
+        any correction; None where the gradient is zero or not finite, or nothing is known yet of what will be stored.
         """
         self._done = True
         stored, sizes = last_pass.precisions, last_pass.sizes
@@ -144,8 +134,7 @@ class Auditor:
         self._late_calibration = flag(state.get("late_calibration", False)) or unlearned
 
 
-PARTS = ("policy", "auditor", "last_pass")
-"""What an engine has learned, by the names under which it is saved."""
+PARTS = ("policy", "auditor", "last_pass")  # what an engine has learned, by the names under which it is saved
 
 
 def restored(
@@ -153,8 +142,7 @@ def restored(
 ) -> tuple[Auditor, KindsOfPasses, int]:
     """Has a policy go on from the state of an engine, and returns its other parts; with an error it stays as it was.
 
-    Returns:
-        The auditor, what is remembered of passes, and the number of passes whose rounding drew random numbers.
+    Those are the auditor, what is remembered of passes, and how many passes' rounding drew random numbers.
 
     Raises:
         StateError: It is the state of something else, or damaged.

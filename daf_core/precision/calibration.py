@@ -46,8 +46,7 @@ SHORTEST = 1e-6
 """Squared length of a gradient, relative to what is usual, below which it counts as no shorter: LoRA's first
 matrix has none at the first steps but rounding."""
 
-MEASURED_BITS = 4
-"""The precision at which it is measured what inputs of checkpoints do."""
+MEASURED_BITS = 4  # the precision at which it is measured what inputs of checkpoints do
 
 FOLLOWED_BITS = {0: 2, 1: 2, 2: 2, 4: 4, 8: 4}
 """The precision whose error is led on for each; it reaches as far in proportion. Codes of 1 and 2 bits may be clipped,
@@ -64,18 +63,15 @@ FORWARD = "forward"
 
 Node = Any
 Gains = dict[Node, float]
-Readers = dict[int, set[str]]
-"""Names of the nodes that read each activation, by its identity."""
+Readers = dict[int, set[str]]  # names of the nodes that read each activation, by its identity
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a rehearsal has told.
+    """What a rehearsal has told: the error of the gradient that each site alone is predicted to cause.
 
-    Attributes:
-        errors: The error of the gradient that each site alone is predicted to cause.
-        codecs: Sites that take a codec for one reader alone, by its name: nothing else reads them, and the error is
-            less.
+    Sites take one of `codecs`, by its name, that nothing else reads than the reader it is for, and where the error is
+    less.
     """
 
     errors: SiteErrors
@@ -90,19 +86,15 @@ def calibrate(
     All occurrences of a site are taken together. Sites that backward does not read get errors of 0. The effect of
     inputs of checkpoints is measured, each in a backward pass of its own, as whole blocks are computed again from them.
 
-    Args:
-        rehearsal: A forward pass.
-        variants: Whether a site may take a codec for one reader alone; where one does, `rehearsal` does from then
-            on.
-        hops: Operators through which errors are led on.
-        own_share: Share of the error that is counted parameter by parameter, each relative to its own gradient.
+    With `variants` a site may take a codec for one reader alone, and the rehearsal takes it from then on. Errors are
+    led through `hops` operators. `own_share` of them is counted parameter by parameter, relative to its own gradient.
     """
-    readers: Readers = {id(activation): set() for _, activation in rehearsal.activations}
-    for activation in rehearsal.read_before:
-        readers[id(activation)].add(FORWARD)
+    before = set(map(id, rehearsal.read_before))
+    readers: Readers = {id(each): {FORWARD} if id(each) in before else set() for _, each in rehearsal.activations}
     gains = _gains(rehearsal, readers, own_share)
     if gains is None:
         return None
+    graph = _Graph(rehearsal, gains, hops)
     sites = {id(activation): site for site, activation in rehearsal.activations}
     found: dict[Site, dict[Variant, list[float]]] = {
         site: {variant: [0.0] * len(LEVELS) for variant in tried}
@@ -117,7 +109,7 @@ def calibrate(
                 unknown.add(site)
                 continue
             for source.variant, errors in found[site].items():
-                more = _errors_through(rehearsal, source, node, inputs, outputs, gains, hops)
+                more = graph.errors_through(source, node, inputs, outputs)
                 found[site][source.variant] = [one + other for one, other in zip(errors, more, strict=True)]
         rehearsal.take_reads()  # those of running nodes again
 
@@ -153,10 +145,9 @@ def _variants(rehearsal: ProbePass, readers: Readers, variants: bool) -> dict[Si
 
 def _is_less(errors: list[float], others: list[float]) -> bool:
     """Whether errors are less than others, by the geometric mean of their ratios over the bits there are."""
-    known = [
-        (error, other) for bits, error, other in zip(LEVELS, errors, others, strict=True) if bits and error and other
-    ]
-    return bool(known) and math.prod(error / other for error, other in known) < 1
+    triples = zip(LEVELS, errors, others, strict=True)
+    ratios = [error / other for bits, error, other in triples if bits and error and other]
+    return bool(ratios) and math.prod(ratios) < 1
 
 
 def _gains(rehearsal: ProbePass, readers: Readers, own_share: float) -> Gains | None:
@@ -183,42 +174,13 @@ def _gains(rehearsal: ProbePass, readers: Readers, own_share: float) -> Gains | 
 
 
 def _parameter_gains(rehearsal: ProbePass, total: float, own_share: float) -> dict[int, float]:
-    squares = {
-        id(parameter): _squared(gradient)
-        for parameter, gradient in zip(rehearsal.parameters, rehearsal.exact, strict=True)
-    }
+    squares = dict(zip(map(id, rehearsal.parameters), map(_squared, rehearsal.exact), strict=True))
     count = sum(square > 0 for square in squares.values())
     least = SHORTEST * total / count
     return {
         parameter: (1 - own_share) / total + (own_share / (count * max(square, least)) if square else 0.0)
         for parameter, square in squares.items()
     }
-
-
-def _errors_through(
-    rehearsal: ProbePass,
-    source: ProbedActivation,
-    node: Node,
-    inputs: Gradients,
-    outputs: Gradients,
-    gains: Gains,
-    hops: int,
-) -> list[float]:
-    """Returns the squared errors that an activation causes at each of `LEVELS` where `node` uses it."""
-    errors, shares = [0.0] * len(LEVELS), dict.fromkeys(FOLLOWED_BITS, 1.0)
-    if not gains.get(node):
-        return errors
-    for level, bits in enumerate(LEVELS):
-        source.precision = bits
-        found = run_again(node, outputs)
-        source.precision = None
-        differences = [
-            None if f is None or e is None else f.detach() - e.detach() for f, e in zip(found, inputs, strict=True)
-        ]
-        errors[level] = _reached(rehearsal, node, differences, gains, 0)
-        if hops and bits == FOLLOWED_BITS[bits] and errors[level]:
-            shares[bits] = _reached(rehearsal, node, differences, gains, hops) / errors[level]
-    return [error * shares[FOLLOWED_BITS[bits]] for bits, error in zip(LEVELS, errors, strict=True)]
 
 
 class _Arrived:
@@ -228,32 +190,56 @@ class _Arrived:
         self.errors: list[Tensor | None] = [None] * output_count(node)
         self.hops = hops
 
-    def add(self, place: int, error: Tensor, hops: int) -> None:
-        """Adds an error: on different ways they may cancel or grow."""
-        known = self.errors[place]
-        self.errors[place] = error if known is None else known + error
-        self.hops = min(self.hops, hops)
 
+@dataclass(frozen=True)
+class _Graph:
+    """Leads errors through the graph of a rehearsal, with the gains of its nodes, for some hops."""
 
-def _reached(rehearsal: ProbePass, node: Node, errors: Gradients, gains: Gains, hops: int) -> float:
-    """Returns the squared error of all parameters' gradients that errors of a node's results cause."""
-    total, waiting = 0.0, dict[Node, _Arrived]()
-    _pass_on(waiting, node, errors, gains, hops)
-    while waiting:
-        following = max(waiting, key=order_of)  # each node once, when all that reaches it has arrived
-        arrived = waiting.pop(following)
-        if not arrived.hops or is_leaf_node(following) or not rehearsal.may_run_again(following):
-            total += sum(map(_squared, arrived.errors)) * gains[following]
-        else:
-            left = arrived.hops - (following.name() not in _FREE)
-            _pass_on(waiting, following, run_again(following, arrived.errors), gains, left)
-    return total
+    rehearsal: ProbePass
+    gains: Gains
+    hops: int
 
+    def errors_through(
+        self, source: ProbedActivation, node: Node, inputs: Gradients, outputs: Gradients
+    ) -> list[float]:
+        """Returns the squared errors that an activation causes at each of `LEVELS` where `node` uses it."""
+        errors, shares = [0.0] * len(LEVELS), dict.fromkeys(FOLLOWED_BITS, 1.0)
+        if not self.gains.get(node):
+            return errors
+        for level, bits in enumerate(LEVELS):
+            source.precision = bits
+            found = run_again(node, outputs)
+            source.precision = None
+            differences = [
+                None if f is None or e is None else f.detach() - e.detach() for f, e in zip(found, inputs, strict=True)
+            ]
+            errors[level] = self._reached(node, differences, 0)
+            if self.hops and bits == FOLLOWED_BITS[bits] and errors[level]:
+                shares[bits] = self._reached(node, differences, self.hops) / errors[level]
+        return [error * shares[FOLLOWED_BITS[bits]] for bits, error in zip(LEVELS, errors, strict=True)]
 
-def _pass_on(waiting: dict[Node, _Arrived], node: Node, errors: Gradients, gains: Gains, hops: int) -> None:
-    for error, (following, place) in zip(errors, node.next_functions, strict=True):
-        if error is not None and gains.get(following):
-            waiting.setdefault(following, _Arrived(following, hops)).add(place, error, hops)
+    def _reached(self, node: Node, errors: Gradients, hops: int) -> float:
+        """Returns the squared error of all parameters' gradients that errors of a node's results cause."""
+        total, waiting = 0.0, dict[Node, _Arrived]()
+        self._pass_on(waiting, node, errors, hops)
+        while waiting:
+            following = max(waiting, key=order_of)  # each node once, when all that reaches it has arrived
+            arrived = waiting.pop(following)
+            if not arrived.hops or is_leaf_node(following) or not self.rehearsal.may_run_again(following):
+                total += sum(map(_squared, arrived.errors)) * self.gains[following]
+            else:
+                left = arrived.hops - (following.name() not in _FREE)
+                self._pass_on(waiting, following, run_again(following, arrived.errors), left)
+        return total
+
+    def _pass_on(self, waiting: dict[Node, _Arrived], node: Node, errors: Gradients, hops: int) -> None:
+        for error, (following, place) in zip(errors, node.next_functions, strict=True):
+            if error is not None and self.gains.get(following):
+                arrived = waiting.setdefault(following, _Arrived(following, hops))
+                known = arrived.errors[place]
+                # On different ways errors may cancel or grow.
+                arrived.errors[place] = error if known is None else known + error
+                arrived.hops = min(arrived.hops, hops)
 
 
 def _backward(rehearsal: ProbePass, after: Callable[[Node, Gradients, Gradients], None]) -> Gradients:

@@ -19,22 +19,14 @@ from daf_core.precision.site_stats import Sizes, checked_bits
 from daf_core.readers.sharpness import bits_for
 from daf_core.state_checks import amount, as_a_whole, count, flag
 
-UNIFORM = 4
-"""Bits where the configuration leaves the choice and nothing is known yet."""
+UNIFORM = 4  # bits where the configuration leaves the choice and nothing is known yet
 
 MOST = LEVELS[-1]
 
-ALL_LEVELS = (*LEVELS, None)
-"""What may be planned for a site; None keeps its activations as they are."""
-
-NEWEST = 0.5
-"""Weight of a calibration against all before it: importances change while a model learns."""
-
-RECENT = 10
-"""Passes whose smallest the plan for a budget is made for."""
-
-ALIKE = 0.1
-"""Relative difference in bytes between passes for which one plan serves."""
+ALL_LEVELS = (*LEVELS, None)  # what may be planned for a site; None keeps its activations as they are
+NEWEST = 0.5  # weight of a calibration against all before it: importances change while a model learns
+RECENT = 10  # passes whose smallest the plan for a budget is made for
+ALIKE = 0.1  # relative difference in bytes between passes for which one plan serves
 
 
 class Pass(NamedTuple):
@@ -46,10 +38,8 @@ class Pass(NamedTuple):
 
     def is_like(self, other: Pass) -> bool:
         """Whether a plan for one serves the other."""
-        return self.sizes.keys() <= other.sizes.keys() and all(
-            math.isclose(mine, others, rel_tol=ALIKE)
-            for mine, others in ((self.raw, other.raw), (self.room, other.room))
-        )
+        pairs = ((self.raw, other.raw), (self.room, other.room))
+        return self.sizes.keys() <= other.sizes.keys() and all(math.isclose(*each, rel_tol=ALIKE) for each in pairs)
 
 
 class PrecisionPolicy:
@@ -61,8 +51,8 @@ class PrecisionPolicy:
     def __init__(self, config: DAFConfig) -> None:
         self._config = config
         self._errors: SiteErrors = {}
-        self._codecs: dict[Site, str] = {}
-        self._plan: dict[Site, int | None] = {}
+        self._codecs: Mapping[Site, str] = {}
+        self.plan: Mapping[Site, int | None] = {}  # the planned precision of each site; empty without a plan
         self._recent: deque[Pass] = deque(maxlen=RECENT)
         self._planned: Pass | None = None
         self.recomputed: frozenset[str] = frozenset()
@@ -75,8 +65,7 @@ class PrecisionPolicy:
     def precision(self, site: Site, deviation: float = 0.0) -> int | None:
         """Returns the code bits for a site; None leaves its activations as they are.
 
-        `deviation` is the standard deviation of the scores of a query or a key that is saved there; a plan has measured
-        what it does.
+        `deviation` is that of the scores of a query or a key that is saved there; a plan has measured what it does.
         """
         if site.module in self.recomputed:
             return MOST
@@ -84,9 +73,9 @@ class PrecisionPolicy:
         if fixed != "auto":
             assert fixed != "exact"
             return bits_for(fixed, deviation)
-        if site in self._plan:
-            return self._plan[site]
-        if self._plan and site not in self._errors:
+        if site in self.plan:
+            return self.plan[site]
+        if self.plan and site not in self._errors:
             return MOST
         unbounded = self._config.memory_budget is None and self._config.max_gradient_error is None
         return bits_for(max(UNIFORM, self._config.min_precision or 0) if unbounded else MOST, deviation)
@@ -115,7 +104,7 @@ class PrecisionPolicy:
 
     def forget(self) -> None:
         """Forgets all calibrations, and the plan."""
-        self._errors, self._codecs, self._plan, self._planned = {}, {}, {}, None
+        self._errors, self._codecs, self.plan, self._planned = {}, {}, {}, None
 
     def predict(self, precisions: Mapping[Site, int | None]) -> float:
         """Returns the squared gradient error that these precisions are expected to give."""
@@ -150,22 +139,18 @@ class PrecisionPolicy:
             self._planned = smallest
             self.fill(smallest.sizes, smallest.room)
 
-    @property
-    def plan(self) -> Mapping[Site, int | None]:
-        """The planned precision of each site; empty without a plan."""
-        return self._plan
-
     def state(self) -> dict[str, Any]:
         """Returns what is known, as JSON-able values."""
+        codecs = {
+            codec.name: [[*site] for site in sorted(self._codecs) if self._codecs[site] == codec.name]
+            for codec in calibrated_codecs()
+        }
         return {
             "errors": [[*site, *errors] for site, errors in self._errors.items()],
-            **{
-                codec.name: [[*site] for site in sorted(self._codecs) if self._codecs[site] == codec.name]
-                for codec in calibrated_codecs()
-            },
-            "plan": [[*site, bits] for site, bits in self._plan.items()],
+            **codecs,
+            "plan": [[*site, bits] for site, bits in self.plan.items()],
             "planned": self._planned is not None,
-            **_state_of([*(each for each in (self._planned,) if each is not None), *self._recent]),
+            **_state_of([*([] if self._planned is None else [self._planned]), *self._recent]),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -178,7 +163,7 @@ class PrecisionPolicy:
             self._errors = {Site.from_state(entry[:3]): _errors(entry[3:]) for entry in state["errors"]}
             names = [codec.name for codec in calibrated_codecs()]
             self._codecs = {Site.from_state(entry): name for name in names for entry in state[name]}
-            self._plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
+            self.plan = {Site.from_state(entry[:3]): checked_bits(entry[3]) for entry in state["plan"]}
             recent = _passes_of(state)
             self._planned = recent.pop(0) if flag(state.get("planned", False)) else None
             self._recent = deque(recent, maxlen=RECENT)
@@ -194,7 +179,7 @@ class PrecisionPolicy:
             choices.append(Choices([site_sizes[index] for index in kept], [errors[index] for index in kept]))
         chosen = select(choices)
         planned = {site: levels[kept[choice]] for site, choice in zip(sizes, chosen, strict=True)}
-        self._plan = {**self._plan, **planned}
+        self.plan = {**self.plan, **planned}
 
 
 def _filled(found: SiteErrors) -> SiteErrors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,9 +42,6 @@ class ProbePass:
         sizes: Bytes of each site's activations at each precision, and as they are.
         unpack: The unpack hook of the forward pass.
 
-    Attributes:
-        read_before: Activations that the forward pass itself has read: the loss has a gradient in it.
-
     Raises:
         AuditError: The gradient of the loss cannot be taken for the parameters.
     """
@@ -60,15 +58,10 @@ class ProbePass:
         for node in all_nodes(loss.grad_fn):
             if node.name() in RUN_ONCE:
                 raise AuditError(RUN_ONCE[node.name()])
-        self.loss = loss
-        self.parameters = parameters
-        self.activations = activations
-        self.sizes = sizes
-        self._unpack = unpack
-        self._reads = reads
+        self.loss, self.parameters, self.activations, self.sizes = loss, parameters, activations, sizes
+        self._unpack, self._reads = unpack, reads
         self._listed = {id(activation) for _, activation in activations}
-        self.read_before = frozenset(self._those_listed(reads))
-        self._exact: Gradients | None = None
+        self.read_before = frozenset(self._those_listed(reads))  # by the forward pass: the loss has a gradient in it
 
     def gradients(self, precisions: Precisions) -> Gradients:
         """Returns the gradient for each parameter, None for those that the loss does not depend on."""
@@ -77,16 +70,10 @@ class ProbePass:
         self._reads.clear()
         return torch.autograd.grad(self.loss, self.parameters, retain_graph=True, allow_unused=True)
 
-    @property
+    @cached_property
     def exact(self) -> Gradients:
         """The exact gradients."""
-        if self._exact is None:
-            self._exact = self.gradients({})
-        return self._exact
-
-    @exact.setter
-    def exact(self, gradients: Gradients) -> None:
-        self._exact = gradients
+        return self.gradients({})
 
     def may_run_again(self, node: Any) -> bool:
         """Whether an autograd node's backward may be run once more: not if another hook unpacks what it saved."""

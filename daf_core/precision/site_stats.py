@@ -16,8 +16,7 @@ from daf_core.state_checks import count, flag
 KINDS = 4
 """Kinds of steps that are remembered beside the last: elastic training has three, and those of plans are others."""
 
-Sizes = Mapping[Site, Sequence[int]]
-"""Bytes of each site's activations at each of `LEVELS`, and as they are."""
+Sizes = Mapping[Site, Sequence[int]]  # bytes of each site's activations at each of `LEVELS`, and as they are
 
 
 class _Counted(NamedTuple):

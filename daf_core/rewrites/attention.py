@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -39,26 +39,16 @@ class _Block(NamedTuple):
     keys: slice
 
     @property
-    def seeing(self) -> tuple[int, slice, slice]:
-        return self[:3]
-
-    @property
     def seen(self) -> tuple[int, slice, slice]:
         return self.row, self.heads, self.keys
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How scores become probabilities: by dropout, without keys behind the query's place, by a factor on the scores."""
+class _Settings(NamedTuple):
+    """How scores become probabilities."""
 
     dropout: float
-    causal: bool
-    scale: float
-
-    @property
-    def raised(self) -> float:
-        """Factor on what is not dropped."""
-        return 1 / (1 - self.dropout)
+    causal: bool  # without keys behind the query's place
+    scale: float  # factor on the scores
 
 
 def dropped_attention(
@@ -81,9 +71,7 @@ def dropped_attention(
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) and not enable_gqa
     if not recorded or not 0.0 < dropout_p < 1.0 or not _fits(query, key, value, attn_mask, is_causal):
         return None
-    settings = Settings(
-        dropout=dropout_p, causal=is_causal, scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    )
+    settings = _Settings(dropout_p, is_causal, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     return _DroppedAttention.apply(query, key, value, mask, settings)  # pyright: ignore[reportReturnType]
 
@@ -92,9 +80,7 @@ class _Attention(TorchFunctionMode):
     """Answers calls of ``scaled_dot_product_attention`` inside."""
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         result = dropped_attention(*args, **(kwargs or {}))
@@ -141,7 +127,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
     ) -> Tensor:
         shape = (*query.shape[:3], key.shape[2])
         kept = torch.empty(shape, dtype=torch.bool).bernoulli_(1 - settings.dropout)
@@ -149,7 +135,7 @@ class _DroppedAttention(torch.autograd.Function):
         result = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
         for block in _blocks(shape, settings.causal):
             probabilities = _probabilities(query, key, mask, block, settings).mul_(_factors(kept[block]))
-            result[block.seeing].baddbmm_(probabilities, value[block.seen], beta=0, alpha=settings.raised)
+            result[block[:3]].baddbmm_(probabilities, value[block.seen], beta=0, alpha=1 / (1 - settings.dropout))
         ctx.save_for_backward(query, key, value, mask, kept)
         ctx.settings = settings
         return result
@@ -158,15 +144,15 @@ class _DroppedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, mask, kept = ctx.saved_tensors
-        settings: Settings = ctx.settings
+        settings: _Settings = ctx.settings
         slopes = tuple(torch.zeros_like(tensor) for tensor in (query, key, value))
         for block in _blocks(kept.shape, settings.causal):
-            factors, raised = _factors(kept[block]), gradient[block.seeing] * settings.raised
+            factors, raised = _factors(kept[block]), gradient[block[:3]] * (1 / (1 - settings.dropout))
             probabilities = _probabilities(query, key, mask, block, settings)
             errors = torch.bmm(raised, value[block.seen].mT).mul_(factors)
             errors = torch.ops.aten._softmax_backward_data(errors, probabilities, -1, torch.float32)
-            slopes[0][block.seeing].baddbmm_(errors, key[block.seen], alpha=settings.scale)
-            slopes[1][block.seen].baddbmm_(errors.mT, query[block.seeing], alpha=settings.scale)
+            slopes[0][block[:3]].baddbmm_(errors, key[block.seen], alpha=settings.scale)
+            slopes[1][block.seen].baddbmm_(errors.mT, query[block[:3]], alpha=settings.scale)
             slopes[2][block.seen].baddbmm_(probabilities.mul_(factors).mT, raised)
         return (*slopes, None, None)
 
@@ -175,17 +161,15 @@ def _blocks(shape: tuple[int, ...], causal: bool) -> Iterator[_Block]:
     """Yields indices of the parts that are computed together."""
     batch, heads, queries, keys = shape
     together = max(1, CHUNK_BYTES // max(1, 4 * min(queries, QUERIES) * keys))
-    for row in range(batch):
-        for head in range(0, heads, together):
-            for start in range(0, queries, QUERIES):
-                stop = min(start + QUERIES, queries)
-                last = min(stop, keys) if causal else keys
-                yield _Block(row, slice(head, head + together), slice(start, stop), slice(0, last))
+    for row, head, start in product(range(batch), range(0, heads, together), range(0, queries, QUERIES)):
+        stop = min(start + QUERIES, queries)
+        last = min(stop, keys) if causal else keys
+        yield _Block(row, slice(head, head + together), slice(start, stop), slice(0, last))
 
 
-def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, block: _Block, settings: Settings) -> Tensor:
+def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, block: _Block, settings: _Settings) -> Tensor:
     empty, factor = query.new_empty(()), settings.scale
-    scores = torch.baddbmm(empty, query[block.seeing], key[block.seen].mT, beta=0, alpha=factor)
+    scores = torch.baddbmm(empty, query[block[:3]], key[block.seen].mT, beta=0, alpha=factor)
     if settings.causal:
         ahead = scores[..., block.queries.start :]
         ahead.masked_fill_(torch.ones(ahead.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)

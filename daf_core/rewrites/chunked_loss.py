@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +15,6 @@ times as long as all at once, 16 MB 1.3, 32 MB 1.07, and 64 MB no less, as every
 FLOAT16_SCALE = 1024.0
 """Factor on the gradient of the logits in float16, whose least normal number is 6e-5, three times the probability of
 one of 50,000 tokens; hidden states' gradients stay below 65504 for weights up to 32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """Gradients of the sum of losses, times `scale`; those of weight and bias in float32, None where not wanted."""
-
-    hidden: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    scale: float
 
 
 def linear_cross_entropy_sum(
@@ -62,17 +51,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         dtype: torch.dtype,
     ) -> Tensor:
+        scale = FLOAT16_SCALE if dtype is torch.float16 else 1.0
+        found: list[Tensor | None] = [torch.zeros_like(hidden, dtype=dtype)]
+        for tensor, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True):
+            found.append(torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None)
         with torch.autocast(hidden.device.type, enabled=False):
-            gradients = Gradients(
-                hidden=torch.zeros_like(hidden, dtype=dtype),
-                weight=_zeros(weight, ctx.needs_input_grad[1]),
-                bias=_zeros(bias, ctx.needs_input_grad[2]),
-                scale=FLOAT16_SCALE if dtype is torch.float16 else 1.0,
-            )
             cast_bias = None if bias is None else bias.to(dtype)
-            total = _accumulate(hidden, weight.to(dtype), cast_bias, targets, ignore_index, gradients)
-        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
-        ctx.scale = gradients.scale
+            total = _accumulate(hidden, weight.to(dtype), cast_bias, targets, ignore_index, found, scale)
+        ctx.save_for_backward(*found)
+        ctx.scale = scale
         ctx.counts = bool((targets != ignore_index).any())
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return total
@@ -90,58 +77,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _accumulate(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, gradients: Gradients
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    ignore_index: int,
+    gradients: list[Any],
+    scale: float,
 ) -> Tensor:
-    """Returns the sum of losses, and adds to the gradients."""
+    """Returns the sum of losses; adds `scale` times the gradients of hidden states, weight and bias to those given."""
+    of_hidden, of_weight, of_bias = gradients
     rows = (targets != ignore_index).nonzero().squeeze(1)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     most = max(1, CHUNK_BYTES // (4 * len(weight)))
     # Equal chunks: a short one at the end would read all of the weight for little.
     parts = rows.tensor_split(-(-len(rows) // most)) if len(rows) else ()
     longest = max(map(len, parts), default=0)
-    scores = torch.empty(longest, len(weight), dtype=weight.dtype, device=weight.device)
-    logs = torch.empty_like(scores, dtype=torch.float32)
+    all_scores = torch.empty(longest, len(weight), dtype=weight.dtype, device=weight.device)
+    all_logs = torch.empty_like(all_scores, dtype=torch.float32)
     for part in parts:
+        scores, logs = all_scores[: len(part)], all_logs[: len(part)]
         states = hidden.index_select(0, part).to(weight.dtype)
         target = targets.index_select(0, part).unsqueeze(1)
-        total -= _log_probabilities(states, weight, bias, target, scores[: len(part)], logs[: len(part)])
-        slopes = _slopes(logs[: len(part)], target, scores[: len(part)], gradients.scale)
-        gradients.hidden.index_copy_(0, part, slopes @ weight)
-        if gradients.weight is not None:
-            _add_product(gradients.weight, slopes.t(), states)
-        if gradients.bias is not None:
-            gradients.bias.add_(slopes.sum(0, dtype=torch.float32))
+        if bias is None:
+            torch.mm(states, weight.t(), out=scores)
+        else:
+            torch.addmm(bias, states, weight.t(), out=scores)
+        torch.log_softmax(scores, -1, dtype=torch.float32, out=logs)
+        total -= logs.gather(1, target).sum()
+        # The gradient of the logits, in the memory of the scores.
+        probabilities = logs.exp_()
+        probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, -1.0))
+        slopes = scores.copy_(probabilities if scale == 1.0 else probabilities.mul_(scale))
+        of_hidden.index_copy_(0, part, slopes @ weight)
+        if of_weight is not None and of_weight.dtype is slopes.dtype:
+            of_weight.addmm_(slopes.t(), states)
+        elif of_weight is not None:  # chunks are summed in float32
+            of_weight += slopes.t() @ states
+        if of_bias is not None:
+            of_bias.add_(slopes.sum(0, dtype=torch.float32))
     return total
-
-
-def _zeros(tensor: Tensor | None, wanted: bool) -> Tensor | None:
-    return torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and wanted else None
-
-
-def _log_probabilities(
-    states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scores: Tensor, logs: Tensor
-) -> Tensor:
-    """Writes the logarithms of the probabilities to `logs`, and returns the sum of those of the targets."""
-    if bias is None:
-        torch.mm(states, weight.t(), out=scores)
-    else:
-        torch.addmm(bias, states, weight.t(), out=scores)
-    torch.log_softmax(scores, -1, dtype=torch.float32, out=logs)
-    return logs.gather(1, target).sum()
-
-
-def _slopes(logs: Tensor, target: Tensor, scores: Tensor, scale: float) -> Tensor:
-    """Returns `scale` times the gradient of the logits, in the memory of the scores."""
-    probabilities = logs.exp_()
-    probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, -1.0))
-    return scores.copy_(probabilities if scale == 1.0 else probabilities.mul_(scale))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype is left.dtype:
-        total.addmm_(left, right)
-    else:  # chunks are summed in float32
-        total += left @ right
 
 
 def _itself(tensor: Tensor) -> Tensor:

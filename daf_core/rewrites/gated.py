@@ -16,14 +16,9 @@ from torch.nn import functional
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.base import Undo, is_bare
 
-WIDTH, INNER, ROWS = 3, 5, 7
-"""Sizes of the small layers with which a module's formula is checked."""
-
-TOLERANCE = 1e-9
-"""Largest difference in float64 of values and gradients."""
-
-_CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-"""What transformers calls the parts of a gated MLP."""
+WIDTH, INNER, ROWS = 3, 5, 7  # sizes of the small layers with which a module's formula is checked
+TOLERANCE = 1e-9  # largest difference in float64 of values and gradients
+_CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # what transformers calls the parts of a gated MLP
 
 
 @dataclass(frozen=True)

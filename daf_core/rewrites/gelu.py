@@ -15,11 +15,8 @@ from daf_core.rewrites.base import Undo, is_bare
 
 Activation = Callable[[Tensor], Tensor]
 
-QUICK = 1.702
-"""The factor of the approximation ``x * sigmoid(1.702 * x)``."""
-
-REACH, SAMPLES = 8.0, 257
-"""Inputs that are compared: from minus to plus 8, beyond which GELU is 0 or its input to 1e-9."""
+QUICK = 1.702  # the factor of the approximation ``x * sigmoid(1.702 * x)``
+REACH, SAMPLES = 8.0, 257  # inputs that are compared: from minus to plus 8, beyond which GELU is 0 or its input to 1e-9
 
 TOLERANCE = 1e-9
 """Largest difference in float64. The forms differ from each other by 5e-4 and more, and constants that are written with

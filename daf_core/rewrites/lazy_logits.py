@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from daf_core.errors import ModifiedInPlaceError, ReaderError
@@ -71,8 +72,8 @@ class Updates:
 
     def _add(self, optimizer: Optimizer) -> None:
         watched = [parameter for parameter in (reference() for reference in self._parameters) if parameter is not None]
-        groups = optimizer.param_groups
-        self.count += any(one is other for one in watched for group in groups for other in group["params"])
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.count += any(one is other for other in held for one in watched)
 
 
 class LogitsSource:
@@ -83,17 +84,13 @@ class LogitsSource:
         weight: Weight of the projection, (vocabulary, hidden size).
         bias: Its bias, (vocabulary,), or None.
         updates: Counts the steps of optimizers that train weight or bias; None if nobody does.
-
-    Attributes:
-        gave_loss: Whether the loss was computed from the hidden states, so that logits have no gradient.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, updates: Updates | None = None) -> None:
-        self.hidden = hidden
-        self.weight = weight
-        self.bias = bias
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
         self.dtype = _result_dtype(hidden)
-        self.gave_loss = False
+        self.gave_loss = False  # the loss was computed from the hidden states, so that logits have no gradient
         self._updates = updates
         self._state = self._current_state()
         self._logits: Tensor | None = None
@@ -112,21 +109,10 @@ class LogitsSource:
         """Returns the logits, recorded by autograd; from the second call on, the same tensor again."""
         if self._logits is None:
             self._check()
-            hidden, weight, bias = self.cast_inputs()
-            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
-                self._logits = torch.nn.functional.linear(hidden, weight, bias)
+            autocast = torch.autocast(self.hidden.device.type, enabled=False)
+            with torch.inference_mode(False), torch.enable_grad(), autocast:
+                self._logits = torch.nn.functional.linear(*(tensor.to(self.dtype) for tensor in self.inputs))
         return self._logits
-
-    def cast_inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns hidden states, weight and bias in the type in which the projection uses them."""
-        with torch.enable_grad():
-            bias = None if self.bias is None else self.bias.to(self.dtype)
-            return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Hidden states, weight and, if there is one, bias."""
-        return [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
 
     def _current_state(self) -> tuple[Any, ...]:
         versions = [(tensor._version, tensor.data_ptr()) for tensor in self.inputs]
@@ -169,25 +155,26 @@ class LazyLogits(Tensor):
         return logits if self.requires_grad else logits.detach()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owners = {getattr(getattr(hook, "func", hook), "__module__", None) for hook in args[1:]}
         if func in _METADATA or (func is Tensor.register_hook and not owners.isdisjoint(_GUARDS)):
             return super().__torch_function__(func, types, args, kwargs or {})
-        if func in _OF_GRADIENTS:
-            _check_no_gradient([*args, *(kwargs or {}).values()])
+        lazies = [each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyLogits)]
+        if func in _OF_GRADIENTS and any(each.source.gave_loss for each in lazies):
+            raise ReaderError(  # it would find no gradient, and say nothing
+                "these logits have no gradient, as the loss was computed from the hidden states. Set chunked_loss=False"
+            )
         again = _again(func, args, kwargs)
         if again is not None:
             return again
-        return func(*_replaced(args, LazyLogits.computed), **_replaced(kwargs or {}, LazyLogits.computed))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Autograd has recorded the operator already, with the node that `of` made.
-        return func(*_replaced(args, _values), **_replaced(kwargs or {}, _values))
+        args, kwargs = tree_map_only(LazyLogits, _values, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Project(torch.autograd.Function):
@@ -234,27 +221,6 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> L
     if torch.promote_types(wide, lazy.dtype) is not wide:
         return None
     return lazy if lazy.dtype is wide else LazyLogits.of(lazy.source, wide)
-
-
-def _check_no_gradient(values: Iterable[Any]) -> None:
-    """Refuses what would find no gradient, and say nothing: the loss was not computed from these logits."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            _check_no_gradient(cast("Iterable[Any]", value))
-        elif isinstance(value, LazyLogits) and value.source.gave_loss:
-            raise ReaderError(
-                "these logits have no gradient, as the loss was computed from the hidden states. Set chunked_loss=False"
-            )
-
-
-def _replaced(value: Any, compute: Callable[[LazyLogits], Tensor]) -> Any:
-    if isinstance(value, LazyLogits):
-        return compute(value)
-    if isinstance(value, dict):
-        return {name: _replaced(item, compute) for name, item in cast("dict[Any, Any]", value).items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(item, compute) for item in value)
-    return value
 
 
 def _values(lazy: LazyLogits) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from daf_core.config import DAFConfig
 from daf_core.rewrites.base import Undo
-from daf_core.rewrites.causal_heads import LOSSES_WITHOUT_LOGITS, has_head
+from daf_core.rewrites.causal_lm import LOSSES_WITHOUT_LOGITS, has_head
 from daf_core.rewrites.registry import LOSS, OperatorRewrites, uncompiled
 from daf_core.unsupported.table import Context, Feature, unsupported_reasons
 

@@ -11,8 +11,7 @@ from daf_core.autograd.sites import outside_of_graphs
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.rewrites.attention import drops_attention, rewrite_attention
 from daf_core.rewrites.base import Rewrite, Undo
-from daf_core.rewrites.causal_heads import find_head
-from daf_core.rewrites.causal_lm import rewrite_loss
+from daf_core.rewrites.causal_lm import find_head, rewrite_loss
 from daf_core.rewrites.gated import find_gate, rewrite_gated
 from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
 
@@ -25,8 +24,7 @@ REASONS = {
     LOSS: "computed in chunks, so that the logits never exist as a whole in training",
 }
 
-KINDS = frozenset(REASONS)
-"""What can be rewritten."""
+KINDS = frozenset(REASONS)  # what can be rewritten
 
 
 class OperatorRewrites:
@@ -35,14 +33,7 @@ class OperatorRewrites:
     A forward pass that autograd does not record computes what it did before, bit for bit; the logits of one that is
     recorded are computed when somebody reads them. What torch.compile compiles is left alone, and so is all that has
     hooks or a forward of its own. Class, parameters and state_dict stay; a copy of the model, or one that is read from
-    a pickle, runs its plain operators.
-
-    Args:
-        model: The model; inside of a wrapper such as PEFT's or DistributedDataParallel's as well.
-        kinds: Of `KINDS`, those that are looked for.
-
-    Attributes:
-        found: What can be rewritten.
+    a pickle, runs its plain operators. The model may be in a wrapper, such as PEFT's or DistributedDataParallel's.
     """
 
     def __init__(self, model: nn.Module, kinds: Collection[str] = KINDS) -> None:
@@ -52,11 +43,6 @@ class OperatorRewrites:
         for kind, name, _ in self._steps:
             names.setdefault(kind, []).append(name)
         self.found = tuple(Rewrite(kind, tuple(found), REASONS[kind]) for kind, found in names.items())
-
-    @property
-    def applied(self) -> bool:
-        """Whether the model is rewritten now."""
-        return bool(self._undo)
 
     def apply(self) -> None:
         """Rewrites what was found; does nothing where that is done."""

@@ -19,20 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from daf_core.snapshots.writes import Copy, has_storage
 
-LARGEST = 10_000
-"""Items of a collection up to which these are looked into: what is larger is data."""
-
-LONGEST = 10_000_000
-"""Items of a collection of a model's up to which it is kept: 80 MB."""
-
-MOST = 1000
-"""Collections and objects of one owner that are looked into: where there are more, they are data, too."""
-
-LARGEST_ARRAY = 64 << 20
-"""Bytes of a numpy array up to which it is copied."""
-
-LARGEST_TENSOR = 1 << 20
-"""Bytes of a tensor outside of the model up to which it is copied."""
+LARGEST = 10_000  # items of a collection up to which these are looked into: what is larger is data
+LONGEST = 10_000_000  # items of a collection of a model's up to which it is kept: 80 MB
+MOST = 1000  # collections and objects of one owner that are looked into: where there are more, they are data, too
+LARGEST_ARRAY = 64 << 20  # bytes of a numpy array up to which it is copied
+LARGEST_TENSOR = 1 << 20  # bytes of a tensor outside of the model up to which it is copied
 
 FRAMEWORKS = {"torch", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"}
 """Packages whose objects are not looked into: of what they count themselves their integrations know."""
@@ -48,79 +39,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, type)
 _COLLECTIONS = (list, deque, dict, set, bytearray)
 
 
-class Attributes:
-    """The attributes of objects as they are now, with all nested lists, dictionaries and sets in them.
-
-    Args:
-        owners: The objects.
-        private: Whether attributes with a leading underscore are included.
-        others: A model that others restore; None where no object that an attribute refers to is looked into.
-        longest: Items of a collection up to which it is kept.
-    """
-
-    def __init__(
-        self, *owners: object, private: bool = False, others: nn.Module | None = None, longest: int = LARGEST
-    ) -> None:
-        self._private = private
-        self._before = [(owner, _attributes(owner, private)) for owner in owners]
-        packages = {_package(kind) for owner in owners for kind in type(owner).__mro__} - _FOREIGN
-        known = set() if others is None else set(map(id, others.modules()))
-        self._contents = Contents(packages if others is not None else (), known, longest)
-        for _, attributes in self._before:
-            for name, value in attributes.items():
-                self._contents.add(name, value)
-        if others is not None:
-            self._contents.copy_small_tensors()
-
-    def restore(self) -> None:
-        """Restores the attributes, any number of times."""
-        for owner, before in self._before:
-            for name in _attributes(owner, self._private).keys() - before.keys():
-                del vars(owner)[name]
-            vars(owner).update(before)
-        self._contents.restore()
-
-
-def attributes_kept(owner: object, private: bool = False, others: nn.Module | None = None) -> ExitStack:
-    """Returns a context that restores an object's attributes afterwards, as `Attributes` does."""
-    stack = ExitStack()
-    stack.callback(Attributes(owner, private=private, others=others).restore)
-    return stack
-
-
-def referred_kept(function: Callable[..., Any], model: nn.Module) -> ExitStack:
-    """Returns a context that restores what a function refers to, such as a moving average, except the model."""
-    contents, stack = Contents(set(), set(map(id, model.modules()))), ExitStack()
-    contents.add("", function)
-    contents.copy_small_tensors()
-    stack.callback(contents.restore)
-    return stack
-
-
-class ModuleAttributes:
-    """The attributes of all modules of a model, and of their own classes, as they are now, with what is in them.
-
-    Objects that they refer to are looked into where their classes come from the packages of the model's, and so is what
-    functions that are hooks refer to. For `tensors` and `opaque` see `Contents`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
-        kinds = {kind for module in modules.values() for kind in type(module).__mro__}
-        known = set(map(id, modules.values()))
-        self._contents = contents = Contents(set(map(_package, kinds)) - _FOREIGN, known, LONGEST)
-        for name, module in modules.items():
-            contents.add_object(name, module)
-        for name, parameter in model.named_parameters():
-            contents.add(name, getattr(parameter, "_backward_hooks", None))
-        self._classes = [_ClassAttributes(kind, contents) for kind in kinds if _package(kind) not in _FOREIGN]
-        self.tensors, self.opaque = contents.tensors, contents.opaque
-
-    def restore(self) -> set[str]:
-        """Takes them back, any number of times; returns the names of those that had changed."""
-        return self._contents.restore().union(*(each.restore() for each in self._classes))
-
-
 class Contents:
     """What is in values now: in collections, arrays, random generators and objects, also inside of each other.
 
@@ -129,18 +47,14 @@ class Contents:
             are, besides plain data; no objects at all, if it is an empty tuple.
         others: Identities of what is kept by others.
         longest: Items of a collection up to which it is kept.
-
-    Attributes:
-        tensors: The tensors among them, with their names.
-        opaque: What nothing is known of, with its names.
     """
 
     def __init__(self, packages: Collection[str] = (), others: Collection[int] = (), longest: int = LARGEST) -> None:
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.opaque: list[tuple[str, Any]] = []
+        self.tensors: list[tuple[str, Tensor]] = []  # with their names
+        self.opaque: list[tuple[str, Any]] = []  # what nothing is known of, with its names
         self._packages, self._others = set(packages), others
         self._looks, self._longest = packages != (), longest
-        self._kept: dict[int, _Collection | _Numbers] = {}
+        self._kept: dict[int, _Collection | _Numbers | _Attributes] = {}
         self._waiting: list[tuple[str, Any]] = []
         self._known: set[int] = set()
         self._copies: list[Copy] = []
@@ -149,6 +63,12 @@ class Contents:
         """Adds the attributes of an object."""
         self._keep(name, vars(owner), named=True)
         self._finish()
+
+    def add_attributes(self, owner: Any, prefix: str, read: Callable[[Any], dict[str, Any]]) -> None:
+        """Adds those attributes of an object or a class that a function returns."""
+        kept = self._kept[id(owner)] = _Attributes(owner, prefix, read)
+        for name, value in kept.before.items():
+            self.add(prefix + name, value)
 
     def add(self, name: str, value: Any) -> None:
         """Adds a value, and what is in it; what is in a collection is called as that is."""
@@ -160,7 +80,7 @@ class Contents:
         found = [each for _, each in self.tensors if has_storage(each) and not isinstance(each, nn.Parameter)]
         self._copies = [Copy(tensor) for tensor in found if tensor.untyped_storage().nbytes() <= LARGEST_TENSOR]
 
-    def restore(self) -> set[str]:
+    def take_back(self) -> set[str]:
         """Takes everything back, any number of times; returns the names of what had changed, but for tensors."""
         for tensor in self._copies:
             tensor.restore()
@@ -226,6 +146,64 @@ class Contents:
         return package in self._packages and hasattr(value, "__dict__")
 
 
+class Attributes(Contents):
+    """The attributes of objects as they are now, with all nested lists, dictionaries and sets in them.
+
+    With `private`, those with a leading underscore are included. `others` is a model that others restore; without it no
+    object that an attribute refers to is looked into. Collections are kept up to `longest` items.
+    """
+
+    def __init__(
+        self, *owners: object, private: bool = False, others: nn.Module | None = None, longest: int = LARGEST
+    ) -> None:
+        packages = {_package(kind) for owner in owners for kind in type(owner).__mro__} - _FOREIGN
+        known = set() if others is None else set(map(id, others.modules()))
+        super().__init__(packages if others is not None else (), known, longest)
+        for owner in owners:
+            self.add_attributes(owner, "", lambda each: _attributes(each, private))
+        if others is not None:
+            self.copy_small_tensors()
+
+    def restore(self) -> None:
+        """Restores the attributes, any number of times."""
+        self.take_back()
+
+
+def attributes_kept(owner: object, private: bool = False, others: nn.Module | None = None) -> ExitStack:
+    """Returns a context that restores an object's attributes afterwards, as `Attributes` does."""
+    stack = ExitStack()
+    stack.callback(Attributes(owner, private=private, others=others).restore)
+    return stack
+
+
+def referred_kept(function: Callable[..., Any], model: nn.Module) -> ExitStack:
+    """Returns a context that restores what a function refers to, such as a moving average, except the model."""
+    contents, stack = Contents(set(), set(map(id, model.modules()))), ExitStack()
+    contents.add("", function)
+    contents.copy_small_tensors()
+    stack.callback(contents.take_back)
+    return stack
+
+
+def contents_of(model: nn.Module) -> Contents:
+    """Returns what is in the attributes of all modules of a model now, and of their own classes.
+
+    Objects that they refer to are looked into where their classes come from the packages of the model's, and so is what
+    functions that are hooks refer to.
+    """
+    modules = dict(model.named_modules())
+    kinds = {kind for module in modules.values() for kind in type(module).__mro__}
+    contents = Contents(set(map(_package, kinds)) - _FOREIGN, set(map(id, modules.values())), LONGEST)
+    for name, module in modules.items():
+        contents.add_object(name, module)
+    for name, parameter in model.named_parameters():
+        contents.add(name, getattr(parameter, "_backward_hooks", None))
+    for kind in kinds:
+        if _package(kind) not in _FOREIGN:
+            contents.add_attributes(kind, f"{kind.__qualname__}.", _data_of)
+    return contents
+
+
 class _Collection:
     """What is in a list, dictionary or set; `named` says that it is the dictionary of an object's attributes."""
 
@@ -242,12 +220,8 @@ class _Collection:
         changed = self._changed(now, type(now)() if before is None else before)
         if changed:
             now.clear()
-            if before is None:
-                pass
-            elif isinstance(now, list | deque | bytearray):
-                now.extend(before)
-            else:
-                now.update(before)
+            if before is not None:
+                (now.extend if isinstance(now, list | deque | bytearray) else now.update)(before)
         return changed
 
     def _changed(self, now: Any, before: Any) -> set[str]:
@@ -277,25 +251,26 @@ class _Numbers:
         return {self._name} if changed else set()
 
 
-class _ClassAttributes:
-    """What a class of the user's counts itself, in attributes that are neither functions nor descriptors."""
+class _Attributes:
+    """The attributes of an object, or what a class of the user's counts itself, of those that `read` returns."""
 
-    def __init__(self, kind: type, contents: Contents) -> None:
-        self._kind, self._before = kind, _data_of(kind)
-        for name, value in self._before.items():
-            contents.add(f"{kind.__qualname__}.{name}", value)
+    def __init__(self, owner: Any, prefix: str, read: Callable[[Any], dict[str, Any]]) -> None:
+        self._owner, self._prefix, self._read, self.before = owner, prefix, read, read(owner)
 
     def restore(self) -> set[str]:
-        now, changed = _data_of(self._kind), set[str]()
-        for name in now.keys() | self._before.keys():
-            if name not in self._before:
-                delattr(self._kind, name)
-            elif name not in now or not _same(now[name], self._before[name]):
-                setattr(self._kind, name, self._before[name])
-            else:
-                continue
-            changed.add(f"{self._kind.__qualname__}.{name}")
-        return changed
+        now, before, owner = self._read(self._owner), self.before, self._owner
+        changed = now.keys() ^ before.keys()
+        changed |= {name for name in now.keys() & before.keys() if not _same(now[name], before[name])}
+        if isinstance(owner, type):
+            write, drop = partial(setattr, owner), partial(delattr, owner)
+        else:  # past its own `__setattr__`, which may register what it is given
+            write, drop = vars(owner).__setitem__, vars(owner).__delitem__
+        for name in changed - before.keys():
+            drop(name)
+        for name in before:
+            if name in changed:
+                write(name, before[name])
+        return {self._prefix + name for name in changed}
 
 
 def is_plain(value: object) -> bool:

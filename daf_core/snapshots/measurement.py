@@ -7,8 +7,8 @@ import pickle
 import warnings
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import GeneratorType
 from typing import Any, cast
@@ -21,21 +21,17 @@ from typing_extensions import override
 
 from daf_core.autograd.torch_private import has_compiled_anything, is_compiled
 from daf_core.errors import TraceError
-from daf_core.snapshots.attributes import REGISTERED, ModuleAttributes, is_plain
-from daf_core.snapshots.rng_and_buffers import NORMALIZATION, Buffers, RandomNumbers, devices_of
+from daf_core.snapshots.attributes import REGISTERED, Contents, contents_of, is_plain
+from daf_core.snapshots.step import NORMALIZATION, Buffers, RandomNumbers, devices_of
 from daf_core.snapshots.writes import Copy, Writes, has_storage
 
-HOOKS = "_hooks"
-"""What the names of a module's collections of hooks contain."""
-
-PART = 1 << 22
-"""Elements of a tensor that are added up at once."""
+HOOKS = "_hooks"  # what the names of a module's collections of hooks contain
+PART = 1 << 22  # elements of a tensor that are added up at once
 
 LARGEST_BUFFER = 1 << 20
 """Bytes of a buffer up to which it is copied in any case: kernels may write to it without saying so."""
 
-LARGEST_DIGEST = 1 << 20
-"""Bytes of a value that are looked at to see whether it has changed."""
+LARGEST_DIGEST = 1 << 20  # bytes of a value that are looked at to see whether it has changed
 
 
 class Measurement:
@@ -45,12 +41,8 @@ class Measurement:
     the values of all tensors among them, parameters included. After the first run it is checked whether everything is
     as before. Gradients are left to what runs inside, and so are globals.
 
-    Args:
-        model: The model.
-
-    Attributes:
-        changed: The names of the attributes and tensors that a run has changed, but for statistics of normalizations:
-            no pass of training reads these.
+    `changed` are the names of the attributes and tensors that a run has changed, but for statistics of normalizations:
+    no pass of training reads these.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,19 +56,21 @@ class Measurement:
     def running(self, timed: bool = False) -> Generator[None]:
         """Takes back what runs inside, also where it fails.
 
-        Args:
-            timed: Whether time is measured inside: operators are not looked at then, and only tensors that a run
-                before has written to are taken back.
+        Where time is measured inside, operators are not looked at, and only tensors that a run before has written to
+        are taken back.
 
         Raises:
-            TraceError: A run changes what cannot be taken back, or the model has parameters that its first run
-                makes.
+            TraceError: A run changes what cannot be taken back, or the model has parameters that its first run makes.
         """
-        self._check_measurable()
-        numbers, attributes = RandomNumbers(devices_of(self._model)), ModuleAttributes(self._model)
+        lazy = missing_values(self._model)
+        if lazy is not None:
+            raise TraceError(f"{lazy}, and what runs beside training would make them")
+        if self._trace is not None:
+            raise TraceError(self._trace)
+        numbers, contents = RandomNumbers(devices_of(self._model)), contents_of(self._model)
         buffers = Buffers(self._model, LARGEST_BUFFER)
-        tensors = attributes.tensors
-        before = None if self._checked else _digests(tensors, attributes.opaque)
+        tensors = contents.tensors
+        before = None if self._checked else _digests(contents)
         # Under what looks at operators nothing runs compiled, and what was to be compiled then never is.
         compiled = has_compiled_anything() or any(map(is_compiled, self._model.modules()))
         watched = not (timed or compiled)
@@ -92,16 +86,20 @@ class Measurement:
             with writes if watched else nullcontext():
                 yield
         finally:
-            self.changed |= (attributes.restore() | writes.written) - _statistics(self._model)
+            self.changed |= (contents.take_back() | writes.written) - _statistics(self._model)
             self._written |= writes.written
-            writes.restore()
-            for copy in copies:
-                copy.restore()
-            buffers.restore()
-            numbers.restore()
+            for each in (writes, *copies, buffers, numbers):
+                each.restore()
         if before is not None:
             self._checked = True
-            self._compare(before, _digests(tensors, attributes.opaque))
+            found = sorted(name for name, digest in _digests(contents).items() if digest != before[name])
+            if found:
+                self._trace = (
+                    f"a forward pass changes {', '.join(found[:3])} in a way that cannot be taken back, so nothing is "
+                    "measured beside training. audit_every=None turns audits off, and with "
+                    'budget_covers="activations" no step is measured'
+                )
+                raise TraceError(self._trace)
 
     def repeated_changes(self, run: Callable[[], object]) -> set[str]:
         """Returns the names of what a pass changes once more that a pass before it has changed.
@@ -124,24 +122,6 @@ class Measurement:
         unknown = {name for name in self.changed if HOOKS not in name and _of_attribute(name, second) is None}
         return unknown | {name for name, value in second.items() if value != first.get(name)}
 
-    def _check_measurable(self) -> None:
-        lazy = missing_values(self._model)
-        if lazy is not None:
-            raise TraceError(f"{lazy}, and what runs beside training would make them")
-        if self._trace is not None:
-            raise TraceError(self._trace)
-
-    def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        found = [name for name, digest in after.items() if digest != before[name]]
-        if not found:
-            return
-        self._trace = (
-            f"a forward pass changes {', '.join(sorted(found)[:3])} in a way that cannot be taken back, so nothing is "
-            "measured beside training. audit_every=None turns audits off, and with "
-            'budget_covers="activations" no step is measured'
-        )
-        raise TraceError(self._trace)
-
 
 def missing_values(model: nn.Module) -> str | None:
     """Names the parameter or buffer of a model has no values before its first forward pass; None where all have."""
@@ -152,11 +132,9 @@ def missing_values(model: nn.Module) -> str | None:
     return f"{lazy} has no values before a first batch has run through the model; run one through it, without gradient"
 
 
-@contextmanager
-def measuring(model: nn.Module) -> Generator[None]:
+def measuring(model: nn.Module) -> AbstractContextManager[None]:
     """Takes back what runs inside, as `Measurement` does."""
-    with Measurement(model).running():
-        yield
+    return Measurement(model).running()
 
 
 def _statistics(model: nn.Module) -> set[str]:
@@ -178,11 +156,11 @@ def _values(model: nn.Module) -> dict[str, bytes | None]:
     return {name: value for name, value in kept.items() if name not in left_out}
 
 
-def _digests(tensors: Iterable[tuple[str, Tensor]], opaque: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _digests(contents: Contents) -> dict[str, Any]:
     found: dict[str, list[Any]] = defaultdict(list)
-    for name, tensor in tensors:
+    for name, tensor in contents.tensors:
         found[name].append(_sum_of_bits(tensor))
-    for name, value in opaque:
+    for name, value in contents.opaque:
         found[name].append(_digest(value))
     return found
 

@@ -39,9 +39,7 @@ class Writes(TorchDispatchMode):
             copy.restore()
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
             for tensor in _written(schema, args, kwargs or {}):

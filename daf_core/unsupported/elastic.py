@@ -13,8 +13,7 @@ from daf_core.distributed import exchanging, several
 from daf_core.unsupported.models import SHARDED, compiled, kind_of_first, missing, sharded
 from daf_core.unsupported.table import Context, Feature
 
-LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-"""Options of models of transformers."""
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # options of models of transformers
 
 _ERROR = "elastic training is not possible here: {}"
 

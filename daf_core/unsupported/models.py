@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from daf_core.autograd.torch_private import COMPILED, is_compiled
 from daf_core.distributed import several
 from daf_core.snapshots.measurement import missing_values
-from daf_core.snapshots.rng_and_buffers import devices_of
+from daf_core.snapshots.step import devices_of
 from daf_core.unsupported.table import Context, Feature
 
 SHARDING = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
@@ -51,8 +51,7 @@ def sharded(context: Context) -> str | None:
     return kind_of_first(lambda each: is_named(each, SHARDING))(context) or sharded_tensors(context)
 
 
-compiled = kind_of_first(is_compiled)
-"""Names the class of a module that torch.compile compiles."""
+compiled = kind_of_first(is_compiled)  # names the class of a module that torch.compile compiles
 
 synchronized = among_several(kind_of_first(lambda each: isinstance(each, nn.SyncBatchNorm)))
 """Names the class of a normalization over several processes."""

@@ -18,23 +18,19 @@ from daf_core.errors import ConfigError
 Limitation = tuple[Callable[[Any], object], str]
 """A predicate and the sentence that says what it has found, with the fields of `str.format`."""
 
-FEATURES: dict[str, Feature] = {}
-"""All features by name."""
+FEATURES: dict[str, Feature] = {}  # all features by name
 
 
 @dataclass(frozen=True)
 class Feature:
     """A feature and its limitations; a new one enters `FEATURES`.
 
-    Attributes:
-        name: The feature in the user's words.
-        limitations: Its limitations; errors name the first that applies.
-        error: Message of the `ConfigError` where the user has asked for the feature; the reason takes the place of
-            ``{}``. The error or each sentence says what the user can do.
+    `error` is the message of the `ConfigError` where the user has asked for the feature; the reason takes the place of
+    ``{}``. The error or each sentence says what the user can do.
     """
 
-    name: str
-    limitations: tuple[Limitation, ...]
+    name: str  # in the user's words
+    limitations: tuple[Limitation, ...]  # errors name the first that applies
     error: str = "{}"
 
     def __post_init__(self) -> None:

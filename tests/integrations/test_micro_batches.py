@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from transformers import BatchEncoding, MixtralConfig, MixtralForCausalLM, default_data_collator
 
 from daf_core import MicroBatchError
-from daf_core.batch.infer_reduction import infer_reduction, matching_laws
-from daf_core.batch.loss_reduction import LossReduction, weights
+from daf_core.batch.infer_reduction import LossFunction, matching_laws
+from daf_core.batch.loss_reduction import LossReduction, safest, weights
 from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
@@ -34,6 +34,10 @@ LAWS = {
     "regressor": {LossReduction.ROWS, LossReduction.LABELS, LossReduction.SHIFTED_LABELS},
     "translator": {LossReduction.LABELS},
 }
+
+
+def infer_reduction(model: nn.Module, batch: Any, loss_function: LossFunction) -> LossReduction:
+    return safest(matching_laws(model, batch, loss_function), batch)
 
 
 def _batch(model: nn.Module) -> dict[str, Tensor]:

@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from daf_core import timing
 from daf_core.plan.cost.simulate import Forecast
 from daf_core.plan.observe.meter import meter_on
-from daf_core.snapshots.gradients import gradients_aside
 from daf_core.snapshots.measurement import Measurement
+from daf_core.snapshots.step import gradients_aside
 
-REPEATS = 2
-"""Passes whose shortest time counts."""
+REPEATS = 2  # passes whose shortest time counts
 
 
 def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int, limit: int) -> Forecast:
     """Returns the forecast of a step with the whole batch in which autograd keeps everything.
 
-    Training is not disturbed. Two passes are measured, one of one row and one of as many rows as fit in `limit` bytes,
-    up to half of the batch; the forecast is on the line through both.
+    It is on the line through two passes beside training, of one row and of as many as fit in `limit` bytes, up to half
+    of the batch.
     """
     seconds, peak = _measured(model, loss_of, 1)
     many = 1

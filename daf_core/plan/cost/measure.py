@@ -19,13 +19,10 @@ from daf_core.plan.cost.profile import Observed, Profile, planned_bits
 from daf_core.plan.observe.meter import meter_on
 from daf_core.plan.observe.trace import Observation, observe
 from daf_core.plan.run.retry import is_out_of_memory
-from daf_core.snapshots.rng_and_buffers import devices_of
+from daf_core.snapshots.step import devices_of
 
-REPEATS = 2
-"""Passes with few rows whose shortest times count; of those with many rows one is enough."""
-
-LossOfRows = Callable[[int], Tensor]
-"""Returns the loss of the first N rows of a batch."""
+REPEATS = 2  # passes with few rows whose shortest times count; of those with many rows one is enough
+LossOfRows = Callable[[int], Tensor]  # returns the loss of the first N rows of a batch
 
 
 def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int, limit: int) -> Profile:
@@ -42,27 +39,22 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
     while True:
         blocks = blocks_of(model, left_out)
         # A block that holds experts needs its exact input: one that lost precision may send rows to other experts.
-        routes = {block for block in blocks if any(name.startswith(f"{block.name}.") for name in left_out)}
-        blocks = [replace(block, routes=block in routes) for block in blocks]
+        blocks = [replace(block, routes=_contains(block, left_out)) for block in blocks]
         passes = _Passes(model, blocks, config, loss_of)
         observed = passes.few_and_many(rows, limit)
         unsteady = _unsteady(observed)
-        changed = {block.name for block in blocks if any(name.startswith(f"{block.name}.") for name in passes.changed)}
+        changed = {block.name for block in blocks if _contains(block, passes.changed)}
         if not unsteady and not changed:
             return Profile(blocks, *observed, changed=passes.changed)
-        left_out |= changed
         containers = {blocks[number].name.rpartition(".")[0] for number in unsteady}
-        left_out |= {block.name for block in blocks if block.name.rpartition(".")[0] in containers}
+        left_out |= changed | {block.name for block in blocks if block.name.rpartition(".")[0] in containers}
 
 
 class _Passes:
-    """Runs passes of a model, which do not disturb its training; `changed`: see `Measurement.repeated_changes`."""
+    """Runs passes beside a model's training; `changed`: see `Measurement.repeated_changes`."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], config: DAFConfig, loss_of: LossOfRows) -> None:
-        self._model = model
-        self._blocks = blocks
-        self._config = config
-        self._loss_of = loss_of
+        self._model, self._blocks, self._config, self._loss_of = model, blocks, config, loss_of
         self.changed: set[str] = set()
 
     def few_and_many(self, rows: int, limit: int) -> list[Observed]:
@@ -99,7 +91,11 @@ class _Passes:
         return None
 
     def _observe(self, rows: int, repeats: int) -> Observed:
-        engine = ActivationEngine(self._model, _plain(self._config))
+        # The configuration that takes the fewest bytes: a pass with it counts those of others.
+        least = planned_bits(self._config)[-1]
+        plain = {"min_precision": None, "max_gradient_error": None, "memory_budget": None, "plan_file": None}
+        config = replace(self._config, precision=least or "exact", spill_dir=None, packing="device", **plain)
+        engine = ActivationEngine(self._model, config)
         device = next(self._model.parameters()).device
         run = partial(observe, self._model, self._blocks, engine, lambda: self._loss_of(rows))
 
@@ -114,28 +110,17 @@ class _Passes:
             run(timed=False)  # a first pass keeps some values until it is known who reads them
             self.changed |= engine.measurement.repeated_changes(lambda: self._loss_of(rows))
             metered, timed = pair(True), [pair(False) for _ in range(repeats)]
-            return Observed(rows, planned_bits(self._config)[-1], metered, timed)
+            return Observed(rows, least, metered, timed)
         finally:
             engine.close()
+
+
+def _contains(block: Block, names: set[str]) -> bool:
+    return any(name.startswith(f"{block.name}.") for name in names)
 
 
 def _unsteady(observed: Sequence[Observed]) -> set[int]:
     """Returns the numbers of blocks that ran differently from pass to pass, such as experts without rows."""
     passes = [each.blocks for these in observed for pair in (these.metered, *these.timed) for each in pair]
-    return {
-        block for calls in passes for pair in zip_longest(passes[0], calls) if pair[0] != pair[1] for block in pair
-    } - {None}
-
-
-def _plain(config: DAFConfig) -> DAFConfig:
-    """Returns the configuration that takes the fewest bytes; a pass with it counts those of others."""
-    return replace(
-        config,
-        precision=planned_bits(config)[-1] or "exact",
-        min_precision=None,
-        max_gradient_error=None,
-        memory_budget=None,
-        plan_file=None,
-        spill_dir=None,
-        packing="device",
-    )
+    unlike = [pair for calls in passes for pair in zip_longest(passes[0], calls) if pair[0] != pair[1]]
+    return {block for pair in unlike for block in pair if block is not None}

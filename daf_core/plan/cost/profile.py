@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from daf_core.codecs.plane_importance import LEVELS
 from daf_core.config import DAFConfig
 from daf_core.model.blocks import Block
-from daf_core.plan.cost.costs import Costs, Numbers, PolicyCosts, costs_of, interpolate
+from daf_core.plan import policies
+from daf_core.plan.block_policy import BlockPolicy, ObservedCall
 from daf_core.plan.cost.simulate import simulate
-from daf_core.plan.observe.trace import Observation
+from daf_core.plan.observe.trace import OUTSIDE, Observation, Phase
 from daf_core.plan.policies import COMPRESS, KEEP, RECOMPUTE
 from daf_kernels import PRECISIONS
 
@@ -24,34 +28,55 @@ ALIKE = 0.02
 """Relative difference in bytes up to which blocks of a class count as alike: they get the same times, so that noise
 does not decide which of them are recomputed."""
 
+Numbers = npt.NDArray[np.float64]
+
+
+class PolicyCosts(NamedTuple):
+    """What a policy costs in a pass: the first value of each array is outside of blocks, others are calls of blocks."""
+
+    seconds: Numbers  # of forward and backward
+    held: Numbers  # bytes from forward to backward
+    forward_peak: Numbers  # the most bytes of tensors in forward, above what earlier calls hold
+    backward_peak: Numbers  # the most in backward, above what this and earlier calls hold
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a pass of N rows costs."""
+
+    by_policy: Mapping[BlockPolicy, PolicyCosts]  # infinite where a policy cannot be applied
+    between: Numbers  # the most bytes of tensors before each call and after the last, above what earlier calls hold
+
+    def __getitem__(self, policy: BlockPolicy) -> PolicyCosts:
+        return self.by_policy[policy]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Passes of N rows in pairs, everything compressed and all blocks recomputed; at `bits` None all stays exact."""
+
+    rows: int
+    bits: int | None
+    metered: tuple[Observation, Observation]
+    timed: Sequence[tuple[Observation, Observation]]
+
 
 class Profile:
     """What a model's step costs with any number of rows, from passes with few and, if there are any, with many rows.
 
-    Args:
-        blocks: The model's blocks.
-        few: How a pass with few rows was observed.
-        many: The same with more; None where few is all that there is.
-        changed: The names of what each pass changes in the model once more.
-
-    Attributes:
-        blocks: The model's blocks.
-        names: Their names.
-        calls: The number of the block of each call in a pass.
-        off: Numbers of the blocks that build no graph.
+    `changed` are the names of what each pass changes in the model once more.
     """
 
-    off: frozenset[int] = frozenset()
+    off: frozenset[int] = frozenset()  # numbers of the blocks that build no graph
 
     def __init__(
         self, blocks: Sequence[Block], few: Observed, many: Observed | None = None, changed: Collection[str] = ()
     ) -> None:
         self.blocks = list(blocks)
         self.names = [block.name for block in blocks]
-        self.calls = few.metered[0].blocks
+        self.calls = few.metered[0].blocks  # the number of the block of each call in a pass
         self._changed = sorted(name for name in changed if "." in name)  # what the model itself counts, it may
-        self._few = few
-        self._many = many
+        self._few, self._many = few, many
         self._known: dict[tuple[int, int | None], Costs] = {}
 
     @property
@@ -64,14 +89,14 @@ class Profile:
     def at(self, rows: float, bits: int | None) -> Costs:
         """Returns what a pass of so many rows, as long as those that were observed, costs at a precision."""
         few = self._costs(self._few, bits)
-        if self._many is None:
-            none = {
-                policy: PolicyCosts(*(np.where(np.isinf(each), each, 0.0) for each in costs))
-                for policy, costs in few.by_policy.items()
-            }
-            return interpolate(Costs(none, 0 * few.between), few, rows / self._few.rows)
-        share = (rows - self._few.rows) / (self._many.rows - self._few.rows)
-        return interpolate(few, self._costs(self._many, bits), share)
+        if self._many is not None:
+            share = (rows - self._few.rows) / (self._many.rows - self._few.rows)
+            return interpolate(few, self._costs(self._many, bits), share)
+        none = {
+            policy: PolicyCosts(*(np.where(np.isinf(each), each, 0.0) for each in costs))
+            for policy, costs in few.by_policy.items()
+        }
+        return interpolate(Costs(none, 0 * few.between), few, rows / self._few.rows)
 
     def with_off(self, names: Collection[str]) -> Profile:
         """Returns the profile of steps in which the blocks of these names build no graph."""
@@ -82,17 +107,14 @@ class Profile:
     def observed_peak(self, rows: int) -> int:
         """Returns the memory that observing a pass of so many rows takes."""
         costs = self.at(rows, self._few.bits)
-        passes = [[COMPRESS, *(policy for _ in self.calls)] for policy in (COMPRESS, RECOMPUTE)]
-        return max(simulate(costs, policies).peak_bytes for policies in passes)
+        passes = [[COMPRESS, *[policy] * len(self.calls)] for policy in (COMPRESS, RECOMPUTE)]
+        return max(simulate(costs, each).peak_bytes for each in passes)
 
     def _costs(self, observed: Observed, bits: int | None) -> Costs:
         """Returns what the passes took, at a precision; computed once, as a search asks for it a hundred times."""
         key = observed.rows, bits
-        if key not in self._known:
-            self._known[key] = self._costs_of(observed, bits)
-        return self._known[key]
-
-    def _costs_of(self, observed: Observed, bits: int | None) -> Costs:
+        if key in self._known:
+            return self._known[key]
         costs = costs_of(self.names, *observed.metered, bits)
         timed = [costs_of(self.names, *pair, bits) for pair in observed.timed]
         alike = self._alike(costs[KEEP].held[1:])
@@ -104,31 +126,21 @@ class Profile:
                 for group in alike:
                     values[group] = np.median(measured[group])
                 values[unsuitable] = np.inf
+        self._known[key] = costs
         return costs
 
     def _alike(self, raw: Numbers) -> list[list[int]]:
         """Returns rows of calls of blocks of one class that hold as many bytes."""
-        kinds = [type(block.module) for block in self.blocks]
+        kinds = [type(self.blocks[block].module) for block in self.calls]
         alike: list[list[int]] = []
-        for call, block in enumerate(self.calls):
+        for call, size in enumerate(raw):
             for group in alike:
-                same = kinds[self.calls[group[0]]] is kinds[block]
-                if same and abs(raw[group[0]] - raw[call]) <= ALIKE * raw[call]:
+                if kinds[group[0]] is kinds[call] and abs(raw[group[0]] - size) <= ALIKE * size:
                     group.append(call)
                     break
             else:
                 alike.append([call])
         return [[1 + call for call in group] for group in alike]
-
-
-@dataclass(frozen=True)
-class Observed:
-    """Passes of N rows in pairs, everything compressed and all blocks recomputed; at `bits` None all stays exact."""
-
-    rows: int
-    bits: int | None
-    metered: tuple[Observation, Observation]
-    timed: Sequence[tuple[Observation, Observation]]
 
 
 def planned_bits(config: DAFConfig) -> list[int | None]:
@@ -144,3 +156,85 @@ def most_bits(config: DAFConfig) -> int | None:
     if config.precision == "exact":
         return None
     return PRECISIONS[-1] if config.precision == "auto" else config.precision
+
+
+def costs_of(names: Sequence[str], compressed: Observation, recomputed: Observation, bits: int | None) -> Costs:
+    """Returns what a pass costs, from two passes of as many rows: all blocks compressed, and all recomputed.
+
+    Inputs of recomputed blocks are compressed. `bits` is the precision that is planned with; None loses nothing.
+    """
+    lossy = _lossy_bytes(names, compressed, bits)
+    lossy_inputs = _lossy_bytes(names, recomputed, None if bits is None else LEVELS[-1])
+
+    def observed(call: int) -> ObservedCall:
+        forward = compressed.of(call, "before" if call == OUTSIDE else "forward")
+        of_input = recomputed.of(call, "forward")
+        return ObservedCall(
+            forward,
+            compressed.of(call, "head" if call == OUTSIDE else "backward"),
+            of_input,
+            recomputed.of(call, "backward", "recompute"),
+            recomputed.of(call, "recompute"),
+            _packed_bytes(compressed, call, forward, lossy),
+            _packed_bytes(recomputed, call, of_input, lossy_inputs),
+        )
+
+    outside, *calls = map(observed, range(OUTSIDE, len(compressed.blocks)))
+    costs: dict[BlockPolicy, PolicyCosts] = {}
+    for policy in policies.POLICIES:
+        rows = [(policy.seconds(call), policy.held(call), *policy.peaks(call)) for call in calls]
+        costs[policy] = PolicyCosts(*np.array([_outside(policy, outside), *rows], np.float64).T)
+    between = [phase.transient for phase in compressed.phases if phase.kind == "before"]
+    return Costs(_ordered(costs), np.array(between, np.float64))
+
+
+def interpolate(few: Costs, many: Costs, share: float) -> Costs:
+    """Returns costs on the line through those of few (share 0) and of many rows (share 1); none is negative."""
+
+    def line(first: Numbers, second: Numbers) -> Numbers:
+        second = np.maximum(first, second)  # more rows take no less, whatever clocks say
+        with np.errstate(invalid="ignore"):  # infinities stay what they are
+            return np.where(np.isinf(first), first, np.maximum(first + share * (second - first), 0))
+
+    costs = {policy: PolicyCosts(*map(line, each, many[policy])) for policy, each in few.by_policy.items()}
+    # Beyond the rows that were measured, lines with noise may cross.
+    return Costs(_ordered(costs), line(few.between, many.between))
+
+
+def _ordered(costs: dict[BlockPolicy, PolicyCosts]) -> dict[BlockPolicy, PolicyCosts]:
+    """Lets no policy take less time than `BlockPolicy.faster`."""
+    for policy, each in costs.items():
+        if policy.faster is not None:
+            least = policies.DEARER * costs[policy.faster].seconds
+            costs[policy] = each._replace(seconds=np.maximum(each.seconds, least))
+    return costs
+
+
+def _outside(policy: BlockPolicy, call: ObservedCall) -> tuple[float, ...]:
+    found = policy.outside(call)
+    if found is None:
+        return (np.inf,) * 4
+    return (*found, 0, max((phase.transient for phase in call.backward), default=0))
+
+
+def _lossy_bytes(names: Sequence[str], observation: Observation, bits: int | None) -> list[float]:
+    """Returns the bytes of lossy activations at a precision: in each block, and outside of blocks at the end."""
+    sizes = [0.0] * (len(names) + 1)
+    if bits is None:
+        return sizes
+    numbers = {name: number for number, name in enumerate(names)}
+    for site, of_site in observation.sizes.items():
+        name = site.module
+        while name and name not in numbers:
+            name = name.rpartition(".")[0]
+        sizes[numbers.get(name, OUTSIDE)] += of_site[LEVELS.index(bits)]
+    return sizes
+
+
+def _packed_bytes(observation: Observation, call: int, phases: Sequence[Phase], lossy: Sequence[float]) -> float:
+    """Returns the bytes that phases of a call added; of the lossy ones, those that the precision takes."""
+    grown = sum(phase.end.held - phase.start.held - (phase.end.lossy - phase.start.lossy) for phase in phases)
+    if call == OUTSIDE:
+        return grown + lossy[OUTSIDE]
+    block = observation.blocks[call]
+    return grown + lossy[block] / observation.blocks.count(block)

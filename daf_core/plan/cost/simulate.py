@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from daf_core.plan.block_policy import BlockPolicy
-from daf_core.plan.cost.costs import Costs
+
+if TYPE_CHECKING:
+    from daf_core.plan.cost.profile import Costs
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of a pass.
-
-    Attributes:
-        seconds: Its time.
-        peak_bytes: The most memory at once, in addition to parameters, their gradients and the optimizer.
-        held_bytes: Bytes of saved activations at the end of forward.
-        kept_bytes: Bytes of them that stay as they are.
-    """
+    """What is expected of a pass."""
 
     seconds: float
-    peak_bytes: int
-    held_bytes: int
-    kept_bytes: int
+    peak_bytes: int  # the most at once, in addition to parameters, their gradients and the optimizer
+    held_bytes: int  # of saved activations at the end of forward
+    kept_bytes: int  # of those that stay as they are
 
 
 def simulate(costs: Costs, policies: Sequence[BlockPolicy]) -> Forecast:

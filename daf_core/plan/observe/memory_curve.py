@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from daf_core.autograd.torch_private import in_backward
 from daf_core.engine import ActivationEngine
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.plan.observe.meter import TensorMeter
-from daf_core.snapshots.gradients import gradients_aside
 from daf_core.snapshots.measurement import measuring
+from daf_core.snapshots.step import gradients_aside
 
 
 class Point(NamedTuple):
@@ -40,47 +39,23 @@ class MemoryCurve(NamedTuple):
         return max((point.size for point in self.points), default=0)
 
 
-class RecordingMeter(TensorMeter):
-    """Notes the level after each operator in `points`."""
-
-    def __init__(self, beside: Callable[[], int] = int) -> None:
-        super().__init__(beside)
-        self.points: list[Point] = []
-        self._started = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Time since it was made."""
-        return time.perf_counter() - self._started
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.points.append(Point(self.seconds, self.level))
-        return result
-
-
 def record_step(model: nn.Module, loss_function: Callable[[], Tensor], engine: ActivationEngine | None) -> MemoryCurve:
     """Runs a forward and a backward pass beside training, and follows the memory of tensors.
 
-    Parameters, their gradients and the batch, which were there before, do not count.
-
-    Args:
-        model: The model.
-        loss_function: Returns its loss.
-        engine: Compresses what is saved, for the first time: its pool has the size of the pages in use then. None
-            leaves it to autograd.
+    Parameters, their gradients and the batch, which were there before, do not count. The engine compresses what is
+    saved, for the first time: its pool has the size of the pages in use then. None leaves it to autograd.
     """
+    points: list[Point] = []
+    beside = int if engine is None else _pages_of(model, engine)
     with measuring(model), gradients_aside(model):
-        with RecordingMeter(int if engine is None else _pages_of(model, engine)) as meter:
+        started = time.perf_counter()
+        with TensorMeter(beside, lambda level: points.append(Point(time.perf_counter() - started, level))):
             with nullcontext() if engine is None else engine.compress():
                 loss = loss_function()
-            forward_seconds = meter.seconds
+            forward_seconds = time.perf_counter() - started
             loss.backward()
             del loss
-        return MemoryCurve(meter.points, forward_seconds)
+        return MemoryCurve(points, forward_seconds)
 
 
 def _pages_of(model: nn.Module, engine: ActivationEngine) -> Callable[[], int]:

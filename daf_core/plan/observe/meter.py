@@ -46,12 +46,12 @@ class TensorMeter(TorchDispatchMode):
     """Follows the storages that torch's operators return, in this thread and in its backward passes.
 
     Memory that an operator takes and gives back inside of itself is not seen. Each operator takes about 20 us more.
-    `beside` returns bytes that are taken outside of tensors.
+    `beside` returns bytes that are taken outside of tensors; `after` gets the level after each operator.
     """
 
-    def __init__(self, beside: Callable[[], int] = int) -> None:
+    def __init__(self, beside: Callable[[], int] = int, after: Callable[[int], object] = int) -> None:
         super().__init__()
-        self._beside = beside
+        self._beside, self._after = beside, after
         self._known: dict[int, tuple[int, object]] = {}
         self._freed: deque[tuple[int, int]] = deque()
         self._tensors = 0
@@ -75,14 +75,14 @@ class TensorMeter(TorchDispatchMode):
         self._freed.clear()
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             self._note(value, own=False)
         result = func(*args, **(kwargs or {}))
         self._note(result, own=True)
-        self._peak = max(self._peak, self.level)
+        level = self.level
+        self._peak = max(self._peak, level)
+        self._after(level)
         return result
 
     def _note(self, value: Any, own: bool) -> None:

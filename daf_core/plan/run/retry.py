@@ -6,9 +6,9 @@ import errno
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from traceback import StackSummary, walk_tb
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -37,17 +37,15 @@ def is_out_of_memory(error: BaseException, handled: BaseException | None = None)
 
     The error that was being handled before the code ran that raised this one, `handled`, is no reason for it.
     """
-    return isinstance(error, Exception) and any(map(_says_so, _chain(error, handled)))
-
-
-def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set() if handled is None else {id(handled)}
-    following: BaseException | None = error
+    seen = {id(None), id(handled)}
+    following: BaseException | None = error if isinstance(error, Exception) else None
     while following is not None and id(following) not in seen:
+        if _says_so(following):
+            return True
         seen.add(id(following))
-        yield following
         context = None if following.__suppress_context__ else following.__context__
         following = following.__cause__ or context
+    return False
 
 
 def _says_so(error: BaseException) -> bool:
@@ -56,13 +54,6 @@ def _says_so(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
-
-
-class Failure(NamedTuple):
-    """An attempt that ran out of memory: the error without its frames, which would keep the memory, and their stack."""
-
-    error: Exception
-    stack: StackSummary
 
 
 def with_retries(
@@ -83,41 +74,39 @@ def with_retries(
         tighten: Gets the message of the error and makes the plan tighter, in the processes that have run out of
             memory; False if there is no tighter one.
         group: The processes; None for all.
-        together: Whether the processes run it again together; otherwise each is on its own.
+        together: Otherwise each process is on its own.
 
     Raises:
         Exception: The first attempt's, with a note, when there is no tighter plan; other errors of an attempt.
         PeerMemoryError: There is no tighter plan, and only other processes have run out of memory.
     """
     outer = sys.exc_info()[1]
-    first: Failure | None = None
-    messages: list[str] = []
+    first: Exception | None = None
+    stack, messages = StackSummary(), list[str]()
     while True:
-        outcome = _run(attempt, outer)
-        failed = isinstance(outcome, Failure)
+        outcome: tuple[Result] | None = None
+        try:
+            outcome = (attempt(),)
+        except Exception as error:
+            if not is_out_of_memory(error, outer):
+                raise
+            messages.append(str(error))
+            if first is None:
+                first, stack = error, StackSummary.extract(walk_tb(error.__traceback__), lookup_lines=False)
+            _drop_frames(error, outer)  # they would keep the memory
+        failed = outcome is None
         if not (any_rank_failed(failed, group) if together else failed):
-            assert not isinstance(outcome, Failure)
+            assert outcome is not None
             return outcome[0]
-        messages.append(str(outcome.error) if isinstance(outcome, Failure) else "another process ran out of memory")
-        first = first or (outcome if isinstance(outcome, Failure) else None)
+        if not failed:
+            messages.append("another process ran out of memory")
         del outcome
         gc.collect()  # so that activations are gone when the engine counts what is left
         snapshot.restore()
         release_caches(snapshot.devices)
         stuck = failed and not tighten(messages[-1])
         if any_rank_failed(stuck, group) if together else stuck:
-            raise _final_error(first, messages)
-
-
-def _run(attempt: Callable[[], Result], outer: BaseException | None) -> tuple[Result] | Failure:
-    try:
-        return (attempt(),)
-    except Exception as error:
-        if not is_out_of_memory(error, outer):
-            raise
-        stack = StackSummary.extract(walk_tb(error.__traceback__), lookup_lines=False)
-        _drop_frames(error, outer)
-        return Failure(error, stack)
+            raise _final_error(first, stack, messages)
 
 
 def _drop_frames(error: BaseException, outer: BaseException | None) -> None:
@@ -132,16 +121,16 @@ def _drop_frames(error: BaseException, outer: BaseException | None) -> None:
             waiting += [following.__cause__, following.__context__]
 
 
-def _final_error(first: Failure | None, messages: list[str]) -> Exception:
+def _final_error(first: Exception | None, stack: StackSummary, messages: list[str]) -> Exception:
     if first is None:
         return PeerMemoryError(len(messages))
     note = (
         f"The step was run {len(messages)} time(s), each with a tighter plan than before, and ran out of memory each "
         f"time; no tighter plan is left. The last time: {messages[-1]}\nThe first time was in:\n"
-        + "".join(first.stack.format())
+        + "".join(stack.format())
     )
     if sys.version_info >= (3, 11):
-        first.error.add_note(note)
+        first.add_note(note)
     else:
-        first.error.args = (f"{first.error}\n{note}", *first.error.args[1:])
-    return first.error
+        first.args = (f"{first}\n{note}", *first.args[1:])
+    return first

@@ -22,8 +22,7 @@ from daf_core.plan.run.retry import is_out_of_memory, with_retries
 from daf_core.plan.run.step_planner import Batch, PartialTraining, StepPlanner
 from daf_core.plan.search.planner import Plan
 from daf_core.rewrites.registry import KINDS, LOSS, OperatorRewrites
-from daf_core.snapshots.rng_and_buffers import devices_of
-from daf_core.snapshots.step import Snapshot
+from daf_core.snapshots.step import Snapshot, devices_of
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.models import PLANS, RERUNS
 from daf_core.unsupported.table import Context, check_supported, unsupported_reasons
@@ -52,9 +51,7 @@ class StepRunner:
         plan_file: PlanFile | None = None,
     ) -> None:
         check_supported(PLANS, Context(model, inner))
-        self._model = model
-        self._inner = inner
-        self._engine = engine
+        self._model, self._inner, self._engine = model, inner, engine
         self._unsplittable: str | None = None
         self._weighting = MicroBatchWeights(model)
         self._rewrites = OperatorRewrites(inner, KINDS - {LOSS} if config.chunked_loss is False else KINDS)
@@ -69,9 +66,7 @@ class StepRunner:
         return self.planner.plan
 
     def prepare(self, batch: Any, loss_function: LossFunction, reason: str) -> Plan:
-        """Has the model follow the plan for a step that `run` does not run, and whose batch stays in one piece.
-
-        The reason why `run` does not run it is for errors.
+        """Has the model follow the plan for a step that `run` does not run, for a reason, and whose batch stays whole.
 
         Raises:
             PlanError: There is no plan.
@@ -83,7 +78,7 @@ class StepRunner:
     def run(
         self, batch: Any, loss_function: LossFunction, step: Step, begin: Callable[[], None] | None = None
     ) -> Tensor:
-        """Runs a step: forward and backward of all micro-batches, so that gradients are those of the batch.
+        """Runs forward and backward of all micro-batches, so that gradients are those of the batch; returns the loss.
 
         Args:
             batch: The step's batch.
@@ -91,9 +86,6 @@ class StepRunner:
             step: See `run_parts`.
             begin: Called at the beginning of each attempt: takes back what the caller's own objects counted in one
                 that ran out of memory.
-
-        Returns:
-            The loss, detached.
 
         Raises:
             PlanError: No plan keeps the budget.

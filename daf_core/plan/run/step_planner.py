@@ -24,8 +24,7 @@ from daf_core.plan.cost.profile import Profile
 from daf_core.plan.plan_file import NamedPlan, PlanFile, StepKind
 from daf_core.plan.search.planner import BatchSize, Plan, find_plan, least_budget, tried
 
-BUCKETS = 4
-"""Plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)."""
+BUCKETS = 4  # plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)
 
 log = getLogger("daf")
 
@@ -68,17 +67,8 @@ class PartialTraining(Protocol):
 class StepPlanner:
     """Gives each step of a model a plan that keeps a memory budget.
 
-    Args:
-        model: The model.
-        engine: Compresses its activations.
-        config: Budget and precision.
-        relieve: Gives back memory that allocators only keep for later.
-        elastic: Says which blocks build no graph in a step; None where all do.
-        plan_file: Has plans to follow, and takes those that are made; None for none.
-
-    Attributes:
-        plan: The plan of the last step.
-        applied: The policies that blocks follow.
+    `relieve` gives back memory that allocators only keep for later, `elastic` says which blocks build no graph in a
+    step, and `plan_file` has plans to follow, and takes those that are made.
     """
 
     def __init__(
@@ -90,13 +80,10 @@ class StepPlanner:
         elastic: PartialTraining | None = None,
         plan_file: PlanFile | None = None,
     ) -> None:
-        self._elastic = elastic
-        self._file = plan_file
-        self._model = model
-        self._engine = engine
-        self._config = config
-        self.applied = AppliedPolicies()
-        self.plan: Plan | None = None
+        self._model, self._engine, self._config = model, engine, config
+        self._elastic, self._file = elastic, plan_file
+        self.applied = AppliedPolicies()  # the policies that blocks follow
+        self.plan: Plan | None = None  # of the last step
         most = config.memory_budget if isinstance(config.memory_budget, int) else None
         self._available = AutoBudget(next(model.parameters()).device, most, relieve)
         self._room = self._copied = 0
@@ -133,10 +120,7 @@ class StepPlanner:
             self._file.begin_batch()
 
     def tighten(self, reason: str) -> bool:
-        """Allows less than the last plan was expected to take; returns whether there is a plan for less.
-
-        The reason is for the log.
-        """
+        """Allows less than the last plan was expected to take, for a logged reason; returns whether a plan is left."""
         if self.plan is None or self._last is None:
             return False
         if self._file is not None and self._file.give_up(self._kind(*self._last)):

@@ -12,14 +12,12 @@ from daf_core.config import DAFConfig
 from daf_core.model.treatments import Treatments
 from daf_core.plan import policies
 from daf_core.plan.block_policy import BlockPolicy
-from daf_core.plan.cost.costs import Costs
-from daf_core.plan.cost.profile import Profile, most_bits, planned_bits
+from daf_core.plan.cost.profile import Costs, Profile, most_bits, planned_bits
 from daf_core.plan.cost.simulate import Forecast, simulate
 from daf_core.plan.policies import COMPRESS, KEEP, OFF
 from daf_core.plan.search.solver import Choice, choose, least
 
-MARGIN = 0.08
-"""Share of a budget that a plan leaves free: most forecasts are off by up to 6%."""
+MARGIN = 0.08  # share of a budget that a plan leaves free: most forecasts are off by up to 6%
 
 RELAXATION = 1.06
 RELAXATION_STEPS = 16
@@ -34,8 +32,7 @@ masks."""
 SPILLING = 2
 """Blocks whose activations have room at once where others are spilled: one that is read, and one that is read ahead."""
 
-SEARCHED = 1.02
-"""The smallest budget that a plan exists for is searched to this ratio."""
+SEARCHED = 1.02  # the smallest budget that a plan exists for is searched to this ratio
 
 
 @dataclass(frozen=True)
@@ -52,23 +49,14 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a training step is run.
+    """How a training step is run."""
 
-    Attributes:
-        parts: Micro-batches that the batch is split into.
-        bits: Precision that has room; None where nothing loses precision.
-        outside: Policy outside of blocks.
-        blocks: Policy of each block.
-        forecast: Of the whole step. What room is left in the budget is filled with more bits, as far as that goes.
-        activation_budget: Bytes that saved activations may hold.
-    """
-
-    parts: int
-    bits: int | None
-    outside: BlockPolicy
-    blocks: tuple[BlockPolicy, ...]
-    forecast: Forecast
-    activation_budget: int
+    parts: int  # micro-batches that the batch is split into
+    bits: int | None  # the precision that has room; None where nothing loses precision
+    outside: BlockPolicy  # the policy outside of blocks
+    blocks: tuple[BlockPolicy, ...]  # the policy of each block
+    forecast: Forecast  # of the whole step; what room is left in the budget is filled with more bits
+    activation_budget: int  # bytes that saved activations may hold
 
     @property
     def recomputed(self) -> list[int]:
@@ -107,7 +95,7 @@ def find_plan(profile: Profile, batch: BatchSize, budget: int, config: DAFConfig
         plans = [plan for parts in _parts(batch.rows, splits) for plan in _plans(profile, batch, parts, bits, budget)]
         if plans:
             best = min(
-                plans, key=lambda plan: (plan.forecast.seconds * plan.parts**SPLITTING, plan.forecast.peak_bytes)
+                plans, key=lambda each: (each.forecast.seconds * each.parts**SPLITTING, each.forecast.peak_bytes)
             )
             return _filled(profile, batch, best, config, limit)
     return _spilling(profile, batch, config, limit, splits) if config.spill_dir is not None else None
@@ -116,9 +104,9 @@ def find_plan(profile: Profile, batch: BatchSize, budget: int, config: DAFConfig
 def least_budget(profile: Profile, batch: BatchSize, config: DAFConfig, splits: bool) -> int:
     """Returns the smallest budget, to a ratio of `SEARCHED`, that `find_plan` has a plan for."""
     bits = planned_bits(config)[-1]
-    costs = [profile.at(batch.of_part(parts), bits) for parts in _parts(batch.rows, splits)]
-    sums = [least([[choice for choice, _ in block] for block in _choices(profile, each)]) for each in costs]
-    low, high = 0, int(min(sums) / (1 - MARGIN)) + 2  # rounded twice
+    costs = (profile.at(batch.of_part(parts), bits) for parts in _parts(batch.rows, splits))
+    smallest = min(least([[*block] for block in _choices(profile, each)]) for each in costs)
+    low, high = 0, int(smallest / (1 - MARGIN)) + 2  # rounded twice
     while high > SEARCHED * low:
         middle = (low + high) // 2
         if find_plan(profile, batch, middle, config, splits) is None:
@@ -182,9 +170,7 @@ def _forecast(profile: Profile, costs: Costs, outside: BlockPolicy, blocks: Sequ
 
 
 def _parts(rows: int, splits: bool) -> list[int]:
-    if not splits:
-        return [1]
-    return sorted({*(1 << power for power in range(rows.bit_length()) if 1 << power <= rows), rows})
+    return sorted({*(1 << power for power in range(rows.bit_length())), rows}) if splits else [1]
 
 
 def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, budget: int) -> Iterator[Plan]:
@@ -194,11 +180,11 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
     tried: set[tuple[int, ...]] = set()
     first = math.floor(math.log(max(limit, 1), RELAXATION)) + 1
     for allowed in (limit, *(int(RELAXATION**power) for power in range(first, first + RELAXATION_STEPS))):
-        picked = choose([[choice for choice, _ in block] for block in choices], allowed)
-        if picked is None or (key := tuple(picked)) in tried:
+        picked = choose([[*block] for block in choices], allowed)
+        if picked is None or tuple(picked) in tried:
             continue
-        tried.add(key)
-        outside, *blocks = [block[index][1] for block, index in zip(choices, picked, strict=True)]
+        tried.add(tuple(picked))
+        outside, *blocks = [[*block.values()][index] for block, index in zip(choices, picked, strict=True)]
         forecast = _forecast(profile, costs, outside, blocks)
         if forecast.peak_bytes <= limit:
             whole = replace(forecast, seconds=forecast.seconds * parts)
@@ -208,23 +194,21 @@ def _plans(profile: Profile, batch: BatchSize, parts: int, bits: int | None, bud
             yield Plan(parts, bits, outside, tuple(blocks), whole, room)
 
 
-def _choices(profile: Profile, costs: Costs) -> list[list[tuple[Choice, BlockPolicy]]]:
-    """Returns the policies outside of blocks, and of each block, with their costs in all calls of the block."""
+def _choices(profile: Profile, costs: Costs) -> list[dict[Choice, BlockPolicy]]:
+    """Returns the policies outside of blocks, and of each block, by what they cost; of equal ones the first."""
     on, rows = [policy for policy in policies.POLICIES if policy.selectable], [[0], *([] for _ in profile.names)]
     for call, block in enumerate(profile.calls):
         rows[1 + block].append(1 + call)
-    return [_costs_of_calls(costs, each, [OFF] if block in profile.off else on) for block, each in enumerate(rows, -1)]
-
-
-def _costs_of_calls(costs: Costs, rows: list[int], allowed: Sequence[BlockPolicy]) -> list[tuple[Choice, BlockPolicy]]:
-    found = []
-    for policy in allowed:
-        cost = costs[policy]
-        if not np.all(np.isfinite(cost.held[rows])):
-            continue
-        peaks = np.maximum(cost.forward_peak, cost.backward_peak)[rows]
-        outside = costs.between.max() if rows == [0] else 0.0
-        transient = max(float(peaks.max(initial=0.0)), float(outside))
-        seconds, held = float(cost.seconds[rows].sum()), float(cost.held[rows].sum())
-        found.append((Choice(seconds, math.ceil(held), math.ceil(transient)), policy))
-    return found
+    choices: list[dict[Choice, BlockPolicy]] = []
+    for block, calls in enumerate(rows, -1):
+        found: dict[Choice, BlockPolicy] = {}
+        between = float(costs.between.max()) if calls == [0] else 0.0
+        for policy in [OFF] if block in profile.off else on:
+            cost = costs[policy]
+            if np.all(np.isfinite(cost.held[calls])):
+                peaks = np.maximum(cost.forward_peak, cost.backward_peak)[calls]
+                transient = math.ceil(max(float(peaks.max(initial=0.0)), between))
+                held = math.ceil(float(cost.held[calls].sum()))
+                found.setdefault(Choice(float(cost.seconds[calls].sum()), held, transient), policy)
+        choices.append(found)
+    return choices

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daf_core.knapsack.choose import Knapsack, Solution
-from daf_core.knapsack.hull import ROUNDING
+from daf_core.knapsack.choose import ROUNDING, Knapsack, Solution
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,16 @@ def choose(blocks: Sequence[Sequence[Choice]], budget: int) -> list[int] | None:
     Raises:
         ValueError: A block has no choice.
     """
-    knapsacks: list[tuple[Knapsack, int, list[Block]]] = []
+    knapsacks: list[tuple[float, Knapsack, int, list[Block]]] = []
     for cap, allowed in _capped(blocks):
         points = [tuple((float(choice.held_bytes), choice.seconds) for choice in block) for block in allowed]
-        knapsacks.append((Knapsack(points), budget - cap, allowed))
+        knapsack = Knapsack(points)
+        knapsacks.append((knapsack.bound(budget - cap), knapsack, budget - cap, allowed))
     best: Solution | None = None
     picked: list[Choice] = []
-    for knapsack, room, allowed in sorted(knapsacks, key=lambda each: each[0].bound(each[1])):
+    for bound, knapsack, room, allowed in sorted(knapsacks, key=lambda each: each[0]):
         limit = math.inf if best is None else best.loss * (1 + ROUNDING)
-        found = knapsack.solve(room, limit) if knapsack.bound(room) <= limit else None
+        found = knapsack.solve(room, limit) if bound <= limit else None
         if found is None:
             break  # the others have higher bounds
         choices = [block[index] for block, index in zip(allowed, found.picked, strict=True)]

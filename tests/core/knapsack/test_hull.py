@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf_core.knapsack.hull import lower_hull, slope, undominated
+from daf_core.knapsack.choose import lower_hull, slope, undominated
 
 POINTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=12).map(tuple)
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from daf_core.config import DAFConfig
-from daf_core.plan.cost.costs import Costs, PolicyCosts, interpolate
-from daf_core.plan.cost.profile import most_bits
+from daf_core.plan.cost.profile import Costs, PolicyCosts, interpolate, most_bits
 from daf_core.plan.policies import POLICIES, RECOMPUTE
 
 

@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel
 
 from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
 from daf_core.rewrites import chunked_loss
-from daf_core.rewrites.causal_heads import find_head
+from daf_core.rewrites.causal_lm import find_head
 from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
 from daf_core.rewrites.registry import OperatorRewrites
 from tests.core.rewrites.steps import VOCABULARY, batch, compare, gpt2, gradient, step, with_bias

@@ -189,7 +189,7 @@ def test_changed_logits_would_be_right_anyway(make: Callable[[], nn.Module], mon
     torch.manual_seed(0)
     model = make().train()
     plain = step(model, **batch())
-    monkeypatch.setattr("daf_core.rewrites.causal_heads._SCALES", ())
+    monkeypatch.setattr("daf_core.rewrites.causal_lm._SCALES", ())
     undo = applied(model)
     found = step(model, **batch())
     undo()

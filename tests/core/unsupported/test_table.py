@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import daf_core
 import daf_integrations
-from daf_core.rewrites.causal_heads import LOSSES_WITHOUT_LOGITS
+from daf_core.rewrites.causal_lm import LOSSES_WITHOUT_LOGITS
 from daf_core.rewrites.loss_option import CHUNKED_LOSS
 from daf_core.unsupported import elastic, models
 from daf_core.unsupported.elastic import ELASTIC, ELASTIC_FIRST_STEP, ELASTIC_OPTIMIZERS, ELASTIC_UNITS, FirstStep
