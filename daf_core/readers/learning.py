@@ -117,6 +117,13 @@ class Readers:
         ):
             yield
 
+    def look_again(self) -> None:
+        """Has the next forward pass look at each place as at one whose reader may be another; what is known stays."""
+        self._own.unknown = True
+        for place, reading in self._readings.items():
+            if reading.kind is not Kind.EXACT:  # which serves all readers
+                self._readings[place] = replace(reading, varies=True)
+
     @contextmanager
     def _cancelling(self) -> Generator[None]:
         self._own.cancelling = True

@@ -1,4 +1,7 @@
-"""Runs a step again that ran out of memory, with a tighter plan, so that its samples are not lost."""
+"""Runs a step again that ran out of memory, or whose activations had another reader than before.
+
+So its samples are not lost: the plan is tighter then, or the reader known.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
+from logging import getLogger
 from traceback import StackSummary, walk_tb
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from daf_core.distributed import any_rank_failed
-from daf_core.errors import PeerMemoryError
+from daf_core.errors import PeerMemoryError, ReaderError
 from daf_core.memory.system.release import release_caches
 from daf_core.snapshots.step import Snapshot
 
@@ -30,6 +34,8 @@ _TEXTS = re.compile(
 )
 
 Result = TypeVar("Result")
+
+log = getLogger("daf")
 
 
 def is_out_of_memory(error: BaseException, handled: BaseException | None = None) -> bool:
@@ -59,7 +65,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 class Failure(NamedTuple):
-    """An attempt that ran out of memory: the error without its frames, which would keep the memory, and their stack."""
+    """An attempt that may be made again: its error without its frames, which would keep memory, and their stack."""
 
     error: Exception
     stack: StackSummary
@@ -71,8 +77,12 @@ def with_retries(
     tighten: Callable[[str], bool],
     group: ProcessGroup | None = None,
     together: bool = True,
+    look_again: Callable[[], None] | None = None,
 ) -> Result:
     """Runs a step, and runs it again from the same state with tighter plans as long as it runs out of memory.
+
+    It is run again as well, once, where something has asked for a tensor that was not stored for it: the next attempt
+    looks at all that it saves as if it was the first one.
 
     With several processes, all run it again when one has to. So the attempt must not communicate: it runs inside of
     `unsynchronized`, and `reduce_gradients` follows. Any other error passes through at once.
@@ -84,36 +94,49 @@ def with_retries(
             memory; False if there is no tighter one.
         group: The processes; None for all.
         together: Whether the processes run it again together; otherwise each is on its own.
+        look_again: Has the next attempt look at all readers; without it, none follows a `ReaderError`.
 
     Raises:
         Exception: The first attempt's, with a note, when there is no tighter plan; other errors of an attempt.
         PeerMemoryError: There is no tighter plan, and only other processes have run out of memory.
+        ReaderError: The second one.
     """
     outer = sys.exc_info()[1]
     first: Failure | None = None
     messages: list[str] = []
     while True:
-        outcome = _run(attempt, outer)
+        outcome = _run(attempt, outer, ReaderError if look_again is not None else ())
         failed = isinstance(outcome, Failure)
         if not (any_rank_failed(failed, group) if together else failed):
             assert not isinstance(outcome, Failure)
             return outcome[0]
-        messages.append(str(outcome.error) if isinstance(outcome, Failure) else "another process ran out of memory")
-        first = first or (outcome if isinstance(outcome, Failure) else None)
+        message = str(outcome.error) if isinstance(outcome, Failure) else "another process could not finish it"
+        misread = isinstance(outcome, Failure) and isinstance(outcome.error, ReaderError)
+        if not misread:
+            messages.append(message)
+            first = first or (outcome if isinstance(outcome, Failure) else None)
         del outcome
         gc.collect()  # so that activations are gone when the engine counts what is left
         snapshot.restore()
         release_caches(snapshot.devices)
-        stuck = failed and not tighten(messages[-1])
+        if misread and look_again is not None:
+            log.warning("DAF runs a step again, from the state before it: %s", message)
+            look_again()
+            look_again, stuck = None, False
+        else:
+            stuck = failed and not tighten(message)
         if any_rank_failed(stuck, group) if together else stuck:
             raise _final_error(first, messages)
 
 
-def _run(attempt: Callable[[], Result], outer: BaseException | None) -> tuple[Result] | Failure:
+def _run(
+    attempt: Callable[[], Result], outer: BaseException | None, others: type[Exception] | tuple[()]
+) -> tuple[Result] | Failure:
+    """Runs an attempt, after which another one may follow lack of memory, and errors of `others`."""
     try:
         return (attempt(),)
     except Exception as error:
-        if not is_out_of_memory(error, outer):
+        if not (isinstance(error, others) or is_out_of_memory(error, outer)):
             raise
         stack = StackSummary.extract(walk_tb(error.__traceback__), lookup_lines=False)
         _drop_frames(error, outer)
