@@ -252,6 +252,10 @@ class ActivationEngine:
         self._auditor.finish_step()
         return self._recorder.finish(self._pagers.finish_step())
 
+    def look_again(self) -> None:
+        """Has the next forward pass in this thread look who reads each tensor, as a first one does."""
+        self._readers.look_again()
+
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that takes the engine back to now, for a step that ran out of memory and is run again.
 

@@ -31,6 +31,13 @@ LEAST_DIFFERENCE = 0.1
 LEAST = torch.finfo(torch.float32).tiny
 """Sum of probabilities whose logarithm is taken at least: that of 0 is -inf."""
 
+LONG = 1 << 14
+"""Length of rows from which the largest logarithms stay among the codes: they widen the range of few groups, and a copy
+of the rows without them takes longer than the codes."""
+
+BLOCK = 128
+"""Logarithms of a row of which the largest is looked for first."""
+
 CHUNK_BYTES = 16 << 20
 """Bytes of rows that are decoded at a time: what is computed of them is as large."""
 
@@ -65,20 +72,20 @@ class LogarithmsActivation(PlanesActivation):
         if rows.length < 2 or super().sizes(ctx)[0] + beside >= values.nbytes:
             return None
         shaped = values.view(rows.shape)
-        best, places = shaped.topk(min(LARGEST, rows.length - 1) + 1, dim=1)
-        next_best = best[:, -1:]
-        count = best.shape[1] - 1
-        others = torch.maximum(shaped, best[:, :1] - DEPTH)
-        others.scatter_(1, places[:, :count], next_best.expand(-1, count, -1))
+        best, places = _largest(shaped, min(LARGEST, rows.length - 1) + 1)
+        others = _bounded(shaped, best)
+        if rows.length < LONG:
+            count = best.shape[1] - 1
+            others = others.clone() if others is shaped else others
+            others.scatter_(1, places[:, :count], best[:, -1:].expand(-1, count, -1))
         # A pending check would keep only the values of the planes, and not the exact logarithms.
         stored = super().write(replace(ctx, values=others.view(-1), checks=None))
         if stored is None:
             return None
-        total = _total(others, best)
         stored._rows = rows
         stored._best = best[:, :-1].clone()
         stored._places = places[:, :-1].int()
-        stored._log_sum = total.log_()
+        stored._log_sum = _total(others, stored._best, places[:, :-1]).log_()
         stored._kept = KeptStorage(ctx.pager, beside)
         return stored
 
@@ -115,19 +122,48 @@ class LogarithmsActivation(PlanesActivation):
         return zip(*(part.split(_chunk_rows(out)) for part in parts), strict=True)
 
 
-def _total(others: Tensor, best: Tensor) -> Tensor:
+def _largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the largest values of each row and their places, both of shape (outer, count, inner), the largest first.
+
+    In a long row they are in the blocks that have the largest maxima: `topk` of all of it takes three times as long.
+    """
+    outer, length, inner = rows.shape
+    if length < LONG or inner > 1:
+        best = rows.topk(count, dim=1)
+        return best.values, best.indices
+    flat = rows.view(outer, length)
+    whole = length // BLOCK * BLOCK
+    blocks = flat[:, :whole].unflatten(1, (-1, BLOCK)).amax(2).topk(count, dim=1).indices
+    inside = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=rows.device)).flatten(1)
+    candidates = torch.cat([inside, torch.arange(whole, length, device=rows.device).expand(outer, -1)], dim=1)
+    best = flat.gather(1, candidates).topk(count, dim=1)
+    return best.values[:, :, None], candidates.gather(1, best.indices)[:, :, None]
+
+
+def _bounded(rows: Tensor, best: Tensor) -> Tensor:
+    """Returns rows of which no value is more than `DEPTH` below the largest; the same tensor if that was so before.
+
+    Only a host asks for that: a device would have it wait, and writes a copy sooner.
+    """
+    least = best[:, :1] - DEPTH
+    if rows.device.type == "cpu" and bool((rows.amin(1, keepdim=True) >= least).all()):
+        return rows
+    return torch.maximum(rows, least)
+
+
+def _total(others: Tensor, best: Tensor, places: Tensor) -> Tensor:
     """Returns the sum of the probabilities of all but the largest logarithms of each row.
 
     Args:
-        others: The logarithms, of shape (outer, length, inner), with the next largest in place of the largest.
-        best: The largest of them, and the next largest.
+        others: The logarithms, of shape (outer, length, inner), perhaps with others in place of the largest.
+        best: The largest of them.
+        places: Where these are.
     """
-    count = best.shape[1] - 1
-    total = 1 - best[:, :-1].float().exp().sum(1, keepdim=True)
+    total = 1 - best.float().exp().sum(1, keepdim=True)
     known = total >= LEAST_DIFFERENCE if others.dtype is torch.float32 else torch.zeros_like(total, dtype=torch.bool)
     for some in (~known).flatten(1).any(1).nonzero()[:, 0].split(_chunk_rows(others)):
-        summed = others[some].exp_().sum(1, keepdim=True, dtype=torch.float32)
-        total[some] = summed - count * best[some, -1:].float().exp()
+        part = others[some].scatter_(1, places[some], -torch.inf)
+        total[some] = part.exp_().sum(1, keepdim=True, dtype=torch.float32)
     return total.clamp_min_(0)
 
 

@@ -33,14 +33,20 @@ from daf_core.autograd.torch_private import (
     saving_node,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import is_large, is_narrow, last_products, normalized_squares, product_input
+from daf_core.readers.patterns import (
+    is_large,
+    is_narrow,
+    last_products,
+    product_input,
+)
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
-from daf_core.readers.sharpness import score_deviation
+from daf_core.readers.sharpness import Looks, needs_exact_softmax, score_deviation, told_by
 from daf_core.readers.table import (
     CHECKPOINT,
     Kind,
     Reading,
     has_pole,
+    more_exact,
     reading_of,
     reading_of_function,
     stops_poles,
@@ -103,6 +109,7 @@ class Readers:
         self._places = Places()
         self._readings: dict[Place, Reading] = {}
         self._unread: dict[Place, int] = {}
+        self._looks = Looks()
         self._own = _Own()
 
     @contextmanager
@@ -116,6 +123,13 @@ class Readers:
             else nullcontext()
         ):
             yield
+
+    def look_again(self) -> None:
+        """Has the next forward pass look at each place as at one whose reader may be another; what is known stays."""
+        self._own.unknown = True
+        for place, reading in self._readings.items():
+            if reading.kind is not Kind.EXACT:  # which serves all readers
+                self._readings[place] = replace(reading, varies=True)
 
     @contextmanager
     def _cancelling(self) -> Generator[None]:
@@ -149,13 +163,16 @@ class Readers:
         if self._own.cancelling:
             return Sighting(place, number, self._learn(place, Reading(Kind.EXACT, "terms that cancel")), False)
         reading = self._readings.get(place)
-        if reading is not None and reading.kind is not Kind.LOGARITHMS:
+        if reading is not None and reading.kind is not Kind.LOGARITHMS and not self._looks.are_due(place, reading):
             return Sighting(place, number, reading, reading.varies)
         known = reading is not None
         if node is not None and not is_leaf_node(node) and node_number(node) == number:
             field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
             if field:
-                reading = self._learn(place, reading_of(node, field))
+                found = reading_of(node, field)
+                if needs_exact_softmax(node, tensor, unpack):
+                    found = Reading(Kind.EXACT, found.reader)
+                reading = self._learn(place, found)
                 if has_pole(node, partial(is_large, node, unpack)):
                     self._lead(node, unpack)
         return Sighting(place, number, reading, not known)
@@ -178,9 +195,8 @@ class Readers:
             return
         self.show(node)
         self._own.newest.append(weakref.ref(result))
-        for square in normalized_squares(node):
-            reading = Reading(Kind.NORMALIZED, square.name(), dim=-1, varies=True)
-            self._change(square, "self", reading)
+        for saver, field, reading in told_by(node):
+            self._change(saver, field, reading)
 
     def _change(self, node: Node, field: str, reading: Reading) -> None:
         """Learns what a node reads of a field that waits, now that more of the graph is known."""
@@ -232,7 +248,7 @@ class Readers:
         if results and results[0].grad_fn is not None:
             self._sharpen_last(results[0].grad_fn)
         if len(self._readings) > MOST_PLACES:
-            self._places, self._readings, self._unread = Places(), {}, {}
+            self._places, self._readings, self._unread, self._looks = Places(), {}, {}, Looks()
         try:
             for waiting in [*own.waiting]:
                 if not waiting.resolved:
@@ -280,7 +296,7 @@ class Readers:
             deviation = score_deviation(node, values["query"], values["key"])
         for field, waiting in zip(fields, found, strict=True):
             reading = reading_of(node, field or "", large)
-            if field in ("query", "key"):
+            if field in ("query", "key") and reading.kind is Kind.ATTENTION:
                 reading = replace(reading, deviation=deviation)
             assert waiting.sighting.place is not None
             waiting.settle(self._learn(waiting.sighting.place, reading))
@@ -312,7 +328,7 @@ class Readers:
         """Remembers what reads at a place; where that is not always the same, it is the most exact."""
         known = self._readings.get(place)
         if known is not None and known.kind is not reading.kind:
-            reading = _more_exact(known, reading)
+            reading = more_exact(known, reading)
         elif known is not None and not reading.deviation:
             reading = replace(reading, deviation=known.deviation)
         self._readings[place] = reading
@@ -377,11 +393,3 @@ def _led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[obj
         saved += bool(found)
         if saved < LEADING and len(pending) < 4 * NEWEST:
             pending += [(following, saved) for following, _ in node.next_functions if following is not None]
-
-
-def _more_exact(known: Reading, reading: Reading) -> Reading:
-    """Returns what serves both of two readings of different kinds."""
-    if {known.kind, reading.kind} == {Kind.APPROXIMATE, Kind.NORMALIZED}:
-        return known if known.kind is Kind.NORMALIZED else reading
-    both = known.takes_approximations and reading.takes_approximations
-    return Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)

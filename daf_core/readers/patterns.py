@@ -13,7 +13,13 @@ from daf_core.readers.waiting import Unpack
 MOST_NODES = 64
 """Nodes from the loss to a last layer, at most."""
 
+MOST_TO_SCORES = 5
+"""Nodes from a softmax to the product that makes its scores, at most: a mask, a factor and views are between."""
+
 _PRODUCT_INPUTS = {"MmBackward0": "self", "AddmmBackward0": "mat1", "LinearBackward0": "input"}
+_SCORES = {"BmmBackward0": "self", "BaddbmmBackward0": "batch1"}
+_PROBABILITIES = ("Softmax", "SafeSoftmax", "LogSoftmax")
+_TANH = "TanhBackward0"
 _SQUARE = "PowBackward0"
 _MEANS = ("MeanBackward1", "SumBackward1")
 
@@ -59,3 +65,33 @@ def is_narrow(node: Node, unpack: Unpack) -> bool:
     field = product_input(node)
     packed: Any = None if field is None else packed_for(node, field, unpack)
     return packed is not None and packed.elements >= math.prod(node._input_metadata[0].shape) * STATISTIC_SHARE
+
+
+def capped_scores(node: Node) -> Node | None:
+    """Returns the tanh that bounds the scores whose probabilities a node returns; None where there is none.
+
+    Their gradient is large where scores are, and there it is multiplied by what a result of almost 1 differs from it.
+    """
+    if not node.name().startswith(_PROBABILITIES):
+        return None
+    for _ in range(MOST_TO_SCORES):
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+        if node is None or is_leaf_node(node) or product_input(node) is not None or node.name() in _SCORES:
+            return None
+        if node.name() == _TANH:
+            return node
+    return None
+
+
+def width_of_scores(probabilities: Node, unpack: Unpack) -> int | None:
+    """Returns the width of the heads whose scores a softmax is of; None where it is of something else."""
+    node = probabilities
+    for _ in range(MOST_TO_SCORES):
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+        if node is None or is_leaf_node(node):
+            return None
+        if (field := _SCORES.get(node.name())) is not None:
+            packed: Any = packed_for(node, field, unpack)
+            shape = node._input_metadata[0].shape
+            return None if packed is None else packed.elements // max(1, math.prod(shape[:-1]))
+    return None

@@ -1,4 +1,4 @@
-"""How sharp an attention is, and how many bits its query and key need then.
+"""How sharp an attention or a softmax is, and how many bits what its backward reads needs then.
 
 An error of a score multiplies a probability by its exponential, and the error of a score grows with the deviation of
 the scores. Measured at 4 bits (2 x 4 heads of 64, 128 keys): the gradient's error is 1.1 times that of attention
@@ -7,15 +7,36 @@ written out at a deviation of 1, 1.5 times at 3 and 3.6 times at 10. With twice 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from daf_core.autograd.torch_private import Node
+from daf_core.readers.patterns import capped_scores, normalized_squares, width_of_scores
+from daf_core.readers.places import Place
+from daf_core.readers.table import NARROW, SOFTMAXES, Kind, Reading, dim_from_end
+from daf_core.readers.waiting import Unpack
 
 SHARP = 2.5
 """Deviation of the scores from which query and key take twice the bits."""
 
 SHARP_FOR_BYTES = 5.0
 """The same for query and key in 8 bits, which then stay exact."""
+
+SHORT = 16
+"""Probabilities below which a softmax stays exact: so few share a scaling group with those of other rows, and no longer
+sum to 1."""
+
+SURE = 0.1
+"""Mean probability of all but the largest of a row below which a softmax stays exact: its gradient is what is left of
+terms that cancel. At .15 the error was .04 at 8 bits, at .004 .15 and at .00007 1.0, at 4 bits too."""
+
+MOST_ROWS = 64
+"""Of a softmax that are looked at."""
+
+GOLDEN = 0.6180339887498949
+"""Multiples of it spread evenly between 0 and 1, how many there are."""
 
 MOST_HEADS, MOST_QUERIES, MOST_KEYS = 16, 32, 256
 """Of each attention that are looked at."""
@@ -55,3 +76,53 @@ def score_deviation(node: Node, query: Tensor, key: Tensor) -> float:
     scale = query.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
     variances = (queries @ keys.mT * scale).var(-1).mean(-1)
     return float(variances.nan_to_num(0.0, 0.0).max().sqrt())
+
+
+def told_by(node: Node) -> Iterator[tuple[Node, str, Reading]]:
+    """Yields what a result tells of nodes before it: the node, the field, and what that needs now."""
+    for square in normalized_squares(node):
+        yield square, "self", Reading(Kind.NORMALIZED, square.name(), dim=-1, varies=True)
+    if (tanh := capped_scores(node)) is not None:
+        yield tanh, "result", Reading(Kind.APPROXIMATE, tanh.name(), deviation=SHARP)
+
+
+class Looks:
+    """Counts the passes of softmaxes that have codes: they may become sure while a model trains."""
+
+    EVERY = 16
+    """Passes after which one is looked at again."""
+
+    def __init__(self) -> None:
+        self._passes: dict[Place, int] = {}
+
+    def are_due(self, place: Place, reading: Reading) -> bool:
+        """Says whether what is saved at a place is a softmax to look at now."""
+        if reading.reader not in SOFTMAXES or not reading.takes_approximations:
+            return False
+        self._passes[place] = passes = self._passes.get(place, 0) + 1
+        return passes % self.EVERY == 0
+
+
+def needs_exact_softmax(node: Node, result: Tensor, unpack: Unpack) -> bool:
+    """Says whether a node is a softmax whose gradient codes of its result would spoil.
+
+    Args:
+        node: Any autograd node.
+        result: What it has returned.
+        unpack: The unpack hook of what it saves.
+    """
+    if node.name() not in SOFTMAXES:
+        return False
+    width = width_of_scores(node, unpack)
+    return (width is not None and width < NARROW) or _is_sure(result, dim_from_end(node))
+
+
+def _is_sure(probabilities: Tensor, dim: int) -> bool:
+    """Says whether a softmax has too few probabilities along a dimension, or rows too sure, for codes of its result."""
+    length = probabilities.shape[dim]
+    if length < SHORT:
+        return True
+    rows = probabilities.detach().movedim(dim, -1).reshape(-1, length)
+    # Not at equal distances, which may be a multiple of the queries' number: the first row of a causal mask is sure.
+    places = torch.arange(min(MOST_ROWS, len(rows)), device=rows.device) * GOLDEN % 1 * len(rows)
+    return len(rows) > 0 and float(1 - rows[places.long()].float().amax(-1).mean()) < SURE

@@ -235,6 +235,38 @@ OF_TWO: list[tuple[Make, Make, dict[str, Function]]] = [
 ]
 """Functions of two tensors."""
 
+HEADS = partial(leaf, 2, 4, 64, 32, scale=2.0)
+NARROW_HEADS = partial(leaf, 8, 32, 32, 2)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention whose scores a tanh keeps below 20."""
+    return (torch.tanh(query @ key.mT / 20) * 20).softmax(-1) @ value
+
+
+def _alike(attention: Function) -> Function:
+    """Returns an attention that reads almost equal values."""
+    return lambda query, key, value: attention(query, key, 1 + 0.02 * value)
+
+
+OF_THREE: list[tuple[Make, Make, Make, dict[str, Function]]] = [
+    (HEADS, partial(HEADS, seed=1), partial(HEADS, seed=2), {"capped scores": _capped}),
+    (
+        NARROW_HEADS,
+        partial(NARROW_HEADS, seed=1),
+        partial(NARROW_HEADS, seed=2),
+        {
+            "narrow heads, written out": _alike(lambda query, key, value: (query @ key.mT).softmax(-1) @ value),
+        },
+    ),
+]
+"""Functions of three tensors."""
+
+SURE: dict[str, Function] = {
+    f"softmax, sure by {by}": lambda x, by=by: (x + by * F.one_hot(BUCKETS, WIDTH)).softmax(-1) for by in (12, 16)
+}
+"""Probabilities whose rows are all sure."""
+
 TWICE: dict[str, Function] = {
     "sin": torch.sin,
     "tanh": torch.tanh,
@@ -298,6 +330,9 @@ def cases() -> Iterator[Case]:
         yield from (case(name, function, make) for name, function in functions.items())
     for first, second, functions in OF_TWO:
         yield from (case(name, function, first, second) for name, function in functions.items())
+    for first, second, third, functions in OF_THREE:
+        yield from (case(name, function, first, second, third) for name, function in functions.items())
+    yield from (case(name, function, NORMAL) for name, function in SURE.items())
     yield from (Case(f"{name}, twice", partial(_twice, function)) for name, function in TWICE.items())
     yield from (Case(f"chain of {name}", partial(_chain, make)) for name, make in ACTIVATIONS.items())
     yield from (each for each in masked() if each.group in ("cross_entropy", "logsumexp"))
@@ -308,6 +343,8 @@ def cases() -> Iterator[Case]:
 def exact_cases() -> Iterator[Case]:
     """Yields what no precision may change."""
     yield from (case(name, function, NORMAL) for name, function in OWN.items())
+    narrow = (partial(NARROW_HEADS, seed=seed) for seed in range(3))
+    yield case("fused attention of narrow heads", F.scaled_dot_product_attention, *narrow)
 
 
 def _transposed(x: Tensor, w: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def test_the_gradient_is_within_the_bounds(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", _by_name(chosen.exact_cases()))
-def test_what_a_function_of_one_s_own_compares_stays_exact(case: Case) -> None:
+def test_what_no_precision_may_change_stays_exact(case: Case) -> None:
     assert all(result.identical for result in measure(case))
 
 

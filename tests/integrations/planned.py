@@ -60,3 +60,26 @@ class OutOfMemory:
             self.raised += 1
             self._handle.remove()
             raise torch.OutOfMemoryError(TEXT)
+
+
+class OtherReader:
+    """Has another operator read what a module gives, in one instruction, from some step on.
+
+    Args:
+        module: A module near the input.
+        due: Whether now is the time.
+    """
+
+    TIMES, WIDER = 8, 32
+    """So often, and in tensors so many times wider, that they are most of a small model's activations."""
+
+    def __init__(self, module: nn.Module, due: Callable[[], bool]) -> None:
+        self._due = due
+        self.remove = module.register_forward_hook(self._after_forward).remove
+
+    def _after_forward(self, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        for time in range(self.TIMES):
+            wide = output.repeat_interleave(self.WIDER, -1)
+            # The backward of a sine may read few bits, that of the other one is not known to.
+            output = output + (torch.sin, torch.erf)[time == 0 and self._due()](wide)[..., :: self.WIDER]
+        return output

@@ -1,4 +1,7 @@
-"""Runs a step again that ran out of memory, with a tighter plan, so that its samples are not lost."""
+"""Runs a step again that ran out of memory, or whose activations had another reader than before.
+
+So its samples are not lost: the plan is tighter then, or the reader known.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import errno
 import gc
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from logging import getLogger
 from traceback import StackSummary, walk_tb
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from daf_core.distributed import any_rank_failed
-from daf_core.errors import PeerMemoryError
+from daf_core.errors import PeerMemoryError, ReaderError
 from daf_core.memory.system.release import release_caches
 from daf_core.snapshots.step import Snapshot
 
@@ -31,21 +35,25 @@ _TEXTS = re.compile(
 
 Result = TypeVar("Result")
 
+log = getLogger("daf")
+
 
 def is_out_of_memory(error: BaseException, handled: BaseException | None = None) -> bool:
     """Whether an error means that memory ran out, on any device, or was raised because of one that does.
 
     The error that was being handled before the code ran that raised this one, `handled`, is no reason for it.
     """
-    seen = {id(None), id(handled)}
-    following: BaseException | None = error if isinstance(error, Exception) else None
+    return isinstance(error, Exception) and any(map(_says_so, _chain(error, handled)))
+
+
+def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set() if handled is None else {id(handled)}
+    following: BaseException | None = error
     while following is not None and id(following) not in seen:
-        if _says_so(following):
-            return True
         seen.add(id(following))
+        yield following
         context = None if following.__suppress_context__ else following.__context__
         following = following.__cause__ or context
-    return False
 
 
 def _says_so(error: BaseException) -> bool:
@@ -56,14 +64,25 @@ def _says_so(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
 
 
+class Failure(NamedTuple):
+    """An attempt that may be made again: its error without its frames, which would keep memory, and their stack."""
+
+    error: Exception
+    stack: StackSummary
+
+
 def with_retries(
     attempt: Callable[[], Result],
     snapshot: Snapshot,
     tighten: Callable[[str], bool],
     group: ProcessGroup | None = None,
     together: bool = True,
+    look_again: Callable[[], None] | None = None,
 ) -> Result:
     """Runs a step, and runs it again from the same state with tighter plans as long as it runs out of memory.
+
+    It is run again as well, once, where something has asked for a tensor that was not stored for it: the next attempt
+    looks at all that it saves as if it was the first one.
 
     With several processes, all run it again when one has to. So the attempt must not communicate: it runs inside of
     `unsynchronized`, and `reduce_gradients` follows. Any other error passes through at once.
@@ -74,39 +93,54 @@ def with_retries(
         tighten: Gets the message of the error and makes the plan tighter, in the processes that have run out of
             memory; False if there is no tighter one.
         group: The processes; None for all.
-        together: Otherwise each process is on its own.
+        together: Whether the processes run it again together; otherwise each is on its own.
+        look_again: Has the next attempt look at all readers; without it, none follows a `ReaderError`.
 
     Raises:
         Exception: The first attempt's, with a note, when there is no tighter plan; other errors of an attempt.
         PeerMemoryError: There is no tighter plan, and only other processes have run out of memory.
+        ReaderError: The second one.
     """
     outer = sys.exc_info()[1]
-    first: Exception | None = None
-    stack, messages = StackSummary(), list[str]()
+    first: Failure | None = None
+    messages: list[str] = []
     while True:
-        outcome: tuple[Result] | None = None
-        try:
-            outcome = (attempt(),)
-        except Exception as error:
-            if not is_out_of_memory(error, outer):
-                raise
-            messages.append(str(error))
-            if first is None:
-                first, stack = error, StackSummary.extract(walk_tb(error.__traceback__), lookup_lines=False)
-            _drop_frames(error, outer)  # they would keep the memory
-        failed = outcome is None
+        outcome = _run(attempt, outer, ReaderError if look_again is not None else ())
+        failed = isinstance(outcome, Failure)
         if not (any_rank_failed(failed, group) if together else failed):
-            assert outcome is not None
+            assert not isinstance(outcome, Failure)
             return outcome[0]
-        if not failed:
-            messages.append("another process ran out of memory")
+        message = str(outcome.error) if isinstance(outcome, Failure) else "another process could not finish it"
+        misread = isinstance(outcome, Failure) and isinstance(outcome.error, ReaderError)
+        if not misread:
+            messages.append(message)
+            first = first or (outcome if isinstance(outcome, Failure) else None)
         del outcome
         gc.collect()  # so that activations are gone when the engine counts what is left
         snapshot.restore()
         release_caches(snapshot.devices)
-        stuck = failed and not tighten(messages[-1])
+        if misread and look_again is not None:
+            log.warning("DAF runs a step again, from the state before it: %s", message)
+            look_again()
+            look_again, stuck = None, False
+        else:
+            stuck = failed and not tighten(message)
         if any_rank_failed(stuck, group) if together else stuck:
-            raise _final_error(first, stack, messages)
+            raise _final_error(first, messages)
+
+
+def _run(
+    attempt: Callable[[], Result], outer: BaseException | None, others: type[Exception] | tuple[()]
+) -> tuple[Result] | Failure:
+    """Runs an attempt, after which another one may follow lack of memory, and errors of `others`."""
+    try:
+        return (attempt(),)
+    except Exception as error:
+        if not (isinstance(error, others) or is_out_of_memory(error, outer)):
+            raise
+        stack = StackSummary.extract(walk_tb(error.__traceback__), lookup_lines=False)
+        _drop_frames(error, outer)
+        return Failure(error, stack)
 
 
 def _drop_frames(error: BaseException, outer: BaseException | None) -> None:
@@ -121,16 +155,16 @@ def _drop_frames(error: BaseException, outer: BaseException | None) -> None:
             waiting += [following.__cause__, following.__context__]
 
 
-def _final_error(first: Exception | None, stack: StackSummary, messages: list[str]) -> Exception:
+def _final_error(first: Failure | None, messages: list[str]) -> Exception:
     if first is None:
         return PeerMemoryError(len(messages))
     note = (
         f"The step was run {len(messages)} time(s), each with a tighter plan than before, and ran out of memory each "
         f"time; no tighter plan is left. The last time: {messages[-1]}\nThe first time was in:\n"
-        + "".join(stack.format())
+        + "".join(first.stack.format())
     )
     if sys.version_info >= (3, 11):
-        first.add_note(note)
+        first.error.add_note(note)
     else:
-        first.args = (f"{first}\n{note}", *first.args[1:])
-    return first
+        first.error.args = (f"{first.error}\n{note}", *first.error.args[1:])
+    return first.error

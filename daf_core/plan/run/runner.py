@@ -112,11 +112,12 @@ class StepRunner:
         if once:
             return attempt()
         snapshot = Snapshot(self._inner, self._engine.snapshot)
+        retrying = partial(with_retries, attempt, snapshot, self.planner.tighten, look_again=self._engine.look_again)
         if not distributed.exchanging(self._model):
-            return with_retries(attempt, snapshot, self.planner.tighten, together=False)
+            return retrying(together=False)
         exchanges = distributed.exchanges_gradients(self._model)
         with distributed.unsynchronized(self._model):
-            loss = with_retries(attempt, snapshot, self.planner.tighten)
+            loss = retrying()
         if exchanges:
             distributed.reduce_gradients(self._model)
         return loss

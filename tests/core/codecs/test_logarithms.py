@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine
+from daf_core.codecs import logarithms
 from tests.core.harness import assert_empty, engine_for, error, integers, normal, outside_bytes
 
 BOUNDS = {8: 0.005, 4: 0.02, 2: 0.06}
@@ -258,3 +259,27 @@ def test_probabilities_of_a_row_sum_to_one() -> None:
     assert torch.allclose(decoded.exp().sum(-1), torch.ones(64), atol=1e-5)
     best, places = value.topk(8)
     assert torch.equal(decoded.gather(-1, places), best)
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("mask", [-1e9, -torch.inf])
+@pytest.mark.parametrize("probability", [0.01, 0.999, 0.9999])
+def test_masked_words_of_long_rows(probability: float, mask: float, bits: int) -> None:
+    """Where a value is far below the largest, long rows are bounded as short ones are."""
+    scores, targets = sure(8, logarithms.LONG, probability)
+    masked = (normal(8, logarithms.LONG, seed=3) > 2).scatter(1, targets[:, None], torch.zeros(8, 1, dtype=torch.bool))
+    scores = scores.masked_fill(masked, mask)
+    assert max(errors(lambda x: F.cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
+
+
+@pytest.mark.parametrize("words", [logarithms.LONG, logarithms.LONG + 1, logarithms.LONG + logarithms.BLOCK - 1])
+@pytest.mark.parametrize("first", [0, 5000, -12])
+def test_the_largest_of_long_rows(words: int, first: int) -> None:
+    """They may be in one block, or in what is left after the last one."""
+    rows = normal(4, words).view(4, words)
+    rows[:, first:][:, :12] = torch.arange(10.0, 22.0)
+    rows[2] = rows[2].flip(0)
+    best, places = logarithms._largest(rows[:, :, None], 9)
+    expected = rows.topk(9, dim=1)
+    assert torch.equal(best[:, :, 0], expected.values)
+    assert torch.equal(places[:, :, 0], expected.indices)
