@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from daf_core.autograd import hook_stack
-from daf_core.autograd.sites import ModuleScopes, follow_modules
+from daf_core.autograd.sites import ModuleFollower, ModuleScopes
+from daf_core.autograd.torch_private import has_compiled_anything
 from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.config import DAFConfig, as_config, parse_size
 from daf_core.errors import ConfigError, NothingToTrainError, shown
@@ -30,6 +31,7 @@ from daf_core.saved_tensors.classify import Eligibility
 from daf_core.saved_tensors.hooks import Packer
 from daf_core.saved_tensors.itemize import Items
 from daf_core.saved_tensors.lossy import RandomStreams, RehearsalStore, TrainingStore
+from daf_core.saved_tensors.replay import Replays
 from daf_core.saved_tensors.store import ActivationStore, LossyStore
 from daf_core.snapshots.attributes import LONGEST, Attributes
 from daf_core.snapshots.measurement import Measurement
@@ -75,19 +77,17 @@ class ActivationEngine:
         self._backends = Backends(model, self.config)
         self._choice = PackingChoice(self.config, self._backends)
         self._pagers = DevicePagers(self.config, links=self._backends.links)
-        self._eligibility = Eligibility(model)
-        self._scopes = ModuleScopes()
+        self._eligibility, self._scopes = Eligibility(model), ModuleScopes()
         self._readers = Readers(model, wanted=self.config.precision != "exact")
-        self._hooks = follow_modules(model, self._scopes)
+        self._follower = ModuleFollower(model, self._scopes)
         self._recorder = StepRecorder()
         self._policy = PrecisionPolicy(self.config)
         self._auditor = Auditor(self.config, self._policy)
-        self._streams = RandomStreams(self.config)
-        self._doubts = PendingChecks()
+        self._streams, self._doubts = RandomStreams(self.config), PendingChecks()
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
-        self._passes = KindsOfPasses()
-        self._own = _Own()
+        self._replays = Replays(self._packer, self._follower)
+        self._passes, self._own = KindsOfPasses(), _Own()
 
     @contextmanager
     def compress(self) -> Generator[None]:
@@ -106,13 +106,13 @@ class ActivationEngine:
         if self._own.in_scope:
             yield
             return
-        hook_stack.check_no_foreign_hooks(own=self._packer.pack)
+        hook_stack.check_no_foreign_hooks(own=self._replays.own.pack)
         self._backends.follow()
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
             self._own.in_scope = True
             self._begin_pass(threads)
-            with hook_stack.installed(self._packer.pack, self._packer.unpack), self._readers.watching():
+            with hook_stack.installed(self._replays.own.pack, self._packer.unpack), self._readers.watching():
                 yield
             self._packer.finish()
             self._choice.add(threads, time.perf_counter() - started, self._recorder.scope_raw_bytes)
@@ -153,7 +153,7 @@ class ActivationEngine:
         pagers = DevicePagers(self._room_left(), REHEARSED_PAGE_BYTES, to_host=False)
         packer = self._make_packer(eligibility, pagers, store, StepRecorder())
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        with self.measurement.running(), torch.enable_grad():
+        with self._follower.following(), self.measurement.running(), torch.enable_grad():
             eligibility.refresh()
             self._scopes.start()
             try:
@@ -338,9 +338,7 @@ class ActivationEngine:
 
     def close(self) -> None:
         """Removes the hooks from the model's modules; activations that are still held stay valid."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._follower.close()
 
     def _room_left(self) -> DAFConfig:
         """Returns the configuration of a rehearsal's memory: what the budget leaves, and nothing may be given up."""
@@ -364,6 +362,8 @@ class ActivationEngine:
         self._recorder.enter_scope()
         if threads:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
+        replayable = not (threads or self._readers.learning or has_compiled_anything())
+        self._replays.own.begin(self._passes.treatments if replayable else None)
         self._scopes.start(self._passes.treatments.kept)
 
     def _join_pass(self, census: SiteStatistics, threads: int) -> None:
@@ -375,6 +375,7 @@ class ActivationEngine:
 
     def _end_pass(self, complete: bool) -> None:
         self._scopes.stop()
+        self._replays.own.end()
         self._packer.end_pass()
         census = self._store.census
         if complete and census.sizes:

@@ -56,7 +56,7 @@ ROOMS = {
 }
 MAX_LOOSE_FILES = {"daf_kernels": 5, "daf_core": 8, "daf_integrations": 5}
 MAX_LINES = 400
-MAX_EXTRA_MODULES = 120
+MAX_EXTRA_MODULES = 125
 UNLIMITED = {"tests", "build", "dist", "shared"}
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -102,6 +103,61 @@ def tensors_of(model: nn.Module, buffers: bool = True) -> list[Tensor]:
                 modules[child] = None
                 pending.append(child)
     return found
+
+
+class ForwardHooks:
+    """A hook before a module's forward and one that is always called after it, which can be switched off and on.
+
+    To register them anew takes ten times as long.
+
+    Args:
+        module: The module.
+        before: The hook before.
+        after: The hook after.
+        stay: Whether they stay on.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], stay: bool) -> None:
+        self._module, self._before, self._after, self.stay = module, before, after, stay
+        self._handles = module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)
+
+    @property
+    def are_on(self) -> bool:
+        """Whether they are called."""
+        return self._handles[1].id in self._module._forward_hooks
+
+    def turn(self, on: bool) -> None:
+        """Switches them on or off; once they were off they come last."""
+        if self.stay:
+            return
+        module, (before, after) = self._module, (handle.id for handle in self._handles)
+        if on:
+            module._forward_pre_hooks[before] = self._before
+            module._forward_hooks[after] = self._after
+            module._forward_hooks_always_called[after] = True
+        else:
+            module._forward_pre_hooks.pop(before, None)
+            module._forward_hooks.pop(after, None)
+            module._forward_hooks_always_called.pop(after, None)
+
+    def remove(self) -> None:
+        """Removes them for good."""
+        for handle in self._handles:
+            handle.remove()
+
+
+_CALL = nn.Module._call_impl.__code__
+
+MODULE_CALLS = frozenset([_CALL, *(each for each in _CALL.co_consts if isinstance(each, CodeType))])
+"""Code that calls a module's forward: another function does where the module has hooks."""
+
+
+def running_modules(frame: FrameType | None) -> Iterator[nn.Module]:
+    """Yields the modules whose forward a function is part of, the innermost first."""
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

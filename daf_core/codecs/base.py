@@ -152,7 +152,7 @@ class PagedActivation(StoredActivation):
 
     def _new_pages(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> WriteLease:
         """Leases the activation's pages; the arguments and errors are those of `Pager.writing`."""
-        writing = self.pager.writing(fixed, planes, importances, owner=self)
+        writing = self.pager.writing_again(self.pager.kind(fixed, planes, importances), owner=self)
         self.lease = writing.lease
         return writing
 

@@ -17,7 +17,11 @@ from daf_kernels import Backend, TwoValues, mask_pages
 
 
 class BitmaskActivation(PagedActivation):
-    """A boolean, a dropout mask (float32 of two values on CPUs), or any tensor of at most two bit patterns."""
+    """A boolean, a dropout mask (float32 of two values on CPUs), or any tensor of at most two bit patterns.
+
+    Attributes:
+        two: The two.
+    """
 
     name: ClassVar[str] = "bitmask"
     lossy = False
@@ -25,7 +29,7 @@ class BitmaskActivation(PagedActivation):
     def __init__(self, pager: Pager, backend: Backend, two: TwoValues) -> None:
         super().__init__(pager)
         self._backend = backend
-        self._two = two
+        self.two = two
 
     @override
     @classmethod
@@ -54,9 +58,9 @@ class BitmaskActivation(PagedActivation):
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Returns the two values as a tensor of shape (2,); `dtype` is that of the mask."""
-        signed = np.array(self._two, f"u{dtype.itemsize}").view(f"i{dtype.itemsize}")
+        signed = np.array(self.two, f"u{dtype.itemsize}").view(f"i{dtype.itemsize}")
         return torch.from_numpy(signed).view(dtype)
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        self._backend.decode_mask(out, self._two, self.pager.pool, lease.pages)
+        self._backend.decode_mask(out, self.two, self.pager.pool, lease.pages)

@@ -63,4 +63,4 @@ class GeluDerivativeActivation(PlanesActivation):
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        self._backend.decode_slopes(out, self._layout, lease.planes, self.pager.pool, lease.pages)
+        self._backend.decode_slopes(out, self.layout, lease.planes, self.pager.pool, lease.pages)

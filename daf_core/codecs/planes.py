@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
@@ -17,6 +18,7 @@ from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
+from daf_core.readers.table import Reading
 from daf_kernels import Backend, DeviceFlag, PlaneLayout, plane_layout, planes_for
 from daf_kernels.layout import shares_groups
 
@@ -33,6 +35,20 @@ where a row spreads 1/16 of that, half of what its normalization returns. A toke
 returns noise alone."""
 
 
+class Read(Protocol):
+    """What a `LossyStore` is told of a saved tensor."""
+
+    @property
+    def site(self) -> Site:
+        """Where it is saved."""
+        ...
+
+    @property
+    def reading(self) -> Reading | None:
+        """What its reader reads of it; None where that is not known yet."""
+        ...
+
+
 class LossyStore(Protocol):
     """Stores activations at the precision of their site, in training, or keeps them to try precisions."""
 
@@ -40,8 +56,17 @@ class LossyStore(Protocol):
         """Returns the name of the codec that a calibration has chosen for a site; None where it has chosen none."""
         ...
 
-    def store(self, codec: type[PlanesActivation], saved: SavedTensor, ctx: EncodeContext) -> StoredActivation | None:
+    def store(self, codec: type[PlanesActivation], saved: Read, ctx: EncodeContext) -> StoredActivation | None:
         """Stores a tensor with a codec; None keeps it as it is."""
+        ...
+
+    @property
+    def token(self) -> object:
+        """The same object as long as every site is stored in the same bits, rounded to nearest; None otherwise."""
+        ...
+
+    def count(self, site: Site, sizes: Sequence[int], stored: PlanesActivation) -> None:
+        """Counts what was stored of a site without `store`; `sizes` as `PlanesActivation.sizes`."""
         ...
 
     def sharpens(self, site: Site, deviation: float) -> bool:
@@ -60,6 +85,8 @@ class PlanesActivation(PagedActivation):
     the planes that are left decode at a lower precision.
 
     Attributes:
+        layout: Where its codes lie.
+        groups: Its scaling groups.
         only_reader: The autograd node that alone may read the codes; "" for every node. A codec with one is taken where
             a calibration has found no other reader, and a smaller error.
     """
@@ -70,8 +97,8 @@ class PlanesActivation(PagedActivation):
     def __init__(self, pager: Pager, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
         super().__init__(pager)
         self._backend = backend
-        self._layout = layout
-        self._groups = groups
+        self.layout = layout
+        self.groups = groups
         self._check: PendingCheck | None = None
 
     @property
@@ -111,6 +138,10 @@ class PlanesActivation(PagedActivation):
         """Returns the bytes of the values at each of `LEVELS`, and as they are, which is the most."""
         values = ctx.values
         return _sizes(values.numel(), cls.groups_of(ctx).row, values.element_size(), ctx.pager.pool.page_bytes)
+
+    def sizes_as(self, tensor: Tensor) -> list[int]:
+        """Returns `sizes` of a tensor of the same size."""
+        return _sizes(self.layout.elements, self.groups.row, tensor.element_size(), self.pager.pool.page_bytes)
 
     @classmethod
     def write(cls, ctx: EncodeContext) -> Self | None:
@@ -161,7 +192,7 @@ class PlanesActivation(PagedActivation):
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        self._backend.decode(self._groups.arrange(out), self._layout, lease.planes, self.pager.pool, lease.pages)
+        self._backend.decode(self.groups.arrange(out), self.layout, lease.planes, self.pager.pool, lease.pages)
 
 
 @lru_cache(maxsize=4096)

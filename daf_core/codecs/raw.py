@@ -101,7 +101,7 @@ class RawActivation(StoredActivation):
         Raises:
             ModifiedInPlaceError: It was changed since it was saved.
         """
-        if not self.is_unchanged:
+        if self._tensor._version != self._version:
             raise modified_in_place(tuple(self._tensor.shape), self._version, self._tensor._version)
         return self._tensor
 

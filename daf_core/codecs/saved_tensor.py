@@ -94,14 +94,25 @@ class SavedTensor:
         return self.form is TensorKind.LOSSY and (self.reading is None or self.reading.takes_approximations)
 
 
-def capture(tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, scopes: ModuleScopes) -> SavedTensor:
-    """Returns what is to be known of a tensor that is being saved."""
+def capture(
+    tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, normalizes: bool, scopes: ModuleScopes
+) -> SavedTensor:
+    """Returns what is to be known of a tensor that is being saved.
+
+    Args:
+        tensor: The tensor as autograd saves it.
+        form: The form that it may take.
+        site: Where it is saved.
+        sighting: What is known of its reader.
+        normalizes: Whether a module that normalizes is saving it.
+        scopes: Knows the latest results of normalizations.
+    """
     normalized: list[NormalizedResult] = []
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
     reference = weakref.ref(tensor)
     reading = sighting.reading
-    normalizes = scopes.current.normalizes or (reading is not None and reading.kind is Kind.NORMALIZED)
+    normalizes = normalizes or (reading is not None and reading.kind is Kind.NORMALIZED)
     node = tensor.grad_fn
     attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
     return SavedTensor(

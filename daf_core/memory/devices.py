@@ -117,7 +117,7 @@ class DevicePagers:
             for pager in list(self._pagers.values()):
                 pager.set_budget(pager.budget)  # waits for what is being read back
                 pager.account = replace(before.get(pager, PagerAccount()))  # a pager may be newer than the snapshot
-                pager.pool.release()
+                pager.shrink()
 
         return restore
 
@@ -164,5 +164,5 @@ class DevicePagers:
     def _bytes(self, budget: int | str | None, device: torch.device, pager: Pager) -> int | None:
         if not isinstance(budget, str):
             return budget
-        outside = pager.settle() - pager.pool.used_pages * pager.pool.page_bytes
+        outside = pager.outside_bytes
         return self._available.setdefault(device, AutoBudget(device)).update(pager.pool.resident_bytes + outside)

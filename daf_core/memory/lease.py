@@ -26,12 +26,14 @@ class Outside:
 
     Attributes:
         size: How many; 0 before they are counted, and when they are no longer.
+        reference: Refers to their owner, where they grow.
     """
 
-    __slots__ = ("size",)
+    __slots__ = ("reference", "size")
 
     def __init__(self, size: int = 0) -> None:
         self.size = size
+        self.reference: object = None
 
 
 class Lease:
@@ -52,10 +54,14 @@ class Lease:
         released: Whether its last handle died.
         size: Pages of the planes that are stored, and of what comes before them.
         least: Pages that are left when everything was dropped that may be.
+        kind: What leases like it have in common; None where they do not keep their pages.
+        reference: Refers to its owner, where it has a kind.
+        addresses: Addresses of its pages, and where they lie, where it has a kind.
     """
 
     __slots__ = (
-        "_ends", "drops", "least", "loading", "pages", "planes", "readers", "released", "serial", "size", "slots"
+        "_ends", "addresses", "drops", "kind", "least", "loading", "pages", "planes", "readers", "reference",
+        "released", "serial", "size", "slots",
     )  # fmt: skip
 
     def __init__(self, serial: int, fixed: int, planes: Sequence[int], drops: list[Drop]) -> None:
@@ -69,6 +75,9 @@ class Lease:
         self.slots: Pages | None = None
         self.loading: threading.Event | None = None
         self.released = False
+        self.kind: LeaseKind | None = None
+        self.reference: object = None
+        self.addresses: tuple[int, Pages] = 0, NOWHERE
         self._ends = list(accumulate(planes, initial=fixed))
         self.size = self._ends[-1]
         self.least = self._ends[drops[0][1]] if drops else self.size
@@ -86,6 +95,27 @@ class Lease:
         self.planes = planes
         self.size = self._ends[planes]
         return before - planes
+
+
+class LeaseKind:
+    """What leases have in common whose activations are of one size, and in as many bits.
+
+    Attributes:
+        fixed: Pages that they cannot do without.
+        planes: Pages of each plane.
+        importances: Growth of the error if a plane is dropped, per byte that this frees.
+        size: Pages of one of them.
+        bytes: Their bytes.
+        free: Those that were given back, with their pages: the activation of the next step takes one as it is.
+    """
+
+    __slots__ = ("bytes", "fixed", "free", "importances", "planes", "size")
+
+    def __init__(self, fixed: int, planes: Sequence[int], importances: Sequence[float], page_bytes: int) -> None:
+        self.fixed, self.planes, self.importances = fixed, tuple(planes), tuple(importances)
+        self.size = fixed + sum(planes)
+        self.bytes = self.size * page_bytes
+        self.free: list[Lease] = []
 
 
 def plan_drops(planes: Sequence[int], importances: Sequence[float], least: int) -> list[Drop]:

@@ -11,18 +11,17 @@ from contextlib import suppress
 import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
-from daf_core.memory import forks
-from daf_core.memory.lease import NOWHERE, Lease, Outside, ReadLease, WriteLease, planned_drops
-from daf_core.memory.lease_index import LeaseIndex
+from daf_core.memory.books import PagerBooks
+from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, Outside, ReadLease, WriteLease, planned_drops
 from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
-from daf_core.memory.release_clock import ReleaseClock, Releases
+from daf_core.memory.release_clock import ReleaseClock
 from daf_core.memory.tiers.base import Tier
 from daf_kernels import Pages
 
 
-class Pager:
+class Pager(PagerBooks):
     """Leases pages to activations on one device, and counts all bytes that activations hold.
 
     Under pressure it gives up pages that also lie in the next tier; then planes, the least important of all leases
@@ -37,7 +36,6 @@ class Pager:
         clock: Says which releases count already; by default all do.
 
     Attributes:
-        account: What was done so far in this step; it goes on counting.
         spills: Whether activations on pages may move.
         set_aside: Bytes of the budget for what will lie outside of the pool, which keeps pages that it had once.
     """
@@ -50,22 +48,12 @@ class Pager:
         spill: Tier | None = None,
         clock: ReleaseClock | None = None,
     ) -> None:
-        self.pool = pool
-        self.budget = budget
-        self.held_bytes = 0
+        super().__init__(pool, budget, least_planes, spill, clock)
         self.spills = spill is not None
         self.set_aside = 0
-        self._outside_bytes = 0
-        self._writing: set[Lease] = set()
         self._least_planes = least_planes
-        self._spill = spill
         self._read_ahead = ReadAhead(self._load_next, spill is not None and spill.queued, pool.device)
         self._serial = 0
-        self.account = PagerAccount()
-        self._index = LeaseIndex()
-        self._read: set[Lease] = set()
-        self._released: Releases[Lease | Outside] = Releases(clock)
-        self._lock = forks.lock(forks.Level.PAGER)
 
     def writing(
         self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = (), owner: object = None
@@ -84,7 +72,53 @@ class Pager:
             ActivationBudgetError: It does not fit even if everything is given up that may be.
             SpillError: The next tier takes nothing more.
         """
-        return WriteLease(self._open(fixed, planes, importances, owner), self._publish, self.release)
+        return WriteLease(self._open(fixed, planes, importances, owner), self.finish, self.release)
+
+    def kind(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> LeaseKind:
+        """Returns the kind of leases with these arguments of `writing`."""
+        with self._lock:
+            return self._idle.kind(fixed, planes, importances)
+
+    def writing_again(self, kind: LeaseKind, owner: object) -> WriteLease:
+        """As `writing`, for a kind of leases: without pressure one takes the pages of another that was given back."""
+        if not self.at_ease or self._released.timed:
+            return self.writing(kind.fixed, kind.planes, kind.importances, owner)
+        return WriteLease(self.take(kind, owner), self.finish, self.release)
+
+    @property
+    def at_ease(self) -> bool:
+        """Whether nothing presses, so that `take` may be called."""
+        return self.budget is None and self._spill is None and self.pool.uniform
+
+    def take(self, kind: LeaseKind, owner: object) -> Lease:
+        """Returns a lease while the pager is `at_ease`, to be written until `finish` is called for it.
+
+        Args:
+            kind: Its kind.
+            owner: The activation. When it dies, the lease is idle.
+        """
+        released, free, idle = self._released, kind.free, self._idle
+        with self._lock:
+            if released.untimed or released:
+                self._collect()
+            reference = released.at_once(owner)
+            lease = free[-1] if free else idle.last(kind)
+            # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all of them.
+            reference.item = lease
+            lease.reference = reference
+            lease.serial = self._serial
+            lease.readers = 1
+            lease.released = False
+            del free[-1]
+            self._writing[lease] = None
+            self._serial += 1
+            idle.pages -= kind.size
+            self.held_bytes += kind.bytes
+            if self.held_bytes > self.account.peak_bytes:
+                self.account.peak_bytes = self.held_bytes
+            if self._bytes_on_pages > self._peak_on_pages:
+                self._peak_on_pages = self._bytes_on_pages
+        return lease
 
     def reading(self, lease: Lease) -> ReadLease:
         """Brings an activation back if it was spilled; inside, its pages and planes stay as they are.
@@ -93,12 +127,19 @@ class Pager:
             ActivationBudgetError: It does not fit beside what cannot be spilled.
             SpillError: The next tier cannot be read.
         """
-        self._pin(lease)
+        if self._spill is not None:
+            self._pin(lease)
+        else:
+            with self._lock:
+                lease.readers += 1
+                self._read.add(lease)
         return ReadLease(lease, self._unpin)
 
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back, once."""
-        self._released.add(lease)
+    def shrink(self, keep: int = 0) -> None:
+        """Gives memory back to the system that no page in use lies in, as long as `keep` bytes are left."""
+        with self._lock:
+            self._idle.reclaim()
+        self.pool.release(keep)
 
     def hold(self, size: int, owner: object | None = None) -> None:
         """Counts `size` bytes of an activation outside the pool: until `let_go`, or until their owner dies.
@@ -107,17 +148,31 @@ class Pager:
             ActivationBudgetError: They do not fit even if everything is given up that may be.
             SpillError: The next tier takes nothing more.
         """
+        outside = Outside()
+        if owner is not None and self._released.timed:
+            self._released.add(outside, owner)
+        elif owner is not None:
+            outside = self.hold_growing(owner)
+        self.hold_more(outside, size)
+
+    def hold_growing(self, owner: object) -> Outside:
+        """Returns an account of bytes outside of the pool that grows by `hold_more`, until its owner dies."""
+        reference, outside = self._released.at_once(owner), Outside()
+        self._growing[outside] = None
+        reference.item = outside
+        outside.reference = reference
+        return outside
+
+    def hold_more(self, outside: Outside, size: int) -> None:
+        """Counts `size` more bytes of an account; the errors are those of `hold`."""
         started = self._begin_pressing()
         with self._lock:
             self._collect()
             self._make_room(size, size, self.budget, drop=True)
-            outside = Outside()
-            if owner is not None:
-                self._released.add(outside, owner)
-            # Nothing is called from here on: an interrupt, such as Ctrl-C, comes before or after all three.
+            # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all three.
             self.held_bytes += size
             self._outside_bytes += size
-            outside.size = size
+            outside.size += size
             self._count(0)
             self.account.seconds += time.perf_counter() - started
 
@@ -138,41 +193,21 @@ class Pager:
             if budget is not None and largest > budget:  # it could be spilled, and never be read back
                 raise ActivationBudgetError(largest, budget)
             self._make_room(0, 0, budget, drop=True)
+            self._idle.reclaim()
             self.budget = budget
-
-    def settle(self) -> int:
-        """Counts what was released meanwhile and returns the bytes that are held now."""
-        with self._lock:
-            self._collect()
-            return self.held_bytes
 
     def finish_step(self) -> PagerAccount:
         """Ends a step and returns what was done in it."""
         with self._lock:
             self._collect()
             account, self.account = self.account, PagerAccount(peak_bytes=self.held_bytes)
-        self.pool.finish_step()
+            peak, self._peak_on_pages = self._peak_on_pages, self._bytes_on_pages
+        keep = self.pool.finish_step(peak)
+        if self._idle.pages and self.pool.can_shrink_to(keep):
+            self.shrink(keep)
         if self._spill is not None:
             self._spill.finish_step()
         return account
-
-    @property
-    def leased_pages(self) -> int:
-        """Pages that are in use."""
-        self.settle()
-        return self.pool.used_pages
-
-    def check(self) -> None:
-        """Raises AssertionError where a page, byte or lease is lost or miscounted; not while one is being read back."""
-        with self._lock:
-            self._collect()
-            self.pool.check()
-            self._index.check()
-            if self.held_bytes != self._outside_bytes + self.pool.used_pages * self.pool.page_bytes:
-                raise AssertionError("the bytes that are held are not those of the pages in use and outside of them")
-            if not self._writing and self.pool.used_pages != self._index.resident_pages + self._index.copied_pages:
-                raise AssertionError("the pages in use are not those of the leases")
-            self._count(0)
 
     @property
     def _page_budget(self) -> int | None:
@@ -196,10 +231,11 @@ class Pager:
             self._make_room(lease.size * page, lease.least * page, budget, drop=True, incoming=lease)
             if owner is not None:
                 self._released.add(lease, owner)
+            self._idle.reclaim()
             pages, size = self.pool.take(lease.size, budget), lease.size * page
             if self._spill is not None:
                 self._spill.wait()  # pages that were just given up may still be on their way
-            self._writing.add(lease)
+            self._writing[lease] = None
             # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all three.
             lease.readers = 1
             lease.pages = pages
@@ -208,12 +244,14 @@ class Pager:
             self.account.seconds += time.perf_counter() - started
             return lease
 
-    def _publish(self, lease: Lease) -> None:
+    def finish(self, lease: Lease) -> None:
+        """Ends the writing of a lease."""
         with self._lock:
             lease.readers -= 1
-            self._writing.remove(lease)
+            del self._writing[lease]
             self._index.add(lease)
-            self._copy_ahead(lease.size)
+            if self._spill is not None:
+                self._copy_ahead(lease.size)
 
     def _pin(self, lease: Lease) -> None:
         started = time.perf_counter()
@@ -360,40 +398,3 @@ class Pager:
         self._give(lease.pages)
         lease.pages = NOWHERE
         self._index.add(lease)
-
-    def _collect(self) -> None:
-        """Counts what was released; pages go back in one go, as each trip to the pool costs 50 us with cold caches."""
-        freed: list[Pages] = []
-        for item in self._released.due() if self._released else ():
-            if isinstance(item, Outside):  # see `hold`
-                self.held_bytes -= item.size
-                self._outside_bytes -= item.size
-                item.size = 0
-                continue
-            before, item.released = item.released, True
-            if not before and item.loading is None:  # otherwise the read that is in progress frees it
-                self._read.discard(item)
-                if item in self._writing:  # an interrupt has kept it from being published
-                    self._writing.remove(item)
-                elif item.resident or item.slots is not None:  # it got no pages otherwise
-                    self._index.remove(item)
-                freed.append(item.pages)
-                self._free(item)
-        if freed:
-            self._give(np.concatenate(freed))
-
-    def _free(self, lease: Lease) -> None:
-        lease.pages = NOWHERE
-        if lease.slots is not None and self._spill is not None:
-            self._spill.free(lease.slots)
-            lease.slots = None
-
-    def _give(self, pages: Pages) -> None:
-        self.pool.give(pages)
-        self.held_bytes -= pages.size * self.pool.page_bytes
-
-    def _count(self, size: int) -> None:
-        self.held_bytes += size
-        if self.budget is not None and self.held_bytes > self.budget:
-            raise AssertionError(f"{self.held_bytes} bytes are held, and {self.budget} are allowed")
-        self.account.peak_bytes = max(self.account.peak_bytes, self.held_bytes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from daf_core.memory.system.mortal import at_death
 
@@ -37,6 +38,17 @@ class ReleaseClock(threading.local):
         self.now = self.horizon = time
 
 
+class OwnerReference(weakref.ref[Any]):
+    """A reference to the owner of something, which is released when the owner dies.
+
+    Attributes:
+        item: What is released; its `reference` is this one.
+    """
+
+    __slots__ = ("item",)
+    item: Any
+
+
 class Releases(Generic[Item]):
     """Collects what was released. Adding takes no lock: it may happen inside a garbage collection.
 
@@ -49,11 +61,13 @@ class Releases(Generic[Item]):
         self._now: Callable[[], int] = partial(attrgetter("now"), self._clock)
         self._items: deque[tuple[int, Item]] = deque()
         self._dead: deque[tuple[int, int]] = deque()
+        self.untimed: deque[OwnerReference] = deque()
+        """Gets the references of owners that have died to what counts at once, whatever the time (see `at_once`)."""
         self._owned: dict[int, tuple[Item, object]] = {}
         self._numbers = count()
 
     def __bool__(self) -> bool:
-        return bool(self._dead or self._items)
+        return bool(self._dead or self._items or self.untimed)
 
     def add(self, item: Item, owner: object | None = None) -> None:
         """Notes that something was released now, or will be when its owner dies."""
@@ -63,8 +77,22 @@ class Releases(Generic[Item]):
         number = next(self._numbers)
         self._owned[number] = item, at_death(owner, self._now, number, self._dead.append)
 
+    @property
+    def timed(self) -> bool:
+        """Whether releases have to wait for their time in this thread, which packs for another one."""
+        return self._clock.horizon is not math.inf
+
+    def at_once(self, owner: object) -> OwnerReference:
+        """Returns what is to be given an item, and kept by it: the item is due as soon as the owner has died."""
+        return OwnerReference(owner, self.untimed.append)
+
     def due(self) -> Iterator[Item]:
         """Takes out what was released up to this thread's horizon: each once, or again after an interrupt."""
+        while self.untimed:
+            reference = self.untimed[0]
+            if reference.item.reference is reference:  # otherwise it was released before, and has another owner
+                yield reference.item
+            self.untimed.popleft()
         while self._dead:
             time, number = self._dead[0]
             if (owned := self._owned.get(number)) is not None:

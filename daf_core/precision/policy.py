@@ -56,6 +56,16 @@ class PrecisionPolicy:
         self._recent: deque[Pass] = deque(maxlen=RECENT)
         self._planned: Pass | None = None
         self.recomputed: frozenset[str] = frozenset()
+        self._fixed: tuple[object, ...] = ()
+
+    @property
+    def token(self) -> object:
+        """The same object as long as every site has the same precision and codec."""
+        # Compared by value: a step that is run again puts back what these dictionaries contain.
+        now = (self.plan, self._codecs, self.recomputed, self._errors.keys())
+        if now != self._fixed:
+            self._fixed = dict(self.plan), dict(self._codecs), self.recomputed, dict.fromkeys(self._errors).keys()
+        return self._fixed
 
     @property
     def calibrated(self) -> bool:

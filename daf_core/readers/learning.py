@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -33,14 +33,9 @@ from daf_core.autograd.torch_private import (
     saving_node,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import (
-    is_large,
-    is_narrow,
-    last_products,
-    product_input,
-)
+from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, product_input
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
-from daf_core.readers.sharpness import Looks, needs_exact_softmax, score_deviation, told_by
+from daf_core.readers.sharpness import Looks, needs_exact_softmax, score_deviation, takes_same_bits, told_by
 from daf_core.readers.table import (
     CHECKPOINT,
     Kind,
@@ -53,9 +48,6 @@ from daf_core.readers.table import (
 )
 from daf_core.readers.waiting import EXACT_MODE, Saved, Sighting, StoreAgain, Unpack, Waiting
 from daf_core.readers.watch import Watch
-
-LEADING = 3
-"""Operators before one with a pole that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
 
 NEWEST = 8
 """Tensors of a first pass whose values wait although their reader is known: what follows may have a pole."""
@@ -101,27 +93,34 @@ class Readers:
     Args:
         model: Where a part of it is compiled nothing is watched: a graph would be compiled again without the watch.
         wanted: Whether anything is stored that is not exact.
+
+    Attributes:
+        changes: How often something was learned: as long as it is the same, so is what is known.
+        looks: Says when softmaxes are looked at again.
     """
 
     def __init__(self, model: nn.Module, wanted: bool) -> None:
+        self.changes = 0
         self._model = model
         self._wanted = wanted
         self._places = Places()
         self._readings: dict[Place, Reading] = {}
         self._unread: dict[Place, int] = {}
-        self._looks = Looks()
+        self.looks = Looks()
         self._own = _Own()
+
+    @property
+    def learning(self) -> bool:
+        """Whether the next forward pass of this thread will be watched."""
+        return self._wanted and (self._own.unknown or not self._readings)
 
     @contextmanager
     def watching(self, always: bool = False) -> Generator[None]:
         """Watches what runs in a forward pass inside, where there is something to learn or `always`."""
-        unknown = self._wanted and (always or self._own.unknown or not self._readings)
+        unknown = self.learning or (self._wanted and always)
         self._own.unknown = False
-        with (
-            Watch(self._show_result, self._cancelling)
-            if unknown and not has_compiled_parts(self._model)
-            else nullcontext()
-        ):
+        watched = unknown and not has_compiled_parts(self._model)
+        with Watch(self._show_result, self._cancelling) if watched else nullcontext():
             yield
 
     def look_again(self) -> None:
@@ -129,7 +128,7 @@ class Readers:
         self._own.unknown = True
         for place, reading in self._readings.items():
             if reading.kind is not Kind.EXACT:  # which serves all readers
-                self._readings[place] = replace(reading, varies=True)
+                self._set(place, replace(reading, varies=True))
 
     @contextmanager
     def _cancelling(self) -> Generator[None]:
@@ -139,7 +138,10 @@ class Readers:
         finally:
             self._own.cancelling = False
 
-    def see(self, tensor: Tensor, call: ModuleCall, site: Site, frame: FrameType | None, unpack: Unpack) -> Sighting:
+    def see(
+        self, tensor: Tensor, call: ModuleCall, site: Site, frame: FrameType | None, unpack: Unpack,
+        place: Place | None = None,
+    ) -> Sighting:  # fmt: skip
         """Returns what is known of a tensor that is being saved.
 
         Args:
@@ -148,6 +150,7 @@ class Readers:
             site: Where it is saved.
             frame: The innermost Python function that is running, but for DAF's.
             unpack: The unpack hook that belongs to what autograd gets.
+            place: Where it is saved, if that has a name already.
         """
         if not self._wanted:
             return EXACT_MODE
@@ -159,11 +162,11 @@ class Readers:
         node = tensor.grad_fn
         if site.op == _CLONE and node_number(node) == number:
             number -= 1
-        place = self._places.name(frame, call, site.op)
+        place = place or self._places.name(frame, call, site.op)
         if self._own.cancelling:
             return Sighting(place, number, self._learn(place, Reading(Kind.EXACT, "terms that cancel")), False)
         reading = self._readings.get(place)
-        if reading is not None and reading.kind is not Kind.LOGARITHMS and not self._looks.are_due(place, reading):
+        if reading is not None and reading.kind is not Kind.LOGARITHMS and not self.looks.are_due(place, reading):
             return Sighting(place, number, reading, reading.varies)
         known = reading is not None
         if node is not None and not is_leaf_node(node) and node_number(node) == number:
@@ -176,6 +179,15 @@ class Readers:
                 if has_pole(node, partial(is_large, node, unpack)):
                     self._lead(node, unpack)
         return Sighting(place, number, reading, not known)
+
+    @property
+    def unresolved(self) -> Mapping[int, object]:
+        """What waits in this thread's pass for its reader to be found, also in passes to come."""
+        return self._own.unresolved
+
+    def still_reads(self, place: Place, reading: Reading | None) -> bool:
+        """Says whether nothing else was learned of a place since it was known for a reading."""
+        return self._readings.get(place) is reading
 
     def show(self, node: Node) -> None:
         """Looks through a graph for nodes that have saved what waits."""
@@ -248,7 +260,8 @@ class Readers:
         if results and results[0].grad_fn is not None:
             self._sharpen_last(results[0].grad_fn)
         if len(self._readings) > MOST_PLACES:
-            self._places, self._readings, self._unread, self._looks = Places(), {}, {}, Looks()
+            self._places, self._readings, self._unread, self.looks = Places(), {}, {}, Looks()
+            self.changes += 1
         try:
             for waiting in [*own.waiting]:
                 if not waiting.resolved:
@@ -279,7 +292,7 @@ class Readers:
         if place is not None:
             known = self._readings.get(place)
             if known is not None and known.bounds != reading.bounds:  # no graph has shown that in the forward pass
-                self._readings[place] = Reading(Kind.EXACT, reading.reader)
+                self._set(place, Reading(Kind.EXACT, reading.reader))
             else:
                 self._learn(place, reading)
             if has_pole(node, large):
@@ -308,8 +321,8 @@ class Readers:
     def sharpen(self, place: Place, deviation: float) -> None:
         """Takes the deviation of the scores of an attention whose query or key is saved at a place."""
         known = self._readings.get(place)
-        if known is not None and known.kind is Kind.ATTENTION:
-            self._readings[place] = replace(known, deviation=deviation)
+        if known is not None and known.kind is Kind.ATTENTION and not takes_same_bits(known.deviation, deviation):
+            self._set(place, replace(known, deviation=deviation))
 
     def _sharpen_last(self, newest: Node) -> None:
         """Has the inputs of the last layers of few results take more bits.
@@ -324,6 +337,10 @@ class Readers:
                 reading = Reading(Kind.APPROXIMATE, node.name(), deviation=math.inf)
                 self._change(node, product_input(node) or "", reading)
 
+    def _set(self, place: Place, reading: Reading) -> None:
+        self._readings[place] = reading
+        self.changes += 1
+
     def _learn(self, place: Place, reading: Reading) -> Reading:
         """Remembers what reads at a place; where that is not always the same, it is the most exact."""
         known = self._readings.get(place)
@@ -331,8 +348,9 @@ class Readers:
             reading = more_exact(known, reading)
         elif known is not None and not reading.deviation:
             reading = replace(reading, deviation=known.deviation)
-        self._readings[place] = reading
-        return reading
+        if known is None or reading != known:  # the same object as long as nothing is learned: see `still_reads`
+            self._set(place, reading)
+        return self._readings[place]
 
     def _lead(self, node: Node, unpack: Unpack) -> None:
         """Keeps exact what the last operators before a node have saved.
@@ -341,10 +359,10 @@ class Readers:
         are small, and what it multiplies that by has to fit.
         """
         waiting = {id(each.packed()): each for each in self._own.waiting}
-        for packed in _led_by(node, unpack):
+        for packed in led_by(node, unpack):
             place = getattr(packed, "place", None)
             if place is not None:
-                self._readings[place] = Reading(Kind.EXACT, node.name())
+                self._set(place, Reading(Kind.EXACT, node.name()))
             if (found := waiting.get(id(packed))) is not None:
                 found.settle(None)
 
@@ -357,10 +375,10 @@ class Readers:
             return
         self._unread[place] = self._unread.get(place, 0) + 1
         if self._unread[place] >= UNREAD_PASSES:
-            self._readings.setdefault(place, Reading(Kind.EXACT, "nothing"))
+            self._set(place, self._readings.get(place, Reading(Kind.EXACT, "nothing")))
         others = {id(each.packed()): each for each in self._own.waiting}
         if node is not None:
-            for packed in _led_by(node, unpack, beginning=True):
+            for packed in led_by(node, unpack, beginning=True):
                 if (found := others.get(id(packed))) is not None and found.resolved:
                     found.settle(None)
         with suppress(ActivationBudgetError):  # its codes stay, and whoever reads them is looked at in backward
@@ -378,18 +396,3 @@ class Readers:
                 return
             total -= waiting.size
             self._own.waiting.remove(waiting)
-
-
-def _led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[object]:
-    """Yields what the last operators before a node have saved; with `beginning`, the node is one of them."""
-    pending: list[tuple[Node, int]] = [(node, 0)]
-    for step, (node, saved) in enumerate(pending):
-        found = []
-        if step or beginning:
-            if is_leaf_node(node) or stops_poles(node):
-                continue
-            found = [packed for name in fields_of(node) if (packed := packed_for(node, name, unpack)) is not None]
-            yield from found
-        saved += bool(found)
-        if saved < LEADING and len(pending) < 4 * NEWEST:
-            pending += [(following, saved) for following, _ in node.next_functions if following is not None]

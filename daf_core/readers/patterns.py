@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from daf_core.autograd.torch_private import Node, is_leaf_node, packed_for
-from daf_core.readers.table import STATISTIC_SHARE
+from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, packed_for
+from daf_core.readers.table import STATISTIC_SHARE, stops_poles
 from daf_core.readers.waiting import Unpack
 
 MOST_NODES = 64
@@ -15,6 +15,12 @@ MOST_NODES = 64
 
 MOST_TO_SCORES = 5
 """Nodes from a softmax to the product that makes its scores, at most: a mask, a factor and views are between."""
+
+MOST_LEADING = 32
+"""Nodes that are looked at for them, at most."""
+
+LEADING = 3
+"""Operators before one with a pole that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
 
 _PRODUCT_INPUTS = {"MmBackward0": "self", "AddmmBackward0": "mat1", "LinearBackward0": "input"}
 _SCORES = {"BmmBackward0": "self", "BaddbmmBackward0": "batch1"}
@@ -95,3 +101,18 @@ def width_of_scores(probabilities: Node, unpack: Unpack) -> int | None:
             shape = node._input_metadata[0].shape
             return None if packed is None else packed.elements // max(1, math.prod(shape[:-1]))
     return None
+
+
+def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[object]:
+    """Yields what the last operators before a node have saved; with `beginning`, the node is one of them."""
+    pending: list[tuple[Node, int]] = [(node, 0)]
+    for step, (node, saved) in enumerate(pending):
+        found = []
+        if step or beginning:
+            if is_leaf_node(node) or stops_poles(node):
+                continue
+            found = [packed for name in fields_of(node) if (packed := packed_for(node, name, unpack)) is not None]
+            yield from found
+        saved += bool(found)
+        if saved < LEADING and len(pending) < MOST_LEADING:
+            pending += [(following, saved) for following, _ in node.next_functions if following is not None]

@@ -10,6 +10,7 @@ import torch
 from torch.utils import checkpoint
 
 from daf_core.autograd.sites import ModuleCall
+from daf_core.autograd.torch_private import MODULE_CALLS
 from daf_core.readers.watch import unwatched
 
 _CHECKPOINT = checkpoint.__file__
@@ -25,7 +26,7 @@ class Place(NamedTuple):
     Attributes:
         module: Qualified name of the innermost module whose forward is running.
         op: Name of the autograd node that made the tensor, or "leaf".
-        codes: Addresses of the code of the two innermost Python functions.
+        codes: Addresses of the code of the two innermost Python functions; 0 for what calls a module's forward.
         instructions: Where they are.
         save: Number of the save at this place, within the call of the module: C++ may make several nodes there, and a
             loop or a helper may come there again.
@@ -52,8 +53,8 @@ class Places:
             call: The call of a module that is running.
             op: Name of the autograd node that made what is saved.
         """
-        inner = unwatched(frame)
-        outer = None if inner is None else unwatched(inner.f_back)
+        inner = calling_function(unwatched(frame))
+        outer = None if inner is None else calling_function(unwatched(inner.f_back))
         codes = (0 if inner is None else self._code(inner.f_code)), (0 if outer is None else self._code(outer.f_code))
         instructions = inner.f_lasti if inner else 0, outer.f_lasti if outer else 0
         save = call.saved_at[codes, instructions] = call.saved_at.get((codes, instructions), -1) + 1
@@ -63,6 +64,11 @@ class Places:
         address = id(code)
         self._codes.setdefault(address, code)
         return address
+
+
+def calling_function(frame: FrameType | None) -> FrameType | None:
+    """Returns the function that has called another one, where `frame` has; None where that is a module's forward."""
+    return None if frame is None or frame.f_code in MODULE_CALLS else frame
 
 
 def calling_frame() -> FrameType | None:

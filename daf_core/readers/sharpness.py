@@ -57,6 +57,11 @@ def bits_for(bits: int | None, deviation: float) -> int | None:
     return None if bits == 8 else 2 * bits
 
 
+def takes_same_bits(before: float, now: float) -> bool:
+    """Says whether query and key take the same bits at two deviations, whatever others take."""
+    return all((before < bound) is (now < bound) for bound in (SHARP, SHARP_FOR_BYTES))
+
+
 def score_deviation(node: Node, query: Tensor, key: Tensor) -> float:
     """Returns the deviation of the scores of one query, in the sharpest of some heads.
 
@@ -96,11 +101,21 @@ class Looks:
         self._passes: dict[Place, int] = {}
 
     def are_due(self, place: Place, reading: Reading) -> bool:
-        """Says whether what is saved at a place is a softmax to look at now."""
-        if reading.reader not in SOFTMAXES or not reading.takes_approximations:
+        """Says whether what is saved at a place is a softmax to look at now, and counts that."""
+        if self.passes(place, reading):
             return False
-        self._passes[place] = passes = self._passes.get(place, 0) + 1
-        return passes % self.EVERY == 0
+        self._passes[place] += 1
+        return True
+
+    def passes(self, place: Place, reading: Reading) -> bool:
+        """Says whether what is saved at a place needs no look, and counts that; `are_due` counts it otherwise."""
+        if reading.reader not in SOFTMAXES or not reading.takes_approximations:
+            return True
+        passes = self._passes.setdefault(place, 0) + 1
+        if passes % self.EVERY == 0:
+            return False
+        self._passes[place] = passes
+        return True
 
 
 def needs_exact_softmax(node: Node, result: Tensor, unpack: Unpack) -> bool:

@@ -15,7 +15,7 @@ from daf_core.readers.table import STATISTIC_SHARE
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WIDE = (torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
@@ -27,20 +27,29 @@ class Eligibility:
     Args:
         model: The model with the parameters.
         least_elements: Tensors with fewer stay as they are.
+
+    Attributes:
+        least_elements: See above.
+        storages: Those of parameters and buffers, by their `storage_id`.
     """
 
     def __init__(self, model: nn.Module, least_elements: int = LEAST_ELEMENTS) -> None:
         self._model = model
-        self._least_elements = least_elements
-        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self.least_elements = least_elements
+        self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._numbers: list[int] = []
         self._wide: list[torch.Size] = []
         self._wide_shapes: set[tuple[int, ...]] | None = None  # of them; made when it is asked for
 
     def refresh(self) -> None:
         """Looks up the storages of all parameters and buffers, which may have moved since the last step."""
         plain = [tensor for tensor in tensors_of(self._model) if is_plain(tensor)]
+        numbers = [storage_id(tensor) for tensor in plain]
+        if numbers == self._numbers and all(storage() is not None for storage in self.storages.values()):
+            return  # a number is that of one storage as long as it exists
         # An activation may get the number of a storage that FSDP frees while a pass runs.
-        self._storages = {storage_id(tensor): weakref.ref(tensor.untyped_storage()) for tensor in plain}
+        storages = [weakref.ref(tensor.untyped_storage()) for tensor in plain]
+        self._numbers, self.storages = numbers, dict(zip(numbers, storages, strict=True))
         self._wide, self._wide_shapes = [tensor.shape for tensor in plain if tensor.dtype in _WIDE], None
 
     def form(self, tensor: Tensor, largest: int) -> TensorKind:
@@ -50,13 +59,13 @@ class Eligibility:
             tensor: The tensor as autograd saves it.
             largest: Elements of the largest activation saved so far in the same module call.
         """
-        if not is_plain(tensor) or _is_parameter(tensor) or self._is_of_parameter(tensor):
+        if not is_plain(tensor) or _is_parameter(tensor) or self.is_of_parameter(tensor):
             return TensorKind.PARAMETER
         if self._is_cast(tensor):
             return TensorKind.PARAMETER
         # The memory of what torch negates lazily holds the negative of its values, and zero tensors, such as tangents
         # of what has none, have no memory.
-        if tensor.numel() < self._least_elements or tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.numel() < self.least_elements or tensor.is_neg() or tensor._is_zerotensor():
             return TensorKind.RAW
         if tensor.dtype in _INTEGERS:
             return TensorKind.INTEGER
@@ -64,8 +73,9 @@ class Eligibility:
             return TensorKind.RAW if tensor.is_complex() else TensorKind.MASK
         return TensorKind.LOSSY
 
-    def _is_of_parameter(self, tensor: Tensor) -> bool:
-        found = self._storages.get(storage_id(tensor))
+    def is_of_parameter(self, tensor: Tensor) -> bool:
+        """Says whether a tensor lies in the storage of a parameter or buffer."""
+        found = self.storages.get(storage_id(tensor))
         return found is not None and found() is not None
 
     def _is_cast(self, tensor: Tensor) -> bool:
@@ -75,7 +85,7 @@ class Eligibility:
         guess costs memory, never correctness: the tensor is kept as it is. Whether autocast is on cannot be asked:
         torch switches it off while the operator runs.
         """
-        if tensor.dtype not in _LOW_PRECISION:
+        if tensor.dtype not in LOW_PRECISION:
             return False
         if self._wide_shapes is None:
             self._wide_shapes = {tuple(sorted(shape)) for shape in self._wide}

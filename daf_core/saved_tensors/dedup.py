@@ -3,15 +3,68 @@
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
 from daf_core.codecs import StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
+from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.tensor_layout import Geometry
 from daf_core.memory.pager import Pager
+from daf_core.readers.sharpness import SHARP
+from daf_core.readers.table import Kind, Reading
 
-Key = tuple[object, ...]
+
+class Part(NamedTuple):
+    """What a part of a storage was stored as.
+
+    Attributes:
+        key: Where it lies, and how.
+        version: Its version then.
+        stored: What it was stored as.
+    """
+
+    key: tuple[object, ...]
+    version: int
+    stored: weakref.ref[StoredActivation]
+
+
+class MetStorage:
+    """A storage that was met in a pass, and what its parts were stored as."""
+
+    __slots__ = ("parts", "storage")
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.storage = weakref.ref(storage)
+        self.parts: list[Part] = []
+
+    def find(self, key: tuple[object, ...], version: int) -> StoredActivation | None:
+        """Returns the live stored activation of the same values: same place in the storage at the same version."""
+        for part in reversed(self.parts):
+            if part.key == key:
+                return part.stored() if part.version == version else None
+        return None
+
+    def add(self, key: tuple[object, ...], version: int, stored: StoredActivation) -> None:
+        """Remembers what a tensor of the storage was stored as."""
+        self.parts.append(Part(key, version, weakref.ref(stored)))
+
+
+class Meeting(NamedTuple):
+    """A storage that a tensor was met in.
+
+    Attributes:
+        number: Its `storage_id`.
+        storage: The storage.
+        known: What its parts were stored as.
+        new: Whether no tensor of it was met before in this pass.
+    """
+
+    number: int
+    storage: UntypedStorage
+    known: MetStorage
+    new: bool
 
 
 class StorageTable:
@@ -22,32 +75,21 @@ class StorageTable:
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._stored: dict[Key, tuple[int, weakref.ref[StoredActivation], weakref.ref[UntypedStorage]]] = {}
+        self._met: dict[int, MetStorage] = {}
         self._kept = KeptStorages()
 
-    def is_new_storage(self, number: int, storage: UntypedStorage) -> bool:
-        """Says whether no tensor of this storage, with this `storage_id`, was met before."""
-        found = self._storages.get(number)
-        if found is not None and found() is storage:
-            return False
-        self._storages[number] = weakref.ref(storage)
-        return True
+    def get(self, number: int, storage: UntypedStorage) -> MetStorage | None:
+        """Returns what is known of a storage with this `storage_id`; None where it was not met before."""
+        found = self._met.get(number)
+        return found if found is not None and found.storage() is storage else None
 
-    def find(self, key: Key, version: int) -> StoredActivation | None:
-        """Returns the live stored activation of the same values: same place in the same storage at the same version."""
-        found = self._stored.get(key)
-        if found is None or found[0] != version or found[2]() is None:
-            return None
-        return found[1]()
-
-    def add(self, key: Key, storage: UntypedStorage, version: int, stored: StoredActivation) -> None:
-        """Remembers what a tensor of a storage was stored as."""
-        # Of its own: another thread's pass may have ended, and cleared the table, since the storage was met.
-        self._stored[key] = (version, weakref.ref(stored), weakref.ref(storage))
+    def add(self, number: int, storage: UntypedStorage) -> MetStorage:
+        """Returns what is going to be known of a storage that was not met before."""
+        met = self._met[number] = MetStorage(storage)
+        return met
 
     def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
-        """Returns the account of the tensor's storage among raw activations.
+        """Returns the account of a tensor's storage among raw activations.
 
         Raises:
             ActivationBudgetError: The storage does not fit in the budget.
@@ -56,17 +98,20 @@ class StorageTable:
 
     def clear(self) -> None:
         """Forgets all tensors. Storages that raw activations keep alive stay accounted for."""
-        self._storages.clear()
-        self._stored.clear()
+        self._met.clear()
 
 
-def sharing_key(number: int, tensor: Tensor, geometry: Geometry) -> Key:
-    """Returns what tensors have in common that are the same place in the same storage, with this `storage_id`."""
-    return (
-        number,
-        tensor.storage_offset(),
-        tensor.dtype,
-        geometry.compact_shape,
-        geometry.compact_strides,
-        tensor.is_neg(),
-    )
+def sharing_key(tensor: Tensor, geometry: Geometry) -> tuple[object, ...]:
+    """Returns what tensors of a storage have in common that are the same part of it."""
+    return tensor.storage_offset(), tensor.dtype, geometry.compact_shape, geometry.compact_strides, tensor.is_neg()
+
+
+def serves(stored: StoredActivation, form: TensorKind, reading: Reading | None) -> bool:
+    """Says whether what was stored of the same values for another reader serves a tensor's."""
+    if form is TensorKind.RAW:
+        return False
+    if reading is None:
+        return stored.readable_by_any_op
+    if stored.lossy and reading.deviation >= SHARP:  # in the bits that others take
+        return False
+    return reading.kind is not Kind.SHAPE and stored.serves(reading)

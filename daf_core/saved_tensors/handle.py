@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from daf_core.codecs import RawActivation, StoredActivation
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.tensor_layout import Geometry
+from daf_core.readers.places import Place
+from daf_core.readers.table import Reading
 
 
 class Handle:
@@ -17,6 +20,16 @@ class Handle:
 
     Several handles may share one stored activation. Its pages are freed when the last of them dies, which is when
     autograd releases the graph's node: after its backward, or with a graph that never runs backward.
+
+    Args:
+        stored: The stored activation.
+        geometry: Shape and strides of the tensor.
+        dtype: Its type.
+        device: Where it lies.
+        place: See below.
+        reading: See below.
+        saved: The tensor itself.
+        version: Its version when it was saved.
 
     Attributes:
         stored: The stored activation.
@@ -26,15 +39,26 @@ class Handle:
 
     __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "place", "reading", "stored")
 
-    def __init__(self, stored: StoredActivation, geometry: Geometry, saved: SavedTensor) -> None:
+    def __init__(
+        self, stored: StoredActivation, geometry: Geometry, dtype: torch.dtype, device: torch.device,
+        place: Place | None, reading: Reading | None, saved: weakref.ref[Tensor], version: int,
+    ) -> None:  # fmt: skip
         self.stored = stored
         self._geometry = geometry
-        self._dtype = saved.tensor.dtype
-        self._device = saved.tensor.device
-        self.place = saved.place
-        self.reading = saved.reading
-        self._saved = saved.reference
-        self._version = saved.version
+        self._dtype = dtype
+        self._device = device
+        self.place = place
+        self.reading = reading
+        self._saved = saved
+        self._version = version
+
+    @classmethod
+    def of(cls, stored: StoredActivation, geometry: Geometry, saved: SavedTensor) -> Handle:
+        """Returns the handle of a saved tensor."""
+        tensor = saved.tensor
+        return cls(
+            stored, geometry, tensor.dtype, tensor.device, saved.place, saved.reading, saved.reference, saved.version
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:

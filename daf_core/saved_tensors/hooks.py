@@ -26,6 +26,7 @@ from daf_core.codecs.gelu_derivative import GELU
 from daf_core.codecs.saved_tensor import SavedTensor, capture
 from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
+from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import calling_frame
 from daf_core.readers.table import Kind, Reading
@@ -37,6 +38,7 @@ from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.itemize import ItemizingStore, Items
 from daf_core.saved_tensors.pending import PendingActivation
+from daf_core.saved_tensors.recording import Decision, Look
 from daf_core.saved_tensors.store import ActivationStore
 from daf_core.telemetry import StepRecorder
 
@@ -65,6 +67,12 @@ class Packer:
         store: Stores activations.
         recorder: Counts what is done.
         readers: Knows what the operators read of what they save.
+
+    Attributes:
+        eligibility: See above, as the others.
+        scopes: See above.
+        recorder: See above.
+        readers: See above.
     """
 
     def __init__(
@@ -75,13 +83,18 @@ class Packer:
         recorder: StepRecorder,
         readers: Readers,
     ) -> None:
-        self._readers = readers
-        self._eligibility = eligibility
-        self._scopes = scopes
+        self.readers = readers
+        self.eligibility = eligibility
+        self.scopes = scopes
         self._store: ActivationStore | ItemizingStore = store
-        self._recorder = recorder
+        self.recorder = recorder
         self._own = _Own()
         self._attention = AttentionAgain(readers.sharpen)
+
+    @property
+    def replayed_by(self) -> ActivationStore | None:
+        """What stores activations where a pass may be replayed; None where what is stored is looked at."""
+        return self._store if isinstance(self._store, ActivationStore) else None
 
     def pack_in_background(self, prepare: Callable[[], None], pagers: DevicePagers) -> None:
         """Has activations packed in the background until this thread's forward pass ends.
@@ -102,7 +115,7 @@ class Packer:
         """
         store, items = self._store, Items(self.unpack)
         assert isinstance(store, ActivationStore)
-        self._store = ItemizingStore(store, pagers, self._recorder, items)
+        self._store = ItemizingStore(store, pagers, self.recorder, items)
         try:
             yield items
         finally:
@@ -120,18 +133,18 @@ class Packer:
             ActivationBudgetError: What stays as it is, since nobody is known to read it, does not fit in the budget.
             Exception: Packing in the background failed.
         """
-        self._readers.end_pass()
+        self.readers.end_pass()
         if self._own.background is not None:
             started = time.perf_counter()
             self._own.background.finish()
-            self._recorder.pack_seconds += time.perf_counter() - started
+            self.recorder.pack_seconds += time.perf_counter() - started
 
     def end_pass(self) -> None:
         """Ends a forward pass, also one that failed; a second call completes the first if an interrupt cut it off."""
-        self._readers.forget_pass()
+        self.readers.forget_pass()
         if (background := self._own.background) is not None:
             background.close()
-            self._recorder.worker_seconds += background.seconds
+            self.recorder.worker_seconds += background.seconds
             self._own.background = None
         self._store.finish_pass()
 
@@ -142,30 +155,60 @@ class Packer:
             ActivationBudgetError: It, or one before it, does not fit in the budget.
             SpillError: The next tier takes nothing more.
         """
-        return self._pack(tensor, calling_frame())
+        return self.pack_at(tensor, calling_frame())
 
-    def _pack(self, tensor: Tensor, frame: FrameType | None) -> Packed:
+    def pack_at(self, tensor: Tensor, frame: FrameType | None) -> Packed:
         """As `pack`, which the function of `frame` has called."""
         started = time.perf_counter()
-        call = self._scopes.current
-        form = self._eligibility.form(tensor, call.largest)
+        look = self.look(tensor, frame)
+        if look is None:
+            return RawActivation(tensor, None)
+        packed = self.store(tensor, look)
+        self.recorder.pack_seconds += time.perf_counter() - started
+        return packed
+
+    def look(self, tensor: Tensor, frame: FrameType | None) -> Look | None:
+        """Returns where and how a tensor is being saved, where `frame` is running; None where it is not counted."""
+        call = self.scopes.current
+        form = self.eligibility.form(tensor, call.largest)
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
         if form is TensorKind.PARAMETER or in_backward():
-            return RawActivation(tensor, None)
-        self._readers.show(tensor.grad_fn)
-        background = self._own.background
-        site, sighting = call.next_site(tensor), EXACT_MODE
-        if background is None and (call.kept or form is TensorKind.RAW):  # whoever reads it
-            kept = self._store.keep(tensor, site)
-            self._recorder.pack_seconds += time.perf_counter() - started
-            return kept
-        if form is TensorKind.LOSSY and not call.kept:
-            sighting = self._readers.see(tensor, call, site, frame, self.unpack)
-        if call.kept:
-            form = TensorKind.RAW
-        elif sighting.reading is not None and sighting.reading.kind is Kind.EXACT:
+            return None
+        self.readers.show(tensor.grad_fn)
+        site, form = call.next_site(tensor), TensorKind.RAW if call.kept else form
+        sighting = EXACT_MODE
+        if form is TensorKind.LOSSY:
+            sighting = self.readers.see(tensor, call, site, frame, self.unpack)
+        return Look(form, site, sighting, self.scopes.current.normalizes)
+
+    def look_at(self, tensor: Tensor, form: TensorKind, known: Look, frame: FrameType | None) -> Look:
+        """Returns where and how a tensor is being saved whose form is known, at a site that was looked at before."""
+        self.readers.show(tensor.grad_fn)
+        sighting = EXACT_MODE
+        if form is TensorKind.LOSSY:
+            call, place = self.scopes.current, known.sighting.place
+            sighting = self.readers.see(tensor, call, known.site, frame, self.unpack, place)
+        return Look(form, known.site, sighting, known.normalizes)
+
+    def store_as(self, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
+        """Stores a tensor as another one was stored; None where its values do not allow that."""
+        store = self._store
+        assert isinstance(store, ActivationStore)
+        return store.store_as(decision, look, tensor, Derivation(self.unpack), self.scopes)
+
+    def store(self, tensor: Tensor, look: Look) -> Packed:
+        """Stores a tensor that was looked at.
+
+        Raises:
+            ActivationBudgetError: It, or one before it, does not fit in the budget.
+            SpillError: The next tier takes nothing more.
+        """
+        background, form, sighting = self._own.background, look.form, look.sighting
+        if background is None and form is TensorKind.RAW:  # whoever reads it
+            return self._store.keep(tensor, look.site)
+        if sighting.reading is not None and sighting.reading.kind is Kind.EXACT:
             form = TensorKind.MASK
-        saved = capture(tensor, form, site, sighting, self._scopes)
+        saved = capture(tensor, form, look.site, sighting, look.normalizes, self.scopes)
         waiting = replace(saved) if sighting.fresh and form is TensorKind.LOSSY else None
         if background is not None and background.admits(saved):
             packed = background.send(saved)
@@ -173,13 +216,12 @@ class Packer:
             packed = self._store.store(saved, Derivation(self.unpack))
         if waiting is not None:
             self._wait(waiting, sighting, packed)
-        self._recorder.pack_seconds += time.perf_counter() - started
         return packed
 
     def _wait(self, saved: SavedTensor, sighting: Sighting, packed: Packed) -> None:
         """Keeps the values of a tensor until it is known who reads them."""
         room = self._store.room(saved.tensor.device)
-        self._readers.wait(saved, sighting, packed, self.unpack, self._store_again, room)
+        self.readers.wait(saved, sighting, packed, self.unpack, self._store_again, room)
 
     def _store_again(self, saved: SavedTensor, packed: Packed, reading: Reading | None) -> None:
         """Stores a tensor as its reader needs it; None keeps it as it is."""
@@ -206,7 +248,23 @@ class Packer:
         # `isinstance` runs Python code for an abstract class, as that of all codecs is: 0.5 us a tensor each time.
         if type(packed) is RawActivation and not packed.values_gone:
             return packed.unpack()
+        if type(packed) is Handle and (tensor := self._unpack_known(packed)) is not None:
+            return tensor
         return self._attention.unpack(packed, self.unpack, partial(self._decode, packed))
+
+    def _unpack_known(self, handle: Handle) -> Tensor | None:
+        """Returns the tensor, where whoever asks is known to take what was stored of it; None elsewhere."""
+        node, stored, reading = running_node(), handle.stored, handle.reading
+        name = None if node is None else node.name()
+        if name in KERNELS or stored.values_gone:
+            return None
+        certain = stored.readable_by_any_op and reading is not None and reading.is_certain_for(name)
+        if not certain and (stored.lossy or handle.place is not None):
+            return None
+        started = time.perf_counter()
+        tensor = handle.unpack()
+        self.recorder.unpack_seconds += time.perf_counter() - started
+        return tensor
 
     def _decode(self, packed: Packed) -> Tensor:
         result = packed.result() if isinstance(packed, PendingActivation) else packed
@@ -218,7 +276,7 @@ class Packer:
         self._check_reader(packed, result)
         started = time.perf_counter()
         tensor = result.unpack()
-        self._recorder.unpack_seconds += time.perf_counter() - started
+        self.recorder.unpack_seconds += time.perf_counter() - started
         return tensor
 
     def _check_reader(self, packed: Packed, handle: Handle) -> None:
@@ -236,7 +294,7 @@ class Packer:
             return
         found = None
         if node is not None:
-            found = self._readers.read(packed, handle.place, node, self.unpack)
+            found = self.readers.read(packed, handle.place, node, self.unpack)
         # Where the first to ask for what a checkpoint recomputes is a node, the checkpoint's input is read meanwhile.
         if stored.readable_by_any_op if found is None else stored.serves(found):
             return

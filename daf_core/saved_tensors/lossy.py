@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -11,10 +12,10 @@ from torch import Tensor
 from daf_core.autograd.sites import Site
 from daf_core.codecs import EncodeContext, PlanesActivation, ProbedActivation, RawActivation, StoredActivation
 from daf_core.codecs.deferred_check import PendingChecks
+from daf_core.codecs.planes import Read
 from daf_core.codecs.probed import Variant
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.registry import calibrated_codecs
-from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.config import DAFConfig
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.site_stats import SiteStatistics
@@ -31,6 +32,11 @@ class RandomStreams:
     def __init__(self, config: DAFConfig) -> None:
         self._seed = None if config.rounding == "nearest" else config.seed
         self.passes = 0
+
+    @property
+    def round_to_nearest(self) -> bool:
+        """Whether no random numbers are drawn."""
+        return self._seed is None
 
     def seed(self, site: Site) -> Seed | None:
         """Returns the stream of a site in this pass; None rounds to nearest."""
@@ -66,7 +72,12 @@ class TrainingStore(threading.local):
         """See `LossyStore`."""
         return self._policy.codec(site)
 
-    def store(self, codec: type[PlanesActivation], saved: SavedTensor, ctx: EncodeContext) -> PlanesActivation | None:
+    @property
+    def token(self) -> object:
+        """See `LossyStore`."""
+        return self._policy.token if self._streams.round_to_nearest else None
+
+    def store(self, codec: type[PlanesActivation], saved: Read, ctx: EncodeContext) -> PlanesActivation | None:
         """See `LossyStore`."""
         site, stored = saved.site, None
         precision = self._policy.precision(site, 0.0 if saved.reading is None else saved.reading.deviation)
@@ -76,6 +87,10 @@ class TrainingStore(threading.local):
             stored = codec.write(ctx)
         self.census.add(site, codec.sizes(ctx), stored)
         return stored
+
+    def count(self, site: Site, sizes: Sequence[int], stored: PlanesActivation) -> None:
+        """See `LossyStore`."""
+        self.census.add(site, sizes, stored)
 
     def sharpens(self, site: Site, deviation: float) -> bool:
         """See `LossyStore`."""
@@ -106,11 +121,16 @@ class RehearsalStore:
         self.reads: list[ProbedActivation] = []
         self.census = SiteStatistics()
 
+    @property
+    def token(self) -> object:
+        """See `LossyStore`: a probe replays nothing."""
+        return None
+
     def codec(self, site: Site) -> str | None:
         """See `LossyStore`: the calibration may change the codec, so the tensor is kept for the usual one."""
         return None
 
-    def store(self, codec: type[PlanesActivation], saved: SavedTensor, ctx: EncodeContext) -> StoredActivation:
+    def store(self, codec: type[PlanesActivation], saved: Read, ctx: EncodeContext) -> StoredActivation:
         """See `LossyStore`."""
         # Neither the saved tensor nor its context may be kept: they know the graph.
         plain = EncodeContext(ctx.values, ctx.pager, ctx.backend, ctx.groups, seed=self._streams.seed(saved.site))
@@ -125,6 +145,10 @@ class RehearsalStore:
         self.activations.append((saved.site, activation))
         self.census.add(saved.site, codec.sizes(ctx))
         return activation
+
+    def count(self, site: Site, sizes: Sequence[int], stored: PlanesActivation) -> None:
+        """See `LossyStore`: a probe replays nothing."""
+        raise NotImplementedError
 
     def sharpens(self, site: Site, deviation: float) -> bool:
         """See `LossyStore`: a probe measures the bits that it is told to, of what is no recipe in training either."""

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import TypeGuard
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
-from daf_core.autograd.sites import Site
+from daf_core.autograd.sites import ModuleScopes, Site
 from daf_core.autograd.torch_private import storage_id
 from daf_core.codecs import (
+    BitmaskActivation,
     EncodeContext,
     LossyStore,
     PlanesActivation,
@@ -27,17 +28,18 @@ from daf_core.codecs import (
 )
 from daf_core.codecs.planes import spreads_differ
 from daf_core.codecs.raw import KeptStorage
-from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind, capture
 from daf_core.codecs.scaling_groups import Grouping, grouping_of, logarithms_of
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
-from daf_core.readers.sharpness import SHARP
 from daf_core.readers.table import Kind, Reading
-from daf_core.saved_tensors.dedup import StorageTable, sharing_key
+from daf_core.saved_tensors.dedup import Meeting, StorageTable, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
+from daf_core.saved_tensors.direct import Direct
 from daf_core.saved_tensors.handle import Handle, Packed
+from daf_core.saved_tensors.recording import Decision, Look
 from daf_core.telemetry import StepRecorder
 from daf_kernels import Backend
 from daf_kernels.layout import shares_groups
@@ -71,6 +73,16 @@ class ActivationStore:
         self._lossy = lossy
         self._recorder = recorder
         self._sharing = StorageTable()
+        self._parameters: Mapping[int, object] = {}
+        self._token: object = None
+
+    def begin_replay(self, parameters: Mapping[int, object]) -> None:
+        """Begins a forward pass that may be replayed.
+
+        Args:
+            parameters: Storages of parameters and buffers, by their `storage_id`.
+        """
+        self._parameters, self._token = parameters, self._lossy.token
 
     def finish_pass(self) -> None:
         """Ends a forward pass."""
@@ -90,11 +102,11 @@ class ActivationStore:
         tensor = saved.tensor
         if self._spares_bits(saved.reading, tensor.device):
             saved.reading = replace(saved.reading, deviation=0.0)
-        number, storage = self._meet(tensor)
+        met = self._meet(tensor)
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        key = sharing_key(number, tensor, geometry)
-        shared = self._sharing.find(key, saved.version)
-        if shared is not None and not _serves(shared, saved):  # another block's lossy copy
+        key = sharing_key(tensor, geometry)
+        shared = met.known.find(key, saved.version)
+        if shared is not None and not serves(shared, saved.form, saved.reading):  # another block's lossy copy
             shared = None
         stored = kept = None
         try:
@@ -111,13 +123,13 @@ class ActivationStore:
             self._recorder.stored_as[RawActivation.name] += 1
             if saved.place is None or saved.reading is not None:
                 raw = RawActivation(tensor, kept, saved.version)
-                self._sharing.add(key, storage, saved.version, raw)
+                met.known.add(key, saved.version, raw)
                 return raw
-            return Handle(_compact(saved, geometry, kept), geometry, saved)  # its reader may need less
+            return Handle.of(_compact(saved, geometry, kept), geometry, saved)  # its reader may need less
         if stored.readable_by_any_op:  # otherwise other operators ask for more
-            self._sharing.add(key, storage, saved.version, stored)
+            met.known.add(key, saved.version, stored)
         self._recorder.stored_as["shared" if shared else stored.name] += 1
-        return Handle(stored, geometry, saved)
+        return Handle.of(stored, geometry, saved)
 
     def keep(self, tensor: Tensor, site: Site) -> RawActivation:
         """Keeps an activation as it is.
@@ -131,16 +143,138 @@ class ActivationStore:
             SpillError: The next tier takes nothing more.
         """
         self._meet(tensor)
-        kept = self._sharing.keep(tensor, self._pagers.on(tensor.device))
+        kept = self._keep(tensor)
         self._recorder.stored_as[RawActivation.name] += 1
-        return RawActivation(tensor, kept)
+        return kept
 
-    def _meet(self, tensor: Tensor) -> tuple[int, UntypedStorage]:
-        """Counts the storage of a tensor, and returns its `storage_id` and itself."""
+    def store_as(
+        self, decision: Decision, look: Look, tensor: Tensor, derivation: Derivation, scopes: ModuleScopes
+    ) -> Packed | None:
+        """Stores an activation as another one was stored; None where `store` is to decide.
+
+        Args:
+            decision: How the other was stored.
+            look: What is known of the activation.
+            tensor: The activation as autograd saves it.
+            derivation: Recognizes what follows from what is stored.
+            scopes: Knows the latest results of normalizations.
+
+        Raises:
+            ActivationBudgetError: It does not fit in the budget.
+            SpillError: The next tier takes nothing more.
+        """
+        form, reading = look.form, look.reading
+        if form is TensorKind.RAW:
+            return self.keep(tensor, look.site)
+        if decision.device not in self._backends or self._spares_bits(reading, decision.device):
+            return None
+        if reading is not None and reading.kind is Kind.EXACT:
+            form = TensorKind.MASK
+        met = self._meet(tensor)
+        version, geometry = tensor._version, decision.geometry
+        key = sharing_key(tensor, geometry)
+        stored = None if met.new else met.known.find(key, version)
+        if stored is not None and not serves(stored, form, reading):
+            stored = None
+        raw = type(stored) is RawActivation
+        if decision.shared is not (stored is not None and not raw):
+            return None
+        if raw:
+            stored = self._keep(tensor)
+        elif stored is None:
+            stored = self._encode_as(decision, look, form, tensor, met, derivation, scopes)
+            if stored is not None:
+                backend = self._backends[decision.device]
+                pager = self._pagers.on(decision.device)
+                decision.direct = Direct.of(decision, look, tensor, stored, backend, self._lossy, pager)
+        if stored is None or (type(stored) is not decision.kind and not decision.shared):
+            return None
+        if stored.readable_by_any_op:
+            met.known.add(key, version, stored)
+        self._recorder.stored_as["shared" if decision.shared else stored.name] += 1
+        if type(stored) is RawActivation:
+            return stored
+        place, reference = look.sighting.place, weakref.ref(tensor)
+        return Handle(stored, geometry, tensor.dtype, decision.device, place, reading, reference, version)
+
+    def store_directly(self, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
+        """As `store_as`, in the fewest calls, where the decision knows how; None where it takes more, too.
+
+        The arguments and errors are those of `store_as`.
+        """
+        direct, geometry, lossy = decision.direct, decision.geometry, self._lossy
+        if direct is None or direct.token is not self._token or not direct.pager.at_ease:
+            return None
+        if tensor.stride() != geometry.strides or not tensor.is_cpu or type(tensor) is not Tensor or tensor.is_neg():
+            return None
+        if storage_id(tensor) in self._parameters:
+            return None
+        met, version = self._meet(tensor), tensor._version
+        key = sharing_key(tensor, geometry)
+        if not met.new and met.known.find(key, version) is not None:
+            return None
+        if decision.kind is RawActivation:
+            if (look.form is TensorKind.LOSSY and not self._exact) or not direct.stays(tensor):
+                return None
+            raw = self._keep(tensor)
+            met.known.add(key, version, raw)
+            self._recorder.stored_as[raw.name] += 1
+            return raw
+        stored = direct.store(decision, tensor)
+        if stored is None:
+            return None
+        if isinstance(stored, PlanesActivation):
+            lossy.count(look.site, direct.sizes, stored)
+        met.known.add(key, version, stored)
+        self._recorder.stored_as[stored.name] += 1
+        place, reference = look.sighting.place, weakref.ref(tensor)
+        return Handle(stored, geometry, tensor.dtype, decision.device, place, look.reading, reference, version)
+
+    def _encode_as(
+        self, decision: Decision, look: Look, form: TensorKind, tensor: Tensor, met: Meeting, derivation: Derivation,
+        scopes: ModuleScopes,
+    ) -> StoredActivation | None:  # fmt: skip
+        """Returns what `decision` says of the values of a tensor, or another form that shows that it does not hold."""
+        kind, geometry, reading = decision.kind, decision.geometry, look.reading
+        if decision.follows:
+            saved = capture(tensor, form, look.site, look.sighting, look.normalizes, scopes)
+            if (derived := self._derive(saved, derivation)) is not None:
+                return derived
+        pager, backend = self._pagers.on(decision.device), self._backends[decision.device]
+        values = geometry.compact(tensor.detach())
+        if kind is BitmaskActivation:
+            return BitmaskActivation.pack(values, pager, backend)
+        if backend.two_values(values) is not None:
+            return None
+        if kind is RawActivation:
+            # What may lose precision was not finite, and may be so now; what stays as it is may have to move.
+            may_change = (form is TensorKind.LOSSY and not self._exact) or (pager.spills and pager.budget is not None)
+            return None if may_change else self._keep(tensor)
+        if kind is not PlanesActivation or self._lossy.codec(look.site) is not None:
+            return None
+        groups = decision.groups
+        if groups is None:
+            groups = decision.groups = self._grouping(form, reading, geometry, look.site.op)
+            assert groups is not None
+        normalizes = look.normalizes or (reading is not None and reading.kind is Kind.NORMALIZED)
+        if normalizes and shares_groups(groups.row) and spreads_differ(values, groups.row):
+            return None
+        return self._lossy.store(
+            PlanesActivation, look, EncodeContext(values, pager, backend, groups, lossy=self._lossy)
+        )
+
+    def _meet(self, tensor: Tensor) -> Meeting:
+        """Meets the storage of a tensor."""
         number, storage = storage_id(tensor), tensor.untyped_storage()
-        if self._sharing.is_new_storage(number, storage):
-            self._recorder.add_raw(storage.nbytes())
-        return number, storage
+        known = self._sharing.get(number, storage)
+        if known is not None:
+            return Meeting(number, storage, known, False)
+        self._recorder.add_raw(storage.nbytes())
+        return Meeting(number, storage, self._sharing.add(number, storage), True)
+
+    def _keep(self, tensor: Tensor, version: int | None = None) -> RawActivation:
+        """Keeps a tensor as it is; the errors are those of `keep`."""
+        return RawActivation(tensor, self._sharing.keep(tensor, self._pagers.on(tensor.device)), version)
 
     def room(self, device: torch.device) -> int:
         """Returns the bytes of a device that the budget leaves now."""
@@ -177,9 +311,9 @@ class ActivationStore:
         if stored is None:
             if reading is not None:  # its codes are of no use, also where there is no room for it
                 handle.stored = ShapeActivation()
+            met = self._meet(tensor)
             stored = _compact(saved, geometry, self._sharing.keep(tensor, self._pagers.on(tensor.device)))
-            key = sharing_key(storage_id(tensor), tensor, geometry)
-            self._sharing.add(key, tensor.untyped_storage(), saved.version, stored)
+            met.known.add(sharing_key(tensor, geometry), saved.version, stored)
         handle.stored = stored
         self._lossy.withdraw(saved.site, before())
         counts = self._recorder.stored_as
@@ -230,15 +364,19 @@ class ActivationStore:
         return encode_first(ctx.codecs, saved, ctx, lossy=not self._exact)
 
     def _context(self, saved: SavedTensor, geometry: Geometry, backend: Backend) -> EncodeContext:
-        values, pager, groups = geometry.compact(saved.tensor), self._pagers.on(saved.tensor.device), None
-        if saved.form is TensorKind.LOSSY and not self._exact:
-            if saved.reading is not None and saved.reading.kind is Kind.LOGARITHMS:
-                groups = logarithms_of(geometry, saved.reading.dim)
-            elif saved.reading is not None and saved.reading.kind is Kind.NORMALIZED and saved.reading.dim:
-                groups = Grouping(geometry.row)
-            else:
-                groups = grouping_of(geometry, saved.site.op)
+        values, pager = geometry.compact(saved.tensor), self._pagers.on(saved.tensor.device)
+        groups = self._grouping(saved.form, saved.reading, geometry, saved.site.op)
         return EncodeContext(values, pager, backend, groups, lossy=self._lossy, codecs=registry.CODECS)
+
+    def _grouping(self, form: TensorKind, reading: Reading | None, geometry: Geometry, op: str) -> Grouping | None:
+        """Returns the scaling groups of a tensor; None where it has none."""
+        if form is not TensorKind.LOSSY or self._exact:
+            return None
+        if reading is not None and reading.kind is Kind.LOGARITHMS:
+            return logarithms_of(geometry, reading.dim)
+        if reading is not None and reading.kind is Kind.NORMALIZED and reading.dim:
+            return Grouping(geometry.row)
+        return grouping_of(geometry, op)
 
 
 def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -> RawActivation:
@@ -250,14 +388,3 @@ def _suits_normalization(tensor: Tensor, geometry: Geometry, op: str) -> bool:
     if grouping_of(geometry, op).shape is not None or grouping_of(geometry, op).row != geometry.row:
         return False
     return not (shares_groups(geometry.row) and spreads_differ(geometry.compact(tensor), geometry.row))
-
-
-def _serves(stored: StoredActivation, saved: SavedTensor) -> bool:
-    """Says whether what was stored of the same values for another reader serves a tensor's."""
-    if saved.form is TensorKind.RAW:
-        return False
-    if saved.reading is None:
-        return stored.readable_by_any_op
-    if stored.lossy and saved.reading.deviation >= SHARP:  # in the bits that others take
-        return False
-    return saved.reading.kind is not Kind.SHAPE and stored.serves(saved.reading)

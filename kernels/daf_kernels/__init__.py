@@ -1,6 +1,17 @@
 """Kernels that pack activations into a few bits: plain functions of tensors and bytes."""
 
-from daf_kernels.backend import Backend, DeviceFlag, FixedPages, PageMemory, Pages, Seed, TwoValues, bits_of_number
+from daf_kernels.backend import (
+    Backend,
+    DeviceFlag,
+    DirectBackend,
+    DirectEncoder,
+    FixedPages,
+    PageMemory,
+    Pages,
+    Seed,
+    TwoValues,
+    bits_of_number,
+)
 from daf_kernels.dispatch import NoKernelError, load_backend
 from daf_kernels.host.backend import HostPackedBackend
 from daf_kernels.host.link import HostBridge, host_bridge, pinned_memory
@@ -10,6 +21,8 @@ __all__ = [
     "PRECISIONS",
     "Backend",
     "DeviceFlag",
+    "DirectBackend",
+    "DirectEncoder",
     "FixedPages",
     "HostBridge",
     "HostPackedBackend",

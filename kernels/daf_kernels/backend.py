@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +147,26 @@ class DeviceFlag(Protocol):
         ...
 
 
+class DirectEncoder(Protocol):
+    """Encodes dense tensors of one size and type by address."""
+
+    def planes(self, origin: int, pages: int, count: int) -> int:
+        """Encodes the elements at an address into planes on `count` pages, whose addresses lie at `pages`.
+
+        Returns:
+            0, or the number of scaling groups that are not finite, or -1 where all elements have one of two values.
+        """
+        ...
+
+    def is_mask(self, origin: int) -> bool:
+        """Says whether the elements at an address begin with two values alone."""
+        ...
+
+    def mask(self, origin: int, pages: int, count: int) -> TwoValues | None:
+        """Packs the elements at an address at one bit each; None where they have more than two values."""
+        ...
+
+
 class Backend(Protocol):
     """Kernels for one kind of device. Tensors are taken in row-major order of their shape, whatever their strides."""
 
@@ -206,4 +226,20 @@ class Backend(Protocol):
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """Sets `out` to 0 where `encode_nonzero` saw 0, and to at least the smallest normal number elsewhere."""
+        ...
+
+
+@runtime_checkable
+class DirectBackend(Protocol):
+    """A backend that also encodes by address."""
+
+    def direct_planes(self, layout: PlaneLayout, planes: int, dtype: torch.dtype) -> DirectEncoder | None:
+        """Returns what encodes dense tensors as `Backend.encode` does, rounded to nearest, in one call.
+
+        None where a tensor is so large that several threads encode it.
+        """
+        ...
+
+    def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectEncoder | None:
+        """Returns what packs dense tensors as `two_values` and `encode_mask` do, in one call; None as above."""
         ...

@@ -229,7 +229,8 @@ class Saved(NamedTuple):
 
 def watch(engine: ActivationEngine, keep: Callable[[Any], None] = lambda packed: None) -> list[Saved]:
     """Records what the engine packs from now on: "parameter" where it passes through uncounted, else the codec."""
-    pack, seen = engine._packer._pack, []
+    pack, seen = engine._packer.pack_at, []
+    take_the_full_way(engine)
 
     def record(tensor: Tensor, frame: Any) -> Any:
         packed = pack(tensor, frame)
@@ -238,8 +239,14 @@ def watch(engine: ActivationEngine, keep: Callable[[Any], None] = lambda packed:
         keep(packed)
         return packed
 
-    engine._packer._pack = record
+    engine._packer.pack_at = record
     return seen
+
+
+def take_the_full_way(engine: ActivationEngine) -> None:
+    """Has an engine decide all anew in each pass, as it does in the first ones."""
+    begin = engine._replays.own.begin
+    engine._replays.own.begin = lambda treatments: begin(None)
 
 
 def form_of(packed: Any) -> str:
@@ -260,13 +267,19 @@ def engine_for(model: nn.Module, precision: Any = 8, **options: Any) -> Activati
 
 def watch_held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the bytes that are held whenever they grow, on whatever thread."""
-    count, seen = Pager._count, []
+    count, take, seen = Pager._count, Pager.take, []
 
     def record(pager: Pager, size: int) -> None:
         count(pager, size)
         seen.append(pager.held_bytes)
 
+    def record_taken(pager: Pager, *arguments: Any) -> Any:
+        lease = take(pager, *arguments)
+        seen.append(pager.held_bytes)
+        return lease
+
     monkeypatch.setattr(Pager, "_count", record)
+    monkeypatch.setattr(Pager, "take", record_taken)
     return seen
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from daf_kernels.cpu import backend as cpu
 from daf_kernels.cpu import thread_team
 from daf_kernels.cpu.backend import CpuBackend
 from daf_kernels.cpu.bits import I64, i64_at, u8_at
-from daf_kernels.cpu.thread_team import JOB, WORDS, Team, add_result, own_scratch, parts, take
+from daf_kernels.cpu.thread_team import JOB, WORDS, WORDS_BYTES, Team, add_result, own_scratch, parts, take
 from tests.kernels.hard_inputs import normal
 from tests.kernels.harness import CPU, encode
 
@@ -50,13 +51,22 @@ def _meet(words):
             return
 
 
+def _run(
+    job: int, own: tuple[int, ...], span: tuple[int, int], step: int, stride: int, threads: int,
+    memory: npt.NDArray[np.uint8] | None = None,
+) -> int:  # fmt: skip
+    words = np.array((*(0,) * WORDS, *own), np.int64)
+    scratch = np.zeros(WORDS_BYTES, np.uint8) if memory is None else memory
+    given, (origin, *_) = (words.ctypes.data, words.size), own
+    return Team(threads).run(job, given, origin, 0, NO_PAGES, *span, step, scratch.ctypes.data, stride, threads)
+
+
 @settings(deadline=None)
 @given(first=st.integers(0, 99), elements=st.integers(1, 5000), step=st.integers(1, 700), threads=st.integers(1, 3))
 def test_every_element_is_taken_once(first: int, elements: int, step: int, threads: int) -> None:
     """Whichever thread takes it, and none outside of the span."""
     counts = np.zeros(6000, np.uint8)
-    words, span = (counts.ctypes.data,), (first, first + elements)
-    found = Team(threads).run(_count.address, words, NO_PAGES, span, step, 0, 0, threads)
+    found = _run(_count.address, (counts.ctypes.data, 0, 0), (first, first + elements), step, 0, threads)
     assert found == elements
     assert (counts[first : first + elements] == 1).all()
     assert counts.sum() == elements
@@ -67,9 +77,10 @@ def test_every_element_is_taken_once(first: int, elements: int, step: int, threa
 def test_threads_run_at_the_same_time_with_scratch_of_their_own(threads: int) -> None:
     """Each waits for all others, so that a job on fewer threads would not end."""
     arrived = np.zeros(1 + threads, np.int64)
-    words = (arrived.ctypes.data, threads)
-    assert Team(threads).run(_meet.address, words, NO_PAGES, (0, 1), 1, 4096, 64, threads) == threads
-    assert sorted(arrived[1:]) == [4096 + 64 * thread for thread in range(threads)]
+    words, memory = (arrived.ctypes.data, threads, 0), np.zeros(WORDS_BYTES, np.uint8)
+    assert _run(_meet.address, words, (0, 1), 1, 64, threads, memory) == threads
+    first = memory.ctypes.data + WORDS_BYTES
+    assert sorted(arrived[1:]) == [first + 64 * thread for thread in range(threads)]
 
 
 @NEEDS_A_TEAM

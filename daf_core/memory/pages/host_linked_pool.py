@@ -45,6 +45,7 @@ class LinkedPool(PagePool):
 
     def __init__(self, device: torch.device, growth: Growth, page_bytes: int, link: HostBridge, place: Place) -> None:
         super().__init__(device, growth, page_bytes)
+        self.uniform = False
         # A device may be behind with reading what its host has given up, and torch knows of no kernel that reads there.
         self._host = PagePool(torch.device("cpu"), HOST_REGION, page_bytes, link.reserve, link.await_reads)
         weakref.finalize(self, link.await_reads).atexit = False
@@ -66,14 +67,13 @@ class LinkedPool(PagePool):
         self._host.give(pages[on_host] - _FIRST_ON_HOST)
 
     @override
-    def finish_step(self) -> None:
-        super().finish_step()
-        self._host.finish_step()
+    def finish_step(self, peak: int | None = None) -> int:
+        return super().finish_step() + self._host.finish_step()
 
     @override
-    def release(self) -> None:
-        super().release()
-        self._host.release()
+    def release(self, keep: int = 0) -> None:
+        super().release(keep)
+        self._host.release(keep)
 
     @property
     @override

@@ -33,6 +33,7 @@ class PagePool:
     Attributes:
         device: See above.
         page_bytes: See above.
+        uniform: Whether any page serves an activation as well as any other.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PagePool:
     ) -> None:
         self.page_bytes = page_bytes
         self.device = device
+        self.uniform = True
         self._reserve = reserve
         self._before_free = before_free
         self._growth = growth or AdaptiveGrowth()
@@ -82,22 +84,44 @@ class PagePool:
         with self._lock:
             self._free.give(pages)
 
-    def finish_step(self) -> None:
-        """Ends a step: regions that only a peak needed which did not return go back to the system."""
-        with self._lock:
-            self._watch.add(self._peak_pages * self.page_bytes)
-            self._peak_pages = self._free.used
-            self._shrink(self._watch.worth_keeping(self._free.total * self.page_bytes))
+    def finish_step(self, peak: int | None = None) -> int:
+        """Ends a step: regions that only a peak needed which did not return go back to the system.
 
-    def release(self) -> None:
-        """Gives regions back to the system, the last one first, as long as no page of theirs is in use."""
+        Args:
+            peak: Bytes of the pages that were in use at once, where not all that were taken were.
+
+        Returns:
+            Bytes that are worth keeping.
+        """
         with self._lock:
-            self._shrink(0)
+            self._watch.add(self._peak_pages * self.page_bytes if peak is None else peak)
+            self._peak_pages = self._free.used
+            keep = self._watch.worth_keeping(self._free.total * self.page_bytes)
+            self._shrink(keep)
+            return keep
+
+    def can_shrink_to(self, keep: int) -> bool:
+        """Says whether a region is not among the first `keep` bytes."""
+        return bool(self._first_page) and self._first_page[-1] * self.page_bytes >= keep
+
+    def release(self, keep: int = 0) -> None:
+        """Gives regions back to the system, the last one first, as long as no page of theirs is in use.
+
+        Args:
+            keep: Bytes that stay.
+        """
+        with self._lock:
+            self._shrink(keep)
 
     @property
     def used_pages(self) -> int:
         """Pages that are taken."""
         return self._free.used
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that are reserved and not taken."""
+        return self._free.count
 
     @property
     def reserved_bytes(self) -> int:
@@ -176,7 +200,7 @@ class PagePool:
 
     def _shrink(self, keep: int) -> None:
         """Gives regions back, the last one first, as long as `keep` bytes and the pages in use are left."""
-        while self._regions and self._first_page[-1] * self.page_bytes >= keep:
+        while self.can_shrink_to(keep):
             first = self._first_page[-1]
             if not self._free.free_from(first):
                 return

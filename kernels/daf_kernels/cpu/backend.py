@@ -27,7 +27,8 @@ from daf_kernels.cpu import jobs as cpu_jobs
 from daf_kernels.cpu import masks as cpu_masks
 from daf_kernels.cpu import ranges as cpu_ranges
 from daf_kernels.cpu.bits import BFLOAT16, FLOAT16, FLOAT32
-from daf_kernels.cpu.thread_team import Team
+from daf_kernels.cpu.direct import DirectEncoder
+from daf_kernels.cpu.thread_team import WORDS, WORDS_BYTES, Team
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
 from daf_kernels.reference.gelu_derivative import inputs_of_codes
 
@@ -69,10 +70,13 @@ class _Starts(NamedTuple):
     array: npt.NDArray[np.int64] | None = None
 
 
-class _Kernel(NamedTuple):
+_NOWHERE = _Starts()
+
+
+class _Kernel:
     """A kernel with its arguments, but for the elements and the pages.
 
-    Attributes:
+    Args:
         job: Its job.
         kind: Type, or size in bytes, of the elements.
         own: Its own words.
@@ -81,12 +85,18 @@ class _Kernel(NamedTuple):
         starts: Where the pages of planes start.
     """
 
-    job: Callable[..., None]
-    kind: int
-    own: tuple[int, ...] = ()
-    tile: int = TILE
-    scratch: int = BLOCK
-    starts: _Starts = _Starts()
+    __slots__ = ("address", "count", "job", "stride", "tile", "words")
+
+    def __init__(
+        self, job: Callable[..., None], kind: int, own: tuple[int, ...] = (), tile: int = TILE, scratch: int = BLOCK,
+        starts: _Starts = _NOWHERE,
+    ) -> None:  # fmt: skip
+        self.job: int = cpu_jobs.compiled(job).address
+        self.tile = tile
+        self.stride = -(-scratch // 64) * 64
+        fixed = (0,) * WORDS
+        self.words = np.array((*fixed, 0, kind, 0, starts.address, starts.size, *own), np.int64)
+        self.address, self.count = self.words.ctypes.data, self.words.size
 
 
 class CpuBackend:
@@ -127,6 +137,21 @@ class CpuBackend:
         """See `Backend.decode`."""
         self._over(out, _decoder(layout, planes, out.dtype), memory, pages, store=True)
 
+    def direct_planes(self, layout: PlaneLayout, planes: int, dtype: torch.dtype) -> DirectEncoder | None:
+        """See `DirectBackend.direct_planes`."""
+        if layout.elements > SPLIT:
+            return None
+        kernel = _encoder(layout, planes, dtype, None)
+        arguments = layout.elements, dtype.itemsize, layout.page_bytes, kernel.stride
+        return DirectEncoder(kernel.job, kernel.words, *arguments)
+
+    def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectEncoder | None:
+        """See `DirectBackend.direct_mask`."""
+        if elements > SPLIT:
+            return None
+        kernel = _of_values(cpu_jobs.encode_mask, dtype.itemsize, (0, 0))
+        return DirectEncoder(kernel.job, kernel.words, elements, dtype.itemsize, page_bytes, kernel.stride)
+
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_slopes`."""
         kernel = _Kernel(cpu_jobs.encode_slopes, KINDS[values.dtype], (planes,), TILE, 5 * BLOCK, _tiling(layout)[1])
@@ -151,12 +176,12 @@ class CpuBackend:
 
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_mask`."""
-        kernel = _Kernel(cpu_jobs.encode_mask, values.element_size(), signed_words(two))
+        kernel = _of_values(cpu_jobs.encode_mask, values.element_size(), two)
         return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
-        self._over(out, _Kernel(cpu_jobs.decode_mask, out.element_size(), signed_words(two)), memory, pages, store=True)
+        self._over(out, _of_values(cpu_jobs.decode_mask, out.element_size(), two), memory, pages, store=True)
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
@@ -195,9 +220,10 @@ class CpuBackend:
         a time.
         """
         addresses, shift = memory.addresses(pages), memory.page_bytes.bit_length() - 1
-        count, size = values.numel(), values.element_size()
+        count = values.numel()
         if values.is_contiguous():
             return self._run(kernel, values.data_ptr(), shift, addresses, 0, count)
+        size = values.element_size()
         stage = max(kernel.tile, STAGE // kernel.tile * kernel.tile)
         buffer = torch.empty(min(stage, count), dtype=values.dtype)
         total = 0
@@ -212,13 +238,23 @@ class CpuBackend:
 
     def _run(self, kernel: _Kernel, origin: int, shift: int, addresses: Pages, first: int, stop: int) -> int:
         """Runs a kernel over some elements, of which number 0 lies, or would lie, at address `origin`."""
-        threads = self._team.threads if stop - first > SPLIT else 1
-        step = max(SPLIT // kernel.tile, 1) * kernel.tile if threads > 1 else stop - first
-        stride = -(-kernel.scratch // 64) * 64
-        scratch = self._scratch.reserve(threads * stride)
-        words = (origin, kernel.kind, shift, kernel.starts.address, kernel.starts.size, *kernel.own)
-        job = cpu_jobs.compiled(kernel.job).address
-        return self._team.run(job, words, addresses, (first, stop), step, scratch, stride, threads)
+        threads, step, stride = 1, stop - first, kernel.stride
+        if step > SPLIT and (threads := self._team.threads) > 1:
+            step = max(SPLIT // kernel.tile, 1) * kernel.tile
+        scratch = self._scratch.reserve(WORDS_BYTES + threads * stride)
+        return self._team.run(
+            kernel.job,
+            (kernel.address, kernel.count),
+            origin,
+            shift,
+            addresses,
+            first,
+            stop,
+            step,
+            scratch,
+            stride,
+            threads,
+        )
 
     def _copy(self, values: Tensor, first: int, stop: int, buffer: Tensor, into_dense: bool) -> None:
         shape, strides = np.array(values.shape, np.int64), np.array(values.stride(), np.int64)
@@ -244,6 +280,12 @@ def _decoder(layout: PlaneLayout, planes: int, dtype: torch.dtype) -> _Kernel:
     tile, starts = _tiling(layout)
     scratch = tile + 16 * (tile // layout.group)
     return _Kernel(cpu_jobs.decode_planes, KINDS[dtype], (layout.group, tile, planes), tile, scratch, starts)
+
+
+@lru_cache(maxsize=1024)
+def _of_values(job: Callable[..., None], size: int, two: TwoValues) -> _Kernel:
+    """Returns a kernel for masks of two values."""
+    return _Kernel(job, size, signed_words(two))
 
 
 @lru_cache(maxsize=1024)
@@ -279,9 +321,23 @@ def warm_up() -> float:
     slopes, ungrouped = torch.empty(1024), PlaneLayout(1024, 0, 128)
     backend.encode_slopes(values - 512, ungrouped, len(PLANE_WIDTHS), memory, pages)
     backend.decode_slopes(slopes, ungrouped, len(PLANE_WIDTHS), memory, pages)
+    _warm_up_direct(backend, values, mask, layout, memory, pages)
     kept = (
         torch.equal(mask, unpacked) and torch.equal(mask > 0, rectified > 0) and torch.equal(values > 512, slopes > 0.5)
     )
     if not kept or (decoded - values).abs().max() > 0.51:
         raise WrongBytesError("the CPU kernels do not give back what they were given; reinstall numba")
     return time.perf_counter() - started
+
+
+def _warm_up_direct(
+    backend: CpuBackend, values: Tensor, mask: Tensor, layout: PlaneLayout, memory: FixedPages, pages: Pages
+) -> None:
+    addresses = memory.addresses(pages)
+    given = (addresses.ctypes.data, addresses.size)
+    planes = backend.direct_planes(layout, len(PLANE_WIDTHS), values.dtype)
+    packed = backend.direct_mask(mask.numel(), mask.dtype, memory.page_bytes)
+    assert planes is not None
+    assert packed is not None
+    if planes.planes(values.data_ptr(), *given) or packed.mask(mask.data_ptr(), *given) is None:
+        raise WrongBytesError("the CPU kernels took numbers for something else; reinstall numba")

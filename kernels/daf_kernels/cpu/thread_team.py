@@ -50,7 +50,7 @@ def take(_typing, _address, _amount):
 
 
 @intrinsic
-def _call_job(_typing, _job, _words):
+def call_job(_typing, _job, _words):
     """Calls a job by its address."""
 
     def build(_context, builder, _signature, args):
@@ -77,22 +77,40 @@ def _call_team(_typing, _parallel, _job, _words, _threads):
     return types.int64(types.int64, types.int64, types.int64, types.int64), build
 
 
+WORDS_BYTES = 256
+"""Bytes for the words of a job, 32 of them, before its scratch memory."""
+
+
 @kernel
-def launch(parallel, job, threads, words, pages):
+def launch(parallel, job, threads, given, count, origin, shift, first, stop, step, scratch, stride, pages):
     """Runs a job and returns the sum of what its parts return.
 
     Args:
         parallel: Address of ``GOMP_parallel``; 0 without.
         job: Address of the job.
         threads: Threads to run it on.
-        words: int64 array, the job's words.
+        given: Address of the job's words, of which those that are known are filled in: they serve any number of calls.
+        count: How many words there are.
+        origin: Address of element 0.
+        shift: Binary logarithm of the page size.
+        first: First element.
+        stop: End of the elements.
+        step: Elements in a part.
+        scratch: Address of `WORDS_BYTES` and the scratch memory of all threads.
+        stride: Bytes of it for each.
         pages: int64 array whose address and length become the words `PAGES`, which takes Python several times as long.
     """
+    words, source = i64_at(scratch), i64_at(given)
+    for index in range(count):
+        words[index] = source[index]
+    words[FIRST], words[STOP], words[STEP] = first, stop, step
+    words[SCRATCH], words[STRIDE] = scratch + WORDS_BYTES, stride
     words[PAGES], words[PAGES + 1] = pages.ctypes.data, pages.size
+    words[WORDS], words[WORDS + 2] = origin, shift
     if parallel != 0 and threads > 1:
-        _call_team(parallel, job, words.ctypes.data, I64(threads))
+        _call_team(parallel, job, scratch, I64(threads))
     else:
-        _call_job(job, words.ctypes.data)
+        call_job(job, scratch)
     return words[RESULT]
 
 
@@ -178,27 +196,23 @@ class Team:
         return getattr(self._own, "threads", None) or self._threads or torch.get_num_threads()
 
     def run(
-        self,
-        job: int,
-        arguments: tuple[int, ...],
-        pages: npt.NDArray[np.int64],
-        span: tuple[int, int],
-        step: int,
-        scratch: int,
-        stride: int,
-        threads: int,
-    ) -> int:
+        self, job: int, words: tuple[int, int], origin: int, shift: int, pages: npt.NDArray[np.int64], first: int,
+        stop: int, step: int, scratch: int, stride: int, threads: int,
+    ) -> int:  # fmt: skip
         """Runs a job over a span of elements and returns the sum of what its parts return.
 
         Args:
             job: Address of the job.
-            arguments: The kernel's own words.
+            words: Address and number of its words, `WORDS` of zeros before the kernel's own.
+            origin: Address of element 0.
+            shift: Binary logarithm of the page size.
             pages: Addresses of pages.
-            span: First element and end.
+            first: First element.
+            stop: End of the elements.
             step: Elements in a part.
-            scratch: Address of scratch memory for all threads.
+            scratch: Address of `WORDS_BYTES`, and scratch memory for all threads.
             stride: Bytes of it for each.
             threads: How many to run it on.
         """
-        words = np.array((0, 0, *span, step, scratch, stride, 0, 0, 0, *arguments), np.int64)
-        return launch(parallel_function(), job, threads, words, pages)
+        parallel = parallel_function() if threads > 1 else 0
+        return launch(parallel, job, threads, *words, origin, shift, first, stop, step, scratch, stride, pages)

@@ -128,7 +128,7 @@ def _encode(codec: type[StoredActivation], saved: SavedTensor, pager: Pager) -> 
     stored = codec.encode(
         saved, EncodeContext(values, pager, backend, groups, lossy=lossy, codecs=(codec, PlanesActivation))
     )
-    return None if stored is None else Handle(stored, geometry, saved)
+    return None if stored is None else Handle.of(stored, geometry, saved)
 
 
 def _error(codec: type[StoredActivation], found: Tensor, tensor: Tensor) -> float:

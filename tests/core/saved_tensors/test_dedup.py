@@ -263,9 +263,11 @@ def test_table_that_another_thread_clears_gives_no_address_to_two_storages() -> 
     for _ in range(50):  # one of the next storages takes the place of the first
         tensor = normal(*LARGE)
         number, storage = storage_id(tensor), tensor.untyped_storage()
-        key = sharing_key(number, tensor, geometry_of(tuple(tensor.shape), tuple(tensor.stride())))
-        assert table.is_new_storage(number, storage)
-        assert table.find(key, 0) is None
+        key = sharing_key(tensor, geometry_of(tuple(tensor.shape), tuple(tensor.stride())))
+        assert table.get(number, storage) is None
+        met = table.add(number, storage)
+        assert met.find(key, 0) is None
         table.clear()
-        table.add(key, storage, 0, stored)
+        met.add(key, 0, stored)
+        assert table.get(number, storage) is None
         del tensor, storage

@@ -243,7 +243,7 @@ def test_all_that_flies_is_of_one_device() -> None:
     flying = []
     for device in ("cpu", "cpu", "meta", "meta", "cpu"):
         saved = capture(
-            torch.empty(*LARGE, device=device), TensorKind.RAW, Site("", "leaf", 0), EXACT_MODE, ModuleScopes()
+            torch.empty(*LARGE, device=device), TensorKind.RAW, Site("", "leaf", 0), EXACT_MODE, False, ModuleScopes()
         )
         assert packer.admits(saved)
         packer.send(saved)

@@ -1,0 +1,125 @@
+"""What activations hold on one device: leases, bytes outside of the pool, and what was released of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from daf_core.memory import forks
+from daf_core.memory.idle_leases import IdleLeases
+from daf_core.memory.lease import NOWHERE, Lease, Outside
+from daf_core.memory.lease_index import LeaseIndex
+from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.pages.pool import PagePool
+from daf_core.memory.release_clock import ReleaseClock, Releases
+from daf_core.memory.tiers.base import Tier
+from daf_kernels import Pages
+
+
+class PagerBooks:
+    """The books of a `Pager`, which alone changes them.
+
+    Attributes:
+        pool: Where the pages come from.
+        budget: Bytes that may be held at once, pages and outside tensors together; None for no limit.
+        held_bytes: Bytes that are held, without what was released since they were counted.
+        account: What was done so far in this step; it goes on counting.
+    """
+
+    def __init__(
+        self, pool: PagePool, budget: int | None, least_planes: int, spill: Tier | None, clock: ReleaseClock | None
+    ) -> None:
+        self.pool = pool
+        self.budget = budget
+        self.held_bytes = 0
+        self.account = PagerAccount()
+        self._spill = spill
+        self._outside_bytes = 0
+        self._peak_on_pages = 0
+        self._writing: dict[Lease, None] = {}
+        self._growing: dict[Outside, None] = {}
+        self._idle = IdleLeases(pool, least_planes)
+        self._index = LeaseIndex()
+        self._read: set[Lease] = set()
+        self._released: Releases[Lease | Outside] = Releases(clock)
+        self._lock = forks.lock(forks.Level.PAGER)
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back, once."""
+        self._released.add(lease)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes that are held outside of the pool."""
+        self.settle()
+        return self._outside_bytes
+
+    def settle(self) -> int:
+        """Counts what was released meanwhile and returns the bytes that are held now."""
+        with self._lock:
+            self._collect()
+            return self.held_bytes
+
+    @property
+    def leased_pages(self) -> int:
+        """Pages that are in use."""
+        self.settle()
+        return self.pool.used_pages - self._idle.pages
+
+    def check(self) -> None:
+        """Raises AssertionError where a page, byte or lease is lost or miscounted; not while one is being read back."""
+        with self._lock:
+            self._collect()
+            self.pool.check()
+            self._index.check()
+            used = self.pool.used_pages - self._idle.pages
+            if self.held_bytes != self._outside_bytes + used * self.pool.page_bytes:
+                raise AssertionError("the bytes that are held are not those of the pages in use and outside of them")
+            if not self._writing and used != self._index.resident_pages + self._index.copied_pages:
+                raise AssertionError("the pages in use are not those of the leases")
+            self._count(0)
+
+    def _collect(self) -> None:
+        """Counts what was released; pages go back in one go, as each trip to the pool costs 50 us with cold caches."""
+        freed: list[Pages] = []
+        for item in self._released.due() if self._released else ():
+            if isinstance(item, Outside):  # see `hold`
+                self.held_bytes -= item.size
+                self._outside_bytes -= item.size
+                item.size = 0
+                self._growing.pop(item, None)
+                continue
+            before, item.released = item.released, True
+            if not before and item.loading is None:  # otherwise the read that is in progress frees it
+                self._read.discard(item)
+                if item in self._writing:  # an interrupt has kept it from being published
+                    del self._writing[item]
+                elif item.resident or item.slots is not None:  # it got no pages otherwise
+                    self._index.remove(item)
+                if self._idle.accept(item):
+                    self.held_bytes -= item.size * self.pool.page_bytes
+                    continue
+                freed.append(item.pages)
+                self._free(item)
+        if freed:
+            self._give(np.concatenate(freed))
+
+    def _free(self, lease: Lease) -> None:
+        lease.pages = NOWHERE
+        if lease.slots is not None and self._spill is not None:
+            self._spill.free(lease.slots)
+            lease.slots = None
+
+    def _give(self, pages: Pages) -> None:
+        self.pool.give(pages)
+        self.held_bytes -= pages.size * self.pool.page_bytes
+
+    def _count(self, size: int) -> None:
+        self.held_bytes += size
+        if self.budget is not None and self.held_bytes > self.budget:
+            raise AssertionError(f"{self.held_bytes} bytes are held, and {self.budget} are allowed")
+        self.account.peak_bytes = max(self.account.peak_bytes, self.held_bytes)
+        self._peak_on_pages = max(self._peak_on_pages, self._bytes_on_pages)
+
+    @property
+    def _bytes_on_pages(self) -> int:
+        return self.held_bytes - self._outside_bytes

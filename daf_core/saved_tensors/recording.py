@@ -1,0 +1,235 @@
+"""What is known of the tensors that the forward passes of a program save, but for their values.
+
+The passes are kept as a tree: a node is a save, and below it are those that have come next in some pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from daf_core.autograd.sites import ModuleCall, Site
+from daf_core.autograd.torch_private import running_modules, skip_nodes
+from daf_core.codecs import PlanesActivation, RawActivation
+from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
+from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, TensorKind
+from daf_core.codecs.scaling_groups import Grouping
+from daf_core.codecs.tensor_layout import Geometry, geometry_of
+from daf_core.model.treatments import Treatments
+from daf_core.readers.places import Place, calling_function
+from daf_core.readers.table import SOFTMAXES, Reading
+from daf_core.readers.waiting import Sighting
+from daf_core.saved_tensors.handle import Handle, Packed
+
+if TYPE_CHECKING:
+    from daf_core.saved_tensors.direct import Direct
+
+SHAPES = 64
+"""Shapes of a save whose decisions are kept: batches of so many lengths may take turns."""
+
+MOST_SAVES = 1 << 13
+"""Saves in all trees, of 1 to 2 kB each. RoBERTa-base has 400; a program that never saves the same twice, as one with
+experts, begins anew now and then."""
+
+KINDS = 8
+"""Treatments whose trees are kept: those of a plan, and three of elastic training, take turns."""
+
+
+class Look(NamedTuple):
+    """What is found of a tensor before anything looks at its values.
+
+    Attributes:
+        form: The form that it may take.
+        site: Where it is saved.
+        sighting: What is known of its reader.
+        normalizes: Whether a module that normalizes is saving it.
+    """
+
+    form: TensorKind
+    site: Site
+    sighting: Sighting
+    normalizes: bool
+
+    @property
+    def reading(self) -> Reading | None:
+        """What the reader reads of it; None where that is not known yet."""
+        return self.sighting.reading
+
+
+@dataclass(slots=True)
+class Decision:
+    """How a tensor of one shape was stored at a save.
+
+    Attributes:
+        kind: Class of what was stored.
+        shared: Whether another tensor had stored it before.
+        geometry: How the tensor lies in memory.
+        device: Where.
+        form: The form that it may take.
+        beside: Whether its form depends on how large others of the same call are, as it may be a statistic.
+        follows: Whether it may follow from what is stored of others, or does.
+        groups: Its scaling groups, once they are known.
+        direct: What the next one is stored with in one call; None where that takes more.
+    """
+
+    kind: type[Any]
+    shared: bool
+    geometry: Geometry
+    device: torch.device
+    form: TensorKind
+    beside: bool
+    follows: bool
+    groups: Grouping | None = None
+    direct: Direct | None = None
+
+
+class Save:
+    """A save after those above it.
+
+    Attributes:
+        following: The saves that have come next, the latest to be met first.
+        look: What was found of the last tensor here that was looked at; None where they are parameters.
+        small: Whether the tensors are too small to be stored otherwise than as they are.
+        dtype: Their type.
+        made_by: Type of the autograd node that makes them.
+        op: Its name where its type does not tell it, else None.
+        codes: Code of the two innermost functions that were running; empty where nobody asks who reads.
+        instructions: Where they were.
+        module: Returns the innermost module that was running, if it still exists.
+        calls: Numbers and names of the calls of modules that were running, the outermost first.
+        call: Number of the innermost of them.
+        checked: Of `Readers.changes`, when the reading was looked at last.
+        kept: Whether what the innermost of them saves stays as it is.
+        softmax: Place and reading of a softmax's result, which is looked at again now and then; None elsewhere.
+        decisions: By shape.
+    """
+
+    __slots__ = (
+        "call", "calls", "checked", "codes", "decisions", "dtype", "following", "instructions", "kept", "look",
+        "made_by", "module", "op", "small", "softmax",
+    )  # fmt: skip
+
+    def __init__(
+        self, calls: Sequence[ModuleCall] = (), tensor: Tensor | None = None, look: Look | None = None,
+        small: bool = False, frame: FrameType | None = None,
+    ) -> None:  # fmt: skip
+        self.following: list[Save] = []
+        self.look = look
+        self.small = small
+        self.calls = [(call.number, call.name) for call in calls]
+        self.call = self.calls[-1][0] if calls else -1
+        self.checked = -1
+        self.kept = bool(calls) and calls[-1].kept
+        self.decisions: dict[tuple[int, ...], Decision] = {}
+        node = None if tensor is None else tensor.grad_fn
+        self.dtype = None if tensor is None else tensor.dtype
+        self.made_by = type(node)
+        self.op = None if node is None or look is None or self.made_by.__name__ == look.site.op else look.site.op
+        self.codes: tuple[CodeType | None, CodeType | None] | None = None
+        self.softmax: tuple[Place, Reading] | None = None
+        self.module: Callable[[], object] = _no_module
+        if look is not None and look.form is TensorKind.LOSSY and frame is not None:
+            inner = calling_function(frame)
+            outer = None if inner is None else calling_function(inner.f_back)
+            if (module := _module_of(frame)) is not None:
+                self.module = weakref.ref(module)
+            self.codes = None if inner is None else inner.f_code, None if outer is None else outer.f_code
+            self.instructions = 0 if inner is None else inner.f_lasti, 0 if outer is None else outer.f_lasti
+
+    def is_at(self, frame: FrameType) -> bool:
+        """Says whether the instructions are running that have saved the tensors."""
+        if self.codes is None:
+            return True
+        inner, code = self.codes
+        if inner is None:
+            return calling_function(frame) is None and _module_of(frame) is self.module()
+        if frame.f_code is not inner or frame.f_lasti != self.instructions[0]:
+            return False
+        outer = frame.f_back
+        if code is None or outer is None:
+            same = code is None and calling_function(outer) is None
+        else:
+            same = outer.f_code is code and outer.f_lasti == self.instructions[1]
+        return same and _module_of(outer) is self.module()
+
+    def learn(self, tensor: Tensor, look: Look, packed: object, shared: bool) -> None:
+        """Keeps how a tensor was stored, if that can be replayed."""
+        self.look = look
+        place, reading = look.sighting.place, look.reading
+        self.softmax = (place, reading) if place and reading and reading.reader in SOFTMAXES else None
+        always_raw = self.small or self.kept or tensor.is_complex()
+        decision = _decide(tensor, look, packed, shared) if always_raw or look.form is not TensorKind.RAW else None
+        if decision is None:
+            self.decisions.pop(tensor.shape, None)
+            return
+        if len(self.decisions) >= SHAPES:
+            self.decisions.clear()
+        self.decisions[tensor.shape] = decision
+
+
+def _decide(tensor: Tensor, look: Look, packed: object, shared: bool) -> Decision | None:
+    """Returns how a tensor was stored; None where that is looked at anew each time."""
+    if type(tensor) is not Tensor or look.sighting.fresh or not isinstance(packed, Packed):
+        return None
+    stored = packed.stored
+    if isinstance(packed, Handle) and isinstance(stored, RawActivation):  # until its reader is known
+        return None
+    kind = type(stored)
+    if not shared and kind not in REPLAYED:
+        return None
+    geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
+    beside = look.form is not TensorKind.RAW and (not tensor.requires_grad or tensor.output_nr > 0)
+    follows = kind is not BitmaskActivation and look.form is TensorKind.LOSSY and _may_be_derived(tensor)
+    return Decision(kind, shared, geometry, tensor.device, look.form, beside, follows)
+
+
+def _module_of(frame: FrameType | None) -> nn.Module | None:
+    return next(running_modules(frame), None)
+
+
+def _no_module() -> None:
+    """Stands for a reference to what is running outside of modules."""
+
+
+REPLAYED = (
+    RawActivation, PlanesActivation, BitmaskActivation, ProductActivation, NormalizedActivation, SumActivation,
+)  # fmt: skip
+
+
+def _may_be_derived(tensor: Tensor) -> bool:
+    """Says whether a tensor follows from others where those are stored otherwise than they were."""
+    node = skip_nodes(tensor.grad_fn, VIEWS)
+    return node is not None and node.name() in DERIVABLE - VIEWS
+
+
+class Recordings:
+    """The trees of a model's passes, by the treatments of its parts."""
+
+    def __init__(self) -> None:
+        self._roots: list[tuple[Treatments, Save]] = []
+        self._saves = 0
+
+    def root(self, treatments: Treatments) -> Save:
+        """Returns the tree of passes with some treatments."""
+        if self._saves > MOST_SAVES:
+            self._roots, self._saves = [], 0
+        found = next((root for known, root in self._roots if known == treatments), None)
+        if found is None:
+            found = Save()
+            self._roots = [(treatments, found), *self._roots[: KINDS - 1]]
+        return found
+
+    def add(self, above: Save, save: Save) -> Save:
+        """Returns a save, which has come after another one."""
+        if save.calls == above.calls:
+            save.calls = above.calls
+        above.following.insert(0, save)
+        self._saves += 1
+        return save

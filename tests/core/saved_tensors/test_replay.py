@@ -1,0 +1,459 @@
+"""A pass that is replayed gives the bytes, gradients and figures of one that decides all anew, or notices why not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from daf_core import ActivationEngine
+from daf_core.saved_tensors import recording
+from daf_core.saved_tensors.replay import Replay
+from tests.core.harness import (
+    LARGE,
+    MODELS,
+    Loss,
+    Scale,
+    assert_empty,
+    engine_for,
+    normal,
+    pager_of,
+    take_the_full_way,
+)
+
+STEPS = 6
+CONFIGS: dict[str, dict[str, Any]] = {
+    "4 bits": {"precision": 4},
+    "2 bits, stochastic": {"precision": 2, "rounding": "stochastic"},
+    "exact": {"precision": "exact"},
+    "auto": {"precision": "auto"},
+    "budget": {"precision": 4, "memory_budget": 60_000_000},
+}
+
+
+class Step(NamedTuple):
+    """What a step gives, but for times.
+
+    Attributes:
+        loss: The loss.
+        gradients: Of all parameters.
+        held: Bytes that are held after the forward pass.
+        sizes: Of the sites.
+        figures: Raw bytes, most bytes held, and forms.
+    """
+
+    loss: Tensor
+    gradients: list[Tensor]
+    held: int
+    sizes: dict[Any, Any]
+    figures: tuple[int, int, dict[str, int]]
+
+
+def take_step(engine: ActivationEngine, model: nn.Module, loss_of: Loss, number: int) -> Step:
+    """Takes a step without an optimizer, and checks the books twice."""
+    torch.manual_seed(number)
+    model.zero_grad()
+    with engine.compress():
+        loss = loss_of(model, number)
+    held, sizes = engine.held_bytes, {site: list(sizes) for site, sizes in engine.pass_sizes.items()}
+    pager_of(engine).check()
+    loss.backward()
+    pager_of(engine).check()
+    gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    step = engine.finish_step()
+    figures = (step.raw_bytes, step.held_bytes, dict(step.stored_as))
+    return Step(loss.detach(), gradients, held, sizes, figures)
+
+
+def assert_equal(found: Step, expected: Step) -> None:
+    """Fails where a step differs from one of the full way."""
+    pairs = zip([found.loss, *found.gradients], [expected.loss, *expected.gradients], strict=True)
+    for mine, others in pairs:
+        torch.testing.assert_close(mine, others, rtol=0, atol=0, equal_nan=True)
+    assert found[2:] == expected[2:]
+
+
+def compare(make: Callable[[], nn.Module], loss_of: Loss, steps: int = STEPS, **config: Any) -> int:
+    """Trains twice, with and without replays; returns how many tensors were replayed in the last step."""
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    engine, other = engine_for(model, packing="device", **config), engine_for(twin, packing="device", **config)
+    take_the_full_way(other)
+    replayed = 0
+    for number in range(steps):
+        with counted() as count:
+            found = take_step(engine, model, loss_of, number)
+        replayed = count[0]
+        assert_equal(found, take_step(other, twin, loss_of, number))
+    assert_empty(engine)
+    return replayed
+
+
+class counted:
+    """Counts what is replayed without another look inside."""
+
+    def __enter__(self) -> list[int]:
+        self._counts, self._before = [0], (Replay._directly, Replay._as_decided)
+
+        def counting(attempt: Callable[..., Any]) -> Callable[..., Any]:
+            def attempted(*arguments: Any) -> Any:
+                packed = attempt(*arguments)
+                self._counts[0] += packed is not None
+                return packed
+
+            return attempted
+
+        Replay._directly, Replay._as_decided = map(counting, self._before)
+        return self._counts
+
+    def __exit__(self, *_: object) -> None:
+        Replay._directly, Replay._as_decided = self._before
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_replay_is_the_full_way(name: str, config: dict[str, Any]) -> None:
+    """For each model of the harness: losses, gradients, bytes and counts."""
+    make, loss_of = MODELS[name]
+    assert compare(make, loss_of, **config) > 0
+
+
+class Program(nn.Module):
+    """Operators in any order, twice, so that both calls of a module save."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OPERATORS[name]() for name in names)
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.layers, *self.layers]:
+            x = x + layer(x)
+        return self.scale(x)
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+OPERATORS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(64, 64),
+    "norm": lambda: nn.LayerNorm(64),
+    "dropout": lambda: nn.Dropout(0.3),
+    "gelu": nn.GELU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "softmax": lambda: nn.Softmax(-1),
+    "clamp": lambda: Function(lambda x: x.clamp(-1, 1)),
+    "square": lambda: Function(lambda x: x * x),
+    "log": lambda: Function(lambda x: x.square().add(1).log()),
+    "halves": lambda: Function(lambda x: torch.cat([a.sin() for a in x.chunk(2, -1)], -1)),
+    "columns": lambda: Function(lambda x: x.t().tanh().t()),
+    "half": lambda: Function(lambda x: (x.bfloat16() * 2).tanh().float()),
+    "checkpoint": lambda: Function(lambda x: checkpoint(lambda y: (y * y).sin(), x, use_reentrant=False)),
+    "attention": lambda: Function(lambda x: F.scaled_dot_product_attention(*(x.view(1, 4, -1, 64),) * 3).view_as(x)),
+}
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    names=st.lists(st.sampled_from(sorted(OPERATORS)), min_size=1, max_size=4),
+    rows=st.lists(st.sampled_from([64, 68, 128]), min_size=1, max_size=3),
+    config=st.sampled_from([*CONFIGS.values()]),
+)
+def test_random_programs(names: list[str], rows: list[int], config: dict[str, Any]) -> None:
+    """Operators that save results, inputs, both, parts of one storage or nothing, on batches of several lengths."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        return model(normal(rows[step % len(rows)], 64, seed=step).requires_grad_()).square().mean()
+
+    compare(lambda: Program(tuple(names)), loss_of, **config)
+
+
+def _branches() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
+    def mlp() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+
+    def run(model: Any, x: Tensor, order: Iterator[int]) -> Tensor:
+        for place in order:
+            x = model[place](x)
+        return x.square().mean()
+
+    def skipped(model: nn.Module, step: int) -> Tensor:
+        return run(model, normal(*LARGE, seed=step), iter([0, 1, 2, 3] if step % 3 else [2, 3]))
+
+    def swapped(model: nn.Module, step: int) -> Tensor:
+        return run(model, normal(*LARGE, seed=step), iter([0, 1, 2, 3] if step % 2 else [0, 3, 2, 1]))
+
+    def other_function(model: nn.Module, step: int) -> Tensor:
+        function = torch.sin if step % 2 else torch.square
+        return function(model(normal(*LARGE, seed=step))).mean()
+
+    def other_values(model: nn.Module, step: int) -> Tensor:
+        x = normal(*LARGE, seed=step)
+        return model((x > 0).float() if step % 2 else x).square().mean()
+
+    def not_finite(model: nn.Module, step: int) -> Tensor:
+        x = normal(*LARGE, seed=step)
+        return (model(x) * (x.index_fill(0, torch.tensor([3]), torch.inf) if step % 3 == 2 else x)).mean()
+
+    def frozen(model: nn.Module, step: int) -> Tensor:
+        model[0].requires_grad_(step % 3 != 2)
+        return model(normal(*LARGE, seed=step)).square().mean()
+
+    def another_layout(model: nn.Module, step: int) -> Tensor:
+        x = normal(*LARGE, seed=step)
+        return model(x.t().contiguous().t() if step % 2 else x).square().mean()
+
+    def another_type(model: nn.Module, step: int) -> Tensor:
+        with torch.autocast("cpu", enabled=step % 2 == 1):
+            return model(normal(*LARGE, seed=step)).square().mean()
+
+    def shared(model: nn.Module, step: int) -> Tensor:
+        x = normal(*LARGE, seed=step)
+        y = x if step % 2 else x.clone()
+        return (model(x) + model(y)).square().mean()
+
+    def evaluated(model: nn.Module, step: int) -> Tensor:
+        with torch.no_grad():
+            model(normal(*LARGE, seed=step + 100))
+        return model(normal(*LARGE, seed=step)).square().mean()
+
+    def negated(model: nn.Module, step: int) -> Tensor:
+        x = torch.complex(normal(*LARGE, seed=step), normal(*LARGE, seed=step + 1))
+        return model(x.conj().imag if step % 2 else x.imag).square().mean()
+
+    losses = [
+        skipped, swapped, other_function, other_values, not_finite, frozen, another_layout, another_type, shared,
+        evaluated, negated,
+    ]  # fmt: skip
+    return {loss.__name__.strip("_"): (mlp, loss) for loss in losses}
+
+
+BRANCHES = _branches()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("name", BRANCHES)
+def test_programs_that_change(name: str, config: dict[str, Any]) -> None:
+    """What changes from step to step is noticed: the gradients are those of the full way, bit for bit."""
+    make, loss_of = BRANCHES[name]
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    engine, other = engine_for(model, packing="device", **config), engine_for(twin, packing="device", **config)
+    take_the_full_way(other)
+    for number in range(8):
+        found, expected = take_step(engine, model, loss_of, number), take_step(other, twin, loss_of, number)
+        assert_equal(found, expected)
+    assert_empty(engine)
+
+
+def test_another_program_is_replayed_beside_the_first() -> None:
+    """As of training and of another task that take turns: both are in the tree after one pass each."""
+    make, loss_of = BRANCHES["skipped"]
+    torch.manual_seed(0)
+    model = make()
+    engine = engine_for(model, 4, packing="device")
+    for number in range(12):
+        with counted() as count:
+            take_step(engine, model, loss_of, number)
+        if number > 8:
+            assert count[0] >= 2
+
+
+def test_a_replayed_pass_has_no_hooks_on_modules() -> None:
+    """A module with hooks takes 5 us more for each call; what leaves the tree has them again."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))
+    engine = engine_for(model, 4, packing="device")
+
+    def hooked(x: Tensor) -> list[bool]:
+        with engine.compress():
+            found = [bool(module._forward_hooks) for module in model]
+            model(x).sum().backward()
+        return found
+
+    for _ in range(4):
+        hooks = hooked(normal(*LARGE))
+    assert hooks == [False, False, True]  # what follows from a normalization has to know its result
+    hooked(normal(*LARGE, seed=1).requires_grad_())  # another program: a branch
+    assert [bool(module._forward_hooks) for module in model] == [True, True, True]
+    engine.close()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
+
+
+def test_sites_of_a_branch_are_those_of_the_full_way() -> None:
+    """A pass that leaves the tree inside of nested modules finds where it is."""
+    torch.manual_seed(0)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+            self.last = nn.Linear(64, 64)
+            self.extra = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            return self.last(x.sin() if self.extra else x)
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        model.extra = step > 4
+        return model(normal(*LARGE, seed=step)).square().mean()
+
+    compare(Outer, loss_of, steps=8, precision=4)
+
+
+def test_graphs_of_several_passes_alive_at_once() -> None:
+    """Pages of one are not those of another."""
+    make, loss_of = MODELS["transformer"]
+    torch.manual_seed(0)
+    model = make()
+    engine = engine_for(model, 4, packing="device")
+    for number in range(4):
+        take_step(engine, model, loss_of, number)
+    losses, expected = [], []
+    for number in range(3):
+        expected.append(take_step(engine, model, loss_of, number).gradients)
+    for number in range(3):
+        torch.manual_seed(number)
+        with engine.compress():
+            losses.append(loss_of(model, number))
+    pager_of(engine).check()
+    for loss, gradients in zip(losses, expected, strict=True):
+        model.zero_grad()
+        loss.backward()
+        found = [each.grad for each in model.parameters() if each.grad is not None]
+        assert all(map(torch.equal, found, gradients))
+    del losses, loss
+    assert_empty(engine)
+
+
+def test_threads_replay_their_own_passes() -> None:
+    """Two threads train copies that share an engine's tree; each gets its own gradients."""
+    make, loss_of = MODELS["mlp"]
+    torch.manual_seed(0)
+    model = make()
+    engine = engine_for(model, 4, packing="device")
+    parameters = [each for each in model.parameters() if each.requires_grad]
+
+    def gradients(number: int) -> list[Tensor]:
+        with engine.compress():
+            loss = loss_of(model, number)
+        return list(torch.autograd.grad(loss, parameters))
+
+    expected = [gradients(number) for number in range(4) for _ in range(2)][1::2]
+    wrong: list[int] = []
+
+    def train(number: int) -> None:
+        for _ in range(20):
+            if not all(map(torch.equal, gradients(number), expected[number])):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    pager_of(engine).check()
+
+
+def test_an_error_in_a_replayed_pass_leaves_nothing_behind() -> None:
+    """Neither pages nor hooks; the next pass is replayed as before."""
+    make, loss_of = MODELS["mlp"]
+    model = make()
+    engine = engine_for(model, 4, packing="device")
+    for number in range(4):
+        take_step(engine, model, loss_of, number)
+
+    def fail() -> None:
+        with engine.compress():
+            loss = loss_of(model, 0)
+            raise ZeroDivisionError(loss)
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    gc.collect()  # the error keeps its frames, and they the loss
+    assert_empty(engine)
+    with counted() as count:
+        take_step(engine, model, loss_of, 0)
+    assert count[0] > 0
+
+
+def test_a_budget_that_comes_later_presses_what_was_replayed() -> None:
+    """Leases that keep their pages are in the books like others, and give up planes."""
+    make, loss_of = MODELS["transformer"]
+    model = make()
+    engine = engine_for(model, 8, packing="device")
+    for number in range(4):
+        take_step(engine, model, loss_of, number)
+    with engine.compress():
+        loss = loss_of(model, 0)
+    held = engine.held_bytes
+    engine.set_memory_budget(int(held * 0.8))
+    assert engine.held_bytes <= held * 0.8
+    pager_of(engine).check()
+    loss.backward()
+    del loss
+    assert_empty(engine)
+    assert engine.finish_step().dropped_planes > 0
+
+
+def test_trees_do_not_grow_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is another in each step begins a new tree now and then; shapes of a save are bounded, too."""
+    monkeypatch.setattr(recording, "MOST_SAVES", 40)
+    monkeypatch.setattr(recording, "SHAPES", 3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    engine = engine_for(model, 4, packing="device")
+    for number in range(40):
+        with engine.compress():
+            x = normal(64 + 4 * (number % 8), 64, seed=number)
+            for place in range(6):
+                if number >> place & 1:
+                    x = model[place](x)
+            loss = x.square().mean()
+        if loss.requires_grad:
+            loss.backward()
+    tree = engine._replays.own._recordings
+    pending, saves = [root for _, root in tree._roots], 0
+    while pending:
+        save = pending.pop()
+        saves += 1
+        assert len(save.decisions) <= 3
+        pending += save.following
+    assert saves <= 40 + 1 + 6 * 4
+
+
+def test_idle_pages_go_back_when_a_peak_does_not_return() -> None:
+    """Leases that keep their pages keep no region alive that only a peak needed."""
+    model = Scale()
+    engine = engine_for(model, 4, packing="device", pool_growth="1MB")
+
+    def step(rows: int) -> None:
+        with engine.compress():
+            loss = model(normal(rows, 64)).sum()
+        loss.backward()
+        engine.finish_step()
+
+    for rows in (128, *(100_000,) * 4, *(128,) * 40):
+        step(rows)
+    assert engine.reserved_bytes < 2 << 20
