@@ -102,20 +102,22 @@ class Looks:
 
     def are_due(self, place: Place, reading: Reading) -> bool:
         """Says whether what is saved at a place is a softmax to look at now, and counts that."""
-        if self.passes(place, reading):
-            return False
-        self._passes[place] += 1
-        return True
+        due = self.will_be_due(place, reading)
+        self.count(place, reading)
+        return due
 
-    def passes(self, place: Place, reading: Reading) -> bool:
-        """Says whether what is saved at a place needs no look, and counts that; `are_due` counts it otherwise."""
-        if reading.reader not in SOFTMAXES or not reading.takes_approximations:
-            return True
-        passes = self._passes.setdefault(place, 0) + 1
-        if passes % self.EVERY == 0:
-            return False
-        self._passes[place] = passes
-        return True
+    def will_be_due(self, place: Place, reading: Reading) -> bool:
+        """As `are_due`, without counting."""
+        return _may_become_sure(reading) and (self._passes.get(place, 0) + 1) % self.EVERY == 0
+
+    def count(self, place: Place, reading: Reading) -> None:
+        """Counts a pass of a softmax."""
+        if _may_become_sure(reading):
+            self._passes[place] = self._passes.get(place, 0) + 1
+
+
+def _may_become_sure(reading: Reading) -> bool:
+    return reading.reader in SOFTMAXES and reading.takes_approximations
 
 
 def needs_exact_softmax(node: Node, result: Tensor, unpack: Unpack) -> bool:

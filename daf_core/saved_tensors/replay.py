@@ -142,12 +142,17 @@ class Replay:
 
     def _replay(self, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:
         """Stores a tensor that the tree expects; None where it is something else after all."""
-        decision, softmax = save.decisions.get(tensor.shape), save.softmax
-        if decision is None or (softmax is not None and not self._readers.looks.passes(*softmax)):
+        decision, softmax, looks = save.decisions.get(tensor.shape), save.softmax, self._readers.looks
+        packed = None
+        if decision is not None and (softmax is None or not looks.will_be_due(*softmax)):
+            if decision.direct is not None:
+                packed = self._directly(decision, save, tensor)
+            packed = packed or self._as_decided(decision, save, tensor)
+        if packed is None:
             return self._look_again(save, tensor, frame)
-        if decision.direct is not None and (packed := self._directly(decision, save, tensor)) is not None:
-            return packed
-        return self._as_decided(decision, save, tensor) or self._look_again(save, tensor, frame)
+        if softmax is not None:
+            looks.count(*softmax)
+        return packed
 
     def _directly(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:
         """As `_as_decided`, in the fewest calls; None where it takes more, too."""
