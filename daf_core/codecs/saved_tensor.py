@@ -15,7 +15,7 @@ from daf_core.autograd.sites import ModuleScopes, Site
 from daf_core.autograd.torch_private import Node, is_being_saved
 from daf_core.readers.attention import KERNELS, can_attend_again
 from daf_core.readers.places import Place
-from daf_core.readers.table import Kind, Reading
+from daf_core.readers.table import Reading
 from daf_core.readers.waiting import Sighting
 
 VIEWS = frozenset(
@@ -104,7 +104,7 @@ def capture(
         form: The form that it may take.
         site: Where it is saved.
         sighting: What is known of its reader.
-        normalizes: Whether a module that normalizes is saving it.
+        normalizes: Whether a normalization is saving it.
         scopes: Knows the latest results of normalizations.
     """
     normalized: list[NormalizedResult] = []
@@ -112,7 +112,6 @@ def capture(
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
     reference = weakref.ref(tensor)
     reading = sighting.reading
-    normalizes = normalizes or (reading is not None and reading.kind is Kind.NORMALIZED)
     node = tensor.grad_fn
     attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
     return SavedTensor(

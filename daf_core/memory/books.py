@@ -36,7 +36,7 @@ class PagerBooks:
         self._outside_bytes = 0
         self._peak_on_pages = 0
         self._writing: dict[Lease, None] = {}
-        self._growing: dict[Outside, None] = {}
+        self._owned: dict[Outside, None] = {}
         self._idle = IdleLeases(pool, least_planes)
         self._index = LeaseIndex()
         self._read: set[Lease] = set()
@@ -86,7 +86,7 @@ class PagerBooks:
                 self.held_bytes -= item.size
                 self._outside_bytes -= item.size
                 item.size = 0
-                self._growing.pop(item, None)
+                self._owned.pop(item, None)
                 continue
             before, item.released = item.released, True
             if not before and item.loading is None:  # otherwise the read that is in progress frees it

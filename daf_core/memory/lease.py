@@ -26,7 +26,7 @@ class Outside:
 
     Attributes:
         size: How many; 0 before they are counted, and when they are no longer.
-        reference: Refers to their owner, where they grow.
+        reference: Refers to their owner, if they have one.
     """
 
     __slots__ = ("reference", "size")

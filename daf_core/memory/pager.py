@@ -99,7 +99,7 @@ class Pager(PagerBooks):
         """
         released, free, idle = self._released, kind.free, self._idle
         with self._lock:
-            if released.untimed or released:
+            if released:
                 self._collect()
             reference = released.at_once(owner)
             lease = free[-1] if free else idle.last(kind)
@@ -152,19 +152,10 @@ class Pager(PagerBooks):
         if owner is not None and self._released.timed:
             self._released.add(outside, owner)
         elif owner is not None:
-            outside = self.hold_growing(owner)
-        self.hold_more(outside, size)
-
-    def hold_growing(self, owner: object) -> Outside:
-        """Returns an account of bytes outside of the pool that grows by `hold_more`, until its owner dies."""
-        reference, outside = self._released.at_once(owner), Outside()
-        self._growing[outside] = None
-        reference.item = outside
-        outside.reference = reference
-        return outside
-
-    def hold_more(self, outside: Outside, size: int) -> None:
-        """Counts `size` more bytes of an account; the errors are those of `hold`."""
+            reference = self._released.at_once(owner)
+            self._owned[outside] = None
+            reference.item = outside
+            outside.reference = reference
         started = self._begin_pressing()
         with self._lock:
             self._collect()

@@ -55,14 +55,10 @@ class Meeting(NamedTuple):
     """A storage that a tensor was met in.
 
     Attributes:
-        number: Its `storage_id`.
-        storage: The storage.
         known: What its parts were stored as.
         new: Whether no tensor of it was met before in this pass.
     """
 
-    number: int
-    storage: UntypedStorage
     known: MetStorage
     new: bool
 

@@ -17,7 +17,6 @@ from daf_core.codecs.planes import LossyStore, spreads_differ
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import LeaseKind
 from daf_core.memory.pager import Pager
-from daf_core.readers.table import Kind
 from daf_core.saved_tensors.recording import Decision, Look
 from daf_kernels import Backend, DirectBackend, DirectEncoder, PlaneLayout
 from daf_kernels.layout import shares_groups
@@ -75,8 +74,7 @@ class Direct:
         encoder = backend.direct_planes(layout, stored.lease.planes, tensor.dtype)
         if encoder is None or groups.shape is not None or layout.elements != elements:
             return None
-        normalizes = look.normalizes or (look.reading is not None and look.reading.kind is Kind.NORMALIZED)
-        spreads, sizes = normalizes and shares_groups(groups.row), stored.sizes_as(tensor)
+        spreads, sizes = look.reads_rows and shares_groups(groups.row), stored.sizes_as(tensor)
         return cls(encoder, stored.lease.kind, layout, groups, pager, backend, sizes, token, spreads)
 
     def store(self, decision: Decision, tensor: Tensor) -> PlanesActivation | BitmaskActivation | None:

@@ -179,7 +179,7 @@ class Packer:
         sighting = EXACT_MODE
         if form is TensorKind.LOSSY:
             sighting = self.readers.see(tensor, call, site, frame, self.unpack)
-        return Look(form, site, sighting, self.scopes.current.normalizes)
+        return Look(form, site, sighting, call.normalizes)
 
     def look_at(self, tensor: Tensor, form: TensorKind, known: Look, frame: FrameType | None) -> Look:
         """Returns where and how a tensor is being saved whose form is known, at a site that was looked at before."""
@@ -208,7 +208,7 @@ class Packer:
             return self._store.keep(tensor, look.site)
         if sighting.reading is not None and sighting.reading.kind is Kind.EXACT:
             form = TensorKind.MASK
-        saved = capture(tensor, form, look.site, sighting, look.normalizes, self.scopes)
+        saved = capture(tensor, form, look.site, sighting, look.reads_rows, self.scopes)
         waiting = replace(saved) if sighting.fresh and form is TensorKind.LOSSY else None
         if background is not None and background.admits(saved):
             packed = background.send(saved)

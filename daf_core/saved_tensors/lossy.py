@@ -147,8 +147,8 @@ class RehearsalStore:
         return activation
 
     def count(self, site: Site, sizes: Sequence[int], stored: PlanesActivation) -> None:
-        """See `LossyStore`: a probe replays nothing."""
-        raise NotImplementedError
+        """See `LossyStore`."""
+        raise NotImplementedError  # only what is replayed is counted so, and a probe replays nothing
 
     def sharpens(self, site: Site, deviation: float) -> bool:
         """See `LossyStore`: a probe measures the bits that it is told to, of what is no recipe in training either."""

@@ -24,7 +24,7 @@ from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.model.treatments import Treatments
 from daf_core.readers.places import Place, calling_function
-from daf_core.readers.table import SOFTMAXES, Reading
+from daf_core.readers.table import SOFTMAXES, Kind, Reading
 from daf_core.readers.waiting import Sighting
 from daf_core.saved_tensors.handle import Handle, Packed
 
@@ -61,6 +61,11 @@ class Look(NamedTuple):
     def reading(self) -> Reading | None:
         """What the reader reads of it; None where that is not known yet."""
         return self.sighting.reading
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a normalization reads it, in a module of its own or written out."""
+        return self.normalizes or (self.reading is not None and self.reading.kind is Kind.NORMALIZED)
 
 
 @dataclass(slots=True)

@@ -82,12 +82,8 @@ class Replay:
             return
         store.begin_replay(self._packer.eligibility.storages)
         root = self._recordings.root(treatments)
-        self._at, self._store, self._waiting, self._replays = (
-            root,
-            store,
-            self._readers.unresolved,
-            bool(root.following),
-        )
+        self._at, self._store, self._replays = root, store, bool(root.following)
+        self._waiting = self._readers.unresolved
         if self._replays:
             self._follower.rest()
         else:
@@ -145,46 +141,36 @@ class Replay:
         decision, softmax, looks = save.decisions.get(tensor.shape), save.softmax, self._readers.looks
         packed = None
         if decision is not None and (softmax is None or not looks.will_be_due(*softmax)):
-            if decision.direct is not None:
-                packed = self._directly(decision, save, tensor)
-            packed = packed or self._as_decided(decision, save, tensor)
+            packed = self._as_decided(decision, save, tensor)
         if packed is None:
             return self._look_again(save, tensor, frame)
         if softmax is not None:
             looks.count(*softmax)
         return packed
 
-    def _directly(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:
-        """As `_as_decided`, in the fewest calls; None where it takes more, too."""
-        readers, look, store = self._readers, save.look, self._store
-        if store is None or look is None or self._waiting:
-            return None
+    def _as_decided(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:
+        """Stores a tensor as the last one was stored; None where that is not what the full way would do."""
+        packer, readers, look, store = self._packer, self._readers, save.look, self._store
+        assert look is not None
+        assert store is not None
         if save.checked != readers.changes:
             place = look.sighting.place
             if place is not None and not readers.still_reads(place, look.reading):
                 return None
             save.checked = readers.changes
-        unsure = decision.beside or tensor.dtype in LOW_PRECISION
-        if unsure and decision.kind is not BitmaskActivation and self._form(save, tensor) is not decision.form:
+        # A mask of one bit an element is what it is, whatever else it might have been.
+        unsure = decision.kind is not BitmaskActivation and (decision.beside or tensor.dtype in LOW_PRECISION)
+        if unsure and self._form(save, tensor) is not decision.form:
             return None
-        return store.store_directly(decision, look, tensor)
-
-    def _as_decided(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:
-        """Stores a tensor as the last one was stored; None where that is not what the full way would do."""
-        packer, look = self._packer, save.look
-        assert look is not None
+        if not self._waiting and (packed := store.store_directly(decision, look, tensor)) is not None:
+            return packed
         if tensor.stride() != decision.geometry.strides or tensor.device != decision.device:
             return None
         if type(tensor) is not Tensor or tensor.is_neg() or tensor._is_zerotensor():
             return None
-        if (decision.beside or tensor.dtype in LOW_PRECISION) and self._form(save, tensor) is not decision.form:
-            return None
         if packer.eligibility.is_of_parameter(tensor):
             return None
-        place = look.sighting.place
-        if place is not None and not packer.readers.still_reads(place, look.sighting.reading):
-            return None
-        packer.readers.show(tensor.grad_fn)
+        readers.show(tensor.grad_fn)
         return packer.store_as(decision, look, tensor)
 
     def _look_again(self, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:

@@ -171,9 +171,7 @@ class ActivationStore:
         if reading is not None and reading.kind is Kind.EXACT:
             form = TensorKind.MASK
         met = self._meet(tensor)
-        version, geometry = tensor._version, decision.geometry
-        key = sharing_key(tensor, geometry)
-        stored = None if met.new else met.known.find(key, version)
+        stored = None if met.new else met.known.find(sharing_key(tensor, decision.geometry), tensor._version)
         if stored is not None and not serves(stored, form, reading):
             stored = None
         raw = type(stored) is RawActivation
@@ -182,62 +180,62 @@ class ActivationStore:
         if raw:
             stored = self._keep(tensor)
         elif stored is None:
-            stored = self._encode_as(decision, look, form, tensor, met, derivation, scopes)
+            stored = self._encode_as(decision, look, form, tensor, derivation, scopes)
             if stored is not None:
                 backend = self._backends[decision.device]
                 pager = self._pagers.on(decision.device)
                 decision.direct = Direct.of(decision, look, tensor, stored, backend, self._lossy, pager)
         if stored is None or (type(stored) is not decision.kind and not decision.shared):
             return None
+        return self._packed_as(decision, look, tensor, met, stored)
+
+    def _packed_as(
+        self, decision: Decision, look: Look, tensor: Tensor, met: Meeting, stored: StoredActivation
+    ) -> Packed:
+        """Counts what a tensor was stored as, and returns what autograd keeps of it."""
+        geometry, version = decision.geometry, tensor._version
         if stored.readable_by_any_op:
-            met.known.add(key, version, stored)
+            met.known.add(sharing_key(tensor, geometry), version, stored)
         self._recorder.stored_as["shared" if decision.shared else stored.name] += 1
         if type(stored) is RawActivation:
             return stored
         place, reference = look.sighting.place, weakref.ref(tensor)
-        return Handle(stored, geometry, tensor.dtype, decision.device, place, reading, reference, version)
+        return Handle(stored, geometry, tensor.dtype, decision.device, place, look.reading, reference, version)
 
     def store_directly(self, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
         """As `store_as`, in the fewest calls, where the decision knows how; None where it takes more, too.
 
         The arguments and errors are those of `store_as`.
         """
-        direct, geometry, lossy = decision.direct, decision.geometry, self._lossy
+        direct, geometry = decision.direct, decision.geometry
         if direct is None or direct.token is not self._token or not direct.pager.at_ease:
             return None
         if tensor.stride() != geometry.strides or not tensor.is_cpu or type(tensor) is not Tensor or tensor.is_neg():
             return None
         if storage_id(tensor) in self._parameters:
             return None
-        met, version = self._meet(tensor), tensor._version
-        key = sharing_key(tensor, geometry)
-        if not met.new and met.known.find(key, version) is not None:
+        met = self._meet(tensor)
+        if not met.new and met.known.find(sharing_key(tensor, geometry), tensor._version) is not None:
             return None
         if decision.kind is RawActivation:
             if (look.form is TensorKind.LOSSY and not self._exact) or not direct.stays(tensor):
                 return None
-            raw = self._keep(tensor)
-            met.known.add(key, version, raw)
-            self._recorder.stored_as[raw.name] += 1
-            return raw
+            return self._packed_as(decision, look, tensor, met, self._keep(tensor))
         stored = direct.store(decision, tensor)
         if stored is None:
             return None
         if isinstance(stored, PlanesActivation):
-            lossy.count(look.site, direct.sizes, stored)
-        met.known.add(key, version, stored)
-        self._recorder.stored_as[stored.name] += 1
-        place, reference = look.sighting.place, weakref.ref(tensor)
-        return Handle(stored, geometry, tensor.dtype, decision.device, place, look.reading, reference, version)
+            self._lossy.count(look.site, direct.sizes, stored)
+        return self._packed_as(decision, look, tensor, met, stored)
 
     def _encode_as(
-        self, decision: Decision, look: Look, form: TensorKind, tensor: Tensor, met: Meeting, derivation: Derivation,
+        self, decision: Decision, look: Look, form: TensorKind, tensor: Tensor, derivation: Derivation,
         scopes: ModuleScopes,
     ) -> StoredActivation | None:  # fmt: skip
         """Returns what `decision` says of the values of a tensor, or another form that shows that it does not hold."""
         kind, geometry, reading = decision.kind, decision.geometry, look.reading
         if decision.follows:
-            saved = capture(tensor, form, look.site, look.sighting, look.normalizes, scopes)
+            saved = capture(tensor, form, look.site, look.sighting, look.reads_rows, scopes)
             if (derived := self._derive(saved, derivation)) is not None:
                 return derived
         pager, backend = self._pagers.on(decision.device), self._backends[decision.device]
@@ -256,8 +254,7 @@ class ActivationStore:
         if groups is None:
             groups = decision.groups = self._grouping(form, reading, geometry, look.site.op)
             assert groups is not None
-        normalizes = look.normalizes or (reading is not None and reading.kind is Kind.NORMALIZED)
-        if normalizes and shares_groups(groups.row) and spreads_differ(values, groups.row):
+        if look.reads_rows and shares_groups(groups.row) and spreads_differ(values, groups.row):
             return None
         return self._lossy.store(
             PlanesActivation, look, EncodeContext(values, pager, backend, groups, lossy=self._lossy)
@@ -268,9 +265,9 @@ class ActivationStore:
         number, storage = storage_id(tensor), tensor.untyped_storage()
         known = self._sharing.get(number, storage)
         if known is not None:
-            return Meeting(number, storage, known, False)
+            return Meeting(known, False)
         self._recorder.add_raw(storage.nbytes())
-        return Meeting(number, storage, self._sharing.add(number, storage), True)
+        return Meeting(self._sharing.add(number, storage), True)
 
     def _keep(self, tensor: Tensor, version: int | None = None) -> RawActivation:
         """Keeps a tensor as it is; the errors are those of `keep`."""

@@ -100,25 +100,29 @@ def compare(make: Callable[[], nn.Module], loss_of: Loss, steps: int = STEPS, **
     return replayed
 
 
+def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, ActivationEngine]:
+    """Returns a model that is always the same, and an engine of it."""
+    torch.manual_seed(0)
+    model = make()
+    return model, engine_for(model, 4, packing="device")
+
+
 class counted:
     """Counts what is replayed without another look inside."""
 
     def __enter__(self) -> list[int]:
-        self._counts, self._before = [0], (Replay._directly, Replay._as_decided)
+        self._counts, self._before = [0], Replay._as_decided
 
-        def counting(attempt: Callable[..., Any]) -> Callable[..., Any]:
-            def attempted(*arguments: Any) -> Any:
-                packed = attempt(*arguments)
-                self._counts[0] += packed is not None
-                return packed
+        def counting(*arguments: Any) -> Any:
+            packed = self._before(*arguments)
+            self._counts[0] += packed is not None
+            return packed
 
-            return attempted
-
-        Replay._directly, Replay._as_decided = map(counting, self._before)
+        Replay._as_decided = counting
         return self._counts
 
     def __exit__(self, *_: object) -> None:
-        Replay._directly, Replay._as_decided = self._before
+        Replay._as_decided = self._before
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -255,24 +259,13 @@ BRANCHES = _branches()
 @pytest.mark.parametrize("name", BRANCHES)
 def test_programs_that_change(name: str, config: dict[str, Any]) -> None:
     """What changes from step to step is noticed: the gradients are those of the full way, bit for bit."""
-    make, loss_of = BRANCHES[name]
-    torch.manual_seed(0)
-    model = make()
-    twin = copy.deepcopy(model)
-    engine, other = engine_for(model, packing="device", **config), engine_for(twin, packing="device", **config)
-    take_the_full_way(other)
-    for number in range(8):
-        found, expected = take_step(engine, model, loss_of, number), take_step(other, twin, loss_of, number)
-        assert_equal(found, expected)
-    assert_empty(engine)
+    compare(*BRANCHES[name], steps=8, **config)
 
 
 def test_another_program_is_replayed_beside_the_first() -> None:
     """As of training and of another task that take turns: both are in the tree after one pass each."""
     make, loss_of = BRANCHES["skipped"]
-    torch.manual_seed(0)
-    model = make()
-    engine = engine_for(model, 4, packing="device")
+    model, engine = seeded(make)
     for number in range(12):
         with counted() as count:
             take_step(engine, model, loss_of, number)
@@ -325,9 +318,7 @@ def test_sites_of_a_branch_are_those_of_the_full_way() -> None:
 def test_graphs_of_several_passes_alive_at_once() -> None:
     """Pages of one are not those of another."""
     make, loss_of = MODELS["transformer"]
-    torch.manual_seed(0)
-    model = make()
-    engine = engine_for(model, 4, packing="device")
+    model, engine = seeded(make)
     for number in range(4):
         take_step(engine, model, loss_of, number)
     losses, expected = [], []
@@ -350,9 +341,7 @@ def test_graphs_of_several_passes_alive_at_once() -> None:
 def test_threads_replay_their_own_passes() -> None:
     """Two threads train copies that share an engine's tree; each gets its own gradients."""
     make, loss_of = MODELS["mlp"]
-    torch.manual_seed(0)
-    model = make()
-    engine = engine_for(model, 4, packing="device")
+    model, engine = seeded(make)
     parameters = [each for each in model.parameters() if each.requires_grad]
 
     def gradients(number: int) -> list[Tensor]:
