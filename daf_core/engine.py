@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from daf_core.autograd import hook_stack
 from daf_core.autograd.sites import ModuleFollower, ModuleScopes
-from daf_core.autograd.torch_private import has_compiled_anything
+from daf_core.autograd.torch_compile import has_compiled_anything
 from daf_core.codecs.deferred_check import PendingChecks
+from daf_core.compiled.executor import CompiledGraphs
 from daf_core.config import DAFConfig, as_config, parse_size
-from daf_core.errors import ConfigError, NothingToTrainError, shown
 from daf_core.memory.devices import DevicePagers
+from daf_core.model.trainable import check_trainable
 from daf_core.model.treatments import Treatments
 from daf_core.precision.audit import PARTS, Auditor, restored
 from daf_core.precision.policy import PrecisionPolicy
@@ -72,7 +73,7 @@ class ActivationEngine:
 
     def __init__(self, model: nn.Module, config: DAFConfig | Mapping[str, Any] | None = None) -> None:
         self.config = DAFConfig() if config is None else as_config(config)
-        _check_trainable(model)
+        check_trainable(model)
         self._model, self.measurement = model, Measurement(model)
         self._backends = Backends(model, self.config)
         self._choice = PackingChoice(self.config, self._backends)
@@ -86,6 +87,7 @@ class ActivationEngine:
         self._streams, self._doubts = RandomStreams(self.config), PendingChecks()
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
+        self._graphs = CompiledGraphs(self.config, self._packer.pack_at, self._packer.unpack, self._pagers.room_beside)
         self._replays = Replays(self._packer, self._follower)
         self._passes, self._own = KindsOfPasses(), _Own()
 
@@ -106,15 +108,17 @@ class ActivationEngine:
         if self._own.in_scope:
             yield
             return
-        hook_stack.check_no_foreign_hooks(own=self._replays.own.pack)
+        own = self._replays.own.pack
+        hook_stack.check_no_foreign_hooks(own=self._graphs.hook_over(own))
         self._backends.follow()
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
             self._own.in_scope = True
             self._begin_pass(threads)
-            with hook_stack.installed(self._replays.own.pack, self._packer.unpack), self._readers.watching():
+            with self._graphs.installed(own), self._readers.watching():
                 yield
             self._packer.finish()
+            self._recorder.add_raw(self._graphs.pass_raw_bytes)
             self._choice.add(threads, time.perf_counter() - started, self._recorder.scope_raw_bytes)
             complete = True
         finally:
@@ -250,7 +254,8 @@ class ActivationEngine:
         """Returns the statistics since the last call, and starts counting anew."""
         self._packer.drain()
         self._auditor.finish_step()
-        return self._recorder.finish(self._pagers.finish_step())
+        self._recorder.stored_as.update(self._graphs.take_stored())
+        return self._recorder.finish([*self._pagers.finish_step(), self._graphs.finish_step()])
 
     def look_again(self) -> None:
         """Has the next forward pass in this thread look who reads each tensor, as a first one does."""
@@ -295,7 +300,7 @@ class ActivationEngine:
     def held_bytes(self) -> int:
         """Bytes that saved activations hold now; 0 after a step."""
         self._packer.drain()
-        return self._pagers.held_bytes
+        return self._pagers.held_bytes + self._graphs.held_bytes
 
     @property
     def lossy_bytes(self) -> int:
@@ -343,8 +348,7 @@ class ActivationEngine:
     def _room_left(self) -> DAFConfig:
         """Returns the configuration of a rehearsal's memory: what the budget leaves, and nothing may be given up."""
         budget = self._pagers.budget
-        if isinstance(budget, int):
-            budget = max(budget - self.held_bytes, 1)
+        budget = max(budget - self.held_bytes, 1) if isinstance(budget, int) else budget
         return DAFConfig(precision=8, min_precision=8, memory_budget=budget)
 
     def _make_packer(
@@ -388,13 +392,3 @@ class ActivationEngine:
         if budget is None or self.config.spill_dir is not None:
             return None
         return max(budget - (self.held_bytes - self.lossy_bytes), 0)
-
-
-def _check_trainable(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"a model is a torch.nn.Module, got {shown(model)}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise NothingToTrainError(
-            f"{type(model).__name__} has no parameter that requires a gradient, so nothing is saved for backward; "
-            "set requires_grad on the parameters to train, for example with peft.get_peft_model"
-        )

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from daf_core.autograd.torch_private import has_compiled_anything
+from daf_core.autograd.torch_compile import has_compiled_anything
 from daf_core.saved_tensors import background_choice
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
@@ -60,29 +58,6 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what torch.compile made of another, or was compiled in place."""
     # The class of what torch.compile returns is torch._dynamo's, which takes a second to import.
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
-def has_compiled_parts(model: nn.Module) -> bool:
-    """Whether parts of a model are compiled, in place or by what torch.compile has made of them anywhere.
-
-    A part does not know of the latter, so all objects are looked through, about 0.1 s, where anything was compiled.
-    """
-    modules = set(model.modules())
-    if any(map(is_compiled, modules)):
-        return True
-    if not has_compiled_anything():
-        return False
-    made = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
-    return any(type(each) is made and getattr(each, "_orig_mod", None) in modules for each in gc.get_objects())
-
-
-def has_compiled_anything() -> bool:
-    """Whether torch.compile was used in this process; where it cannot be known, whether it was loaded."""
-    loaded = sys.modules.get("torch._dynamo.eval_frame")
-    if loaded is None:
-        return False
-    backends = getattr(loaded, "cached_backends", None)
-    return backends is None or any(backend is not None for backend in backends.values())
 
 
 def tensors_of(model: nn.Module, buffers: bool = True) -> list[Tensor]:
@@ -272,7 +247,7 @@ def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:
     try:
         saved: Any = getattr(node, _RAW + name, None)
         # In this order: torch 2.13 crashes where data is asked for without hooks.
-        return saved.data if getattr(saved, "unpack_hook", None) == unpack else None
+        return saved.data if _gives(getattr(saved, "unpack_hook", None), unpack) else None
     except RuntimeError:
         return None
 
@@ -284,10 +259,15 @@ def all_packed(node: Any, unpack: Callable[[Any], Tensor]) -> list[object]:
         try:
             saved = getattr(node, _RAW + name)
             several = saved if isinstance(saved, tuple | list) else (saved,)
-            found += [each.data for each in several if getattr(each, "unpack_hook", None) == unpack]
+            found += [each.data for each in several if _gives(getattr(each, "unpack_hook", None), unpack)]
         except RuntimeError:  # released, or saved without hooks
             continue
     return found
+
+
+def _gives(hook: Any, unpack: Callable[[Any], Tensor]) -> bool:
+    """Whether an unpack hook is `unpack`, or gives it all that no compiled graph has saved."""
+    return hook == unpack or (hook is not None and getattr(hook, "outside_of_graphs", None) == unpack)
 
 
 def is_being_saved(node: Any, name: str) -> bool:
@@ -394,6 +374,7 @@ def keeps_only_for(node: Any, unpack: Callable[[Any], Tensor]) -> bool:
     for name in fields_of(node):
         saved = getattr(node, _RAW + name)
         several = saved if isinstance(saved, tuple | list) else (saved,)
-        if any(getattr(each, "unpack_hook", None) not in (None, unpack) for each in several):
+        hooks = (getattr(each, "unpack_hook", None) for each in several)
+        if not all(hook is None or _gives(hook, unpack) for hook in hooks):
             return False
     return True

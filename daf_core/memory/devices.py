@@ -126,6 +126,10 @@ class DevicePagers:
         """Bytes that are held on all devices."""
         return sum(pager.settle() for pager in list(self._pagers.values()))
 
+    def room_beside(self) -> int | None:
+        """Returns the bytes that the budget leaves beside what is held; None where no number limits them."""
+        return self.budget - self.held_bytes if isinstance(self.budget, int) else None
+
     @property
     def leased_pages(self) -> int:
         """Pages that are in use on all devices."""

@@ -21,11 +21,11 @@ from types import FrameType
 from torch import Tensor, nn
 
 from daf_core.autograd.sites import ModuleCall, Site
+from daf_core.autograd.torch_compile import has_compiled_parts
 from daf_core.autograd.torch_private import (
     Node,
     field_of,
     fields_of,
-    has_compiled_parts,
     is_being_saved,
     is_leaf_node,
     node_number,

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from daf_core.autograd.torch_private import has_compiled_anything, is_compiled
+from daf_core.autograd.torch_compile import has_compiled_anything
+from daf_core.autograd.torch_private import is_compiled
 from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, Contents, contents_of, is_plain
 from daf_core.snapshots.step import NORMALIZATION, Buffers, RandomNumbers, devices_of

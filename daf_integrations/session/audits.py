@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from daf_core import ActivationBudgetError, ActivationEngine, AuditError, GradientError, HooksActiveError
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.batch.samples import SHARE, few_rows
+from daf_core.compiled.support import missing
 from daf_core.elastic.training import ElasticTraining
 from daf_core.plan.run.runner import StepRunner
 from daf_core.snapshots.measurement import missing_values
@@ -63,7 +64,7 @@ class Audits:
                 return False
             self._checked_model = True
             self._unsupported = next(iter(unsupported_reasons(AUDITS, Context(self._model))), None)
-            _warn_of_large_graphs(self._model)
+            _warn_of_large_graphs(self._model, self._engine.config.precision == "exact")
         if self._share is None or not self._engine.audit_due:
             return False
         if unsupported is None:
@@ -135,17 +136,26 @@ class Audits:
         self._warned_low = low
 
 
-def _warn_of_large_graphs(model: nn.Module) -> None:
-    """Says where one compiled graph holds most of a model: its backward begins by decoding all that it has saved."""
+def _warn_of_large_graphs(model: nn.Module, exact: bool) -> None:
+    """Says where one compiled graph holds most of a model and cannot decode part by part what it has saved.
+
+    Args:
+        model: The model as it is called, perhaps compiled.
+        exact: Whether activations are stored exactly, which graphs do not do inside.
+    """
+    reason = "exact mode stores nothing inside of graphs" if exact else missing()
+    if reason is None:
+        return
     total = _size(model)
     for module in model.modules():
         if is_compiled(module) and _size(module) > LARGE_SHARE * total:
             log.warning(
-                "One graph of torch.compile holds %.0f%% of the model's parameters. Its backward begins by decoding "
-                "all that it has saved: DAF frees that memory until then, and the peak of the step stays. Compile "
-                "block by block (`for block in model.layers: block.compile()`), or set "
+                "One graph of torch.compile holds %.0f%% of the model's parameters, and %s. Its backward begins by "
+                "decoding all that it has saved: DAF frees that memory until then, and the peak of the step stays. "
+                "Compile block by block (`for block in model.layers: block.compile()`), or set "
                 "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1 for Trainer and Accelerate",
                 100 * _size(module) / total,
+                reason,
             )
             return
 

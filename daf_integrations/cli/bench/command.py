@@ -76,6 +76,9 @@ def _list_methods(context: click.Context, _parameter: click.Parameter, value: bo
     show_default=True,
     help="bf16: mixed precision, by autocast.",
 )
+@click.option(
+    "--compile", "compiled", is_flag=True, help="Compile the whole model with torch.compile: minutes for each process."
+)
 @output.json_option
 @output.file_option("--markdown", suffixes=(".md",), help="The table in Markdown.")
 @output.file_option("--png", suffixes=(".png",), help="Picture of memory and time.")

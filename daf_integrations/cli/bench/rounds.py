@@ -38,6 +38,7 @@ class Comparison:
     rounds: int
     steps: int
     threads: int
+    compiled: bool = False
 
 
 class Results(NamedTuple):
@@ -183,6 +184,7 @@ def _measure(asked: Comparison, method: str, gradients: Path | None, folder: Pat
         threads=asked.threads,
         gradients=str(gradients) if gradients else "",
         undropped=any(traits(each).splits for each in asked.methods),
+        compiled=asked.compiled,
     )
     return Measurement(**run_process("daf_integrations.cli.bench.worker", asdict(task), method, folder))
 

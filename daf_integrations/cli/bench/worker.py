@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class Task:
         steps: Steps that are timed; at least `ALTERNATING_STEPS` of a method whose steps differ by design.
         gradients: File that loss and gradients are saved to; empty: they are not.
         undropped: Whether those without dropout are saved too, of what others may be compared with.
+        compiled: Whether the whole model is compiled by torch.compile, before the method is opened.
     """
 
     method: str
@@ -60,6 +61,7 @@ class Task:
     threads: int
     gradients: str = ""
     undropped: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,8 @@ def measure(task: Task) -> Measurement:
     torch.set_num_threads(task.threads)
     sized = build(Workload(**task.workload))
     fill_adapters(sized.model)
+    if task.compiled:
+        sized = replace(sized, model=cast("nn.Module", torch.compile(sized.model)))
     trained = [parameter for parameter in sized.model.parameters() if parameter.requires_grad]
     weights = [parameter.detach().clone() for parameter in trained]
     how = traits(task.method)

@@ -1,0 +1,344 @@
+"""Codes in torch's own operators, which a compiler fuses with what makes a tensor and with what reads it.
+
+The numerics are those of docs/numerics.md: scaling groups are rows or pieces of rows, codes lie between the extremes of
+their group, and the group keeps its mean and its deviation. What differs from the engine's pages is where bytes lie:
+a group's codes are `8 / bits` equal parts side by side in the same bytes, so that a loop over a group reads and writes
+vectors, and the line that decodes a group is worked out while it is encoded, so that decoding is one operation an
+element. All functions are traced: they contain no decision that depends on values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from daf_kernels.layout import (
+    CLIP,
+    CLIPPED_PRECISION,
+    LARGEST_CLIPPED,
+    LARGEST_SPREAD,
+    LEAST_TAIL,
+    MAX_GROUP,
+    group_size,
+)
+from daf_kernels.reference.gelu_derivative import LEAST, STEPS
+
+PARTS = 8
+"""Groups have a multiple of so many elements, so that codes of any number of bits fill whole bytes."""
+
+INVISIBLE = 1.2e-35
+"""Groups whose spread is smaller are stored as their minimum."""
+
+DEEPEST = 20.0
+"""Logarithms further below the largest of their group are stored as this far below: their exponential is 2e-9 of it."""
+
+SLOPE_LEAST, SLOPE_RANGE = LEAST, 256 / STEPS
+"""The least derivative of a GELU that has a code, and the distance to the largest."""
+
+LEAST_GROUP = 64
+"""Elements in the smallest scaling group that is looked for where rows have no divisor that fits."""
+
+_TINY = {torch.float32: 1e-38, torch.bfloat16: 1e-38, torch.float16: 6e-8}
+"""What a positive value of a type decodes to at least where its sign matters."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a tensor is seen as rows of groups, and back.
+
+    Codes of rows that lie far apart share bytes: a loop along a row then reads and writes whole vectors, and decoding
+    needs no memory of its own where a loop reads what is decoded.
+
+    Attributes:
+        order: Its dimensions by falling stride.
+        group: Elements in a group.
+        split: The place in `order` of the dimension that is cut into parts; None where groups themselves are.
+        inner: The place in `order` where rows of whole groups begin.
+        padded: Whether the last group is filled up.
+    """
+
+    order: tuple[int, ...]
+    group: int
+    split: int | None = None
+    inner: int = 0
+    padded: bool = False
+
+    def rows(self, values: Tensor, parts: int) -> Tensor:
+        """Returns the values in the order of memory, of shape (outer, parts, rows, groups in a row, group).
+
+        Where groups themselves are cut, of shape (groups, 1, 1, 1, group).
+        """
+        values = values.permute(self.order)
+        if self.split is not None:
+            sizes = values.shape
+            return values.reshape(
+                math.prod(sizes[: self.split]),
+                parts,
+                sizes[self.split] // parts * math.prod(sizes[self.split + 1 : self.inner]),
+                math.prod(sizes[self.inner :]) // self.group,
+                self.group,
+            )
+        flat = values.reshape(-1)
+        if self.padded:
+            flat = torch.nn.functional.pad(flat, (0, -flat.shape[0] % self.group))
+        return flat.view(-1, 1, 1, 1, self.group)
+
+    def back(self, rows: Tensor, sizes: Sequence[Any]) -> Tensor:
+        """Returns a tensor of the sizes and the order of memory that `rows` was given."""
+        ordered = [sizes[dim] for dim in self.order]
+        if self.padded:
+            rows = rows.reshape(-1)[: math.prod(sizes)]
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return rows.reshape(ordered).permute(inverse)
+
+    def pack(self, codes: Tensor, bits: int) -> Tensor:
+        """Puts whole numbers of the shape that `rows` returns into as few uint8."""
+        parts = 8 // bits
+        if self.split is None:
+            codes = codes.reshape(-1, parts, self.group // parts)
+        return reduce(torch.add, (codes[:, part] * float(1 << bits * part) for part in range(parts))).to(torch.uint8)
+
+    def unpack(self, packed: Tensor, bits: int) -> Tensor:
+        """Returns the numbers that `pack` was given, float32."""
+        parts, values = 8 // bits, packed.float()
+        place = torch.arange(parts, device=packed.device, dtype=torch.float32)
+        below = torch.exp2(place * -bits).view(1, parts, *[1] * (packed.dim() - 1))
+        left = torch.floor(values.unsqueeze(1) * below)
+        codes = left - torch.floor(left * 2.0**-bits) * float(1 << bits)
+        return codes if self.split is not None else codes.reshape(-1, 1, 1, 1, self.group)
+
+
+def shape_of(values: Tensor) -> Shape:
+    """Returns how a tensor is cut into groups: those of `group_size`, where eight codes of them fill whole bytes.
+
+    Args:
+        values: The tensor, without holes in memory; its sizes may be symbols.
+    """
+    strides = [(hint(values.stride(dim)), hint(values.shape[dim]), dim) for dim in range(values.dim())]
+    order = tuple(dim for _, _, dim in sorted(strides, reverse=True))
+    sizes = [values.shape[dim] for dim in order]
+    fixed = len(sizes)  # from here on sizes are the same whatever the symbols are
+    while fixed and is_known(sizes[fixed - 1]):
+        fixed -= 1
+    known, row = math.prod(sizes[fixed:]), sizes[-1] if sizes else 1
+    group = group_size(row) if is_known(row) else MAX_GROUP
+    if known % group or group % PARTS:
+        fitting = (size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if known % size == 0)
+        group = next(fitting, MAX_GROUP)
+    if known % group:
+        return Shape(order, group, padded=True)
+    inner = max(place for place in range(fixed, len(sizes)) if math.prod(sizes[place:]) % group == 0)
+    splits = (place for place in range(inner) if is_known(sizes[place]) and sizes[place] % PARTS == 0)
+    return Shape(order, group, next(splits, None), inner)
+
+
+def is_known(size: Any) -> bool:
+    """Says whether a size is a number, and no symbol."""
+    return isinstance(size, int)
+
+
+def hint(size: Any) -> int:
+    """Returns a size, or what a symbol stands for while it is traced: the order of memory does not depend on it."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Codes between the extremes of a group, which keeps its mean and its deviation.
+
+    Attributes:
+        bits: Of a code: 8, 4, 2 or 1.
+        signs: Whether values above 0 stay above 0 and others do not come above it, for one bit an element more.
+    """
+
+    bits: int
+    signs: bool = False
+    name: ClassVar[str] = "planes"
+    lossy: ClassVar[bool] = True
+
+    def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+        """Returns codes, and for each group the line that decodes them: its offset (float32) and slope (bfloat16)."""
+        parts, steps = 8 // self.bits, float(2**self.bits - 1)
+        group = shape.rows(values, parts).float()
+        least = group.amin(-1, keepdim=True)
+        spread = group.amax(-1, keepdim=True) - least
+        offsets = group - least
+        mean = offsets.mean(-1, keepdim=True)
+        deviation = _deviation(offsets, mean)
+        low, width = torch.zeros_like(mean), spread
+        if self.bits <= CLIPPED_PRECISION:
+            tail = LEAST_TAIL * deviation
+            narrow = (spread < LARGEST_CLIPPED * deviation) & (mean > tail) & (spread - mean > tail)
+            low = torch.where(narrow, mean - CLIP * deviation, low)
+            width = torch.where(narrow, 2 * CLIP * deviation, spread)
+        factor = torch.where(width > INVISIBLE, steps / width, 0.0)
+        codes = ((offsets - low) * factor).round().clamp(0.0, steps)
+        middle = codes.mean(-1, keepdim=True)
+        distance = _deviation(codes, middle)
+        slope = torch.where(distance > 0, deviation / distance, 0.0).bfloat16()
+        offset = least + mean - slope.float() * middle
+        offset = torch.where(spread < LARGEST_SPREAD, offset, torch.nan)
+        packed = shape.pack(codes, self.bits)
+        return (packed, offset, slope, *(Bits().encode(values > 0, shape) if self.signs else ()))
+
+    def decode(self, stored: Sequence[Tensor], like: Like) -> Tensor:
+        """Returns values of the shape and type that were encoded."""
+        packed, offset, slope = stored[:3]
+        values = like.shape.unpack(packed, self.bits) * slope.float() + offset
+        if like.dtype is torch.float16 or like.dtype is torch.bfloat16:
+            most = torch.finfo(like.dtype).max
+            values = values.clamp(-most, most)
+        values = like.shape.back(values.to(like.dtype), like.sizes)
+        if not self.signs:
+            return values
+        positive = Bits().decode(stored[3:], like)
+        return torch.where(positive, values.clamp_min(_TINY[like.dtype]), values.clamp_max(0.0))
+
+
+@dataclass(frozen=True)
+class Bits:
+    """True and False at one bit each."""
+
+    name: ClassVar[str] = "bitmask"
+    lossy: ClassVar[bool] = False
+
+    def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+        """Returns the bits of a bool tensor."""
+        return (shape.pack(shape.rows(values, PARTS).float(), 1),)
+
+    def decode(self, stored: Sequence[Tensor], like: Like) -> Tensor:
+        """Returns the bool tensor."""
+        return like.shape.back(like.shape.unpack(stored[0], 1) > 0.5, like.sizes)
+
+
+@dataclass(frozen=True)
+class Logarithms:
+    """Codes of what is read by an exponential: the largest of a group is exact, and the sum of exponentials is kept.
+
+    Steps grow with the distance from the largest value: what is far below it adds little. Minus infinity comes back as
+    `DEEPEST` below the largest, or as itself where a group has nothing else.
+
+    Attributes:
+        bits: Of a code: 8, 4, 2 or 1.
+    """
+
+    bits: int
+    name: ClassVar[str] = "logarithms"
+    lossy: ClassVar[bool] = True
+
+    def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+        """Returns codes, and for each group its largest value (float32), its depth and what is added to the others."""
+        parts, steps = 8 // self.bits, float(2**self.bits - 1)
+        group = shape.rows(values, parts).float()
+        largest = group.amax(-1, keepdim=True)
+        below = torch.where(largest > -torch.inf, (largest - group).clamp(0.0, DEEPEST), 0.0)
+        depth = below.amax(-1, keepdim=True).bfloat16()
+        scale = torch.where(depth > 0, 1 / depth.float(), 0.0)
+        codes = steps - (steps * (below * scale).sqrt()).round().clamp(0.0, steps)
+        first = (codes == steps).float()
+        found = (first * -1 + (below * -1).exp()).sum(-1, keepdim=True)
+        made = ((1 - first) * (self._below(codes, depth) * -1).exp()).sum(-1, keepdim=True)
+        added = torch.where((found > 0) & (made > 0), (found / made).log().clamp(-1.0, 1.0), 0.0).bfloat16()
+        return shape.pack(codes, self.bits), largest, depth, added
+
+    def decode(self, stored: Sequence[Tensor], like: Like) -> Tensor:
+        """Returns values of the shape and type that were encoded."""
+        packed, largest, depth, added = stored
+        codes = like.shape.unpack(packed, self.bits)
+        others = added.float() - self._below(codes, depth)
+        values = largest + torch.where(codes == float(2**self.bits - 1), 0.0, others)
+        return like.shape.back(values.to(like.dtype), like.sizes)
+
+    def _below(self, codes: Tensor, depth: Tensor) -> Tensor:
+        left = 1 - codes * (1 / (2**self.bits - 1))
+        return left * left * depth.float()
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Codes of GELU's derivative, equal steps of the range that it has: no header.
+
+    Attributes:
+        bits: Of a code: 8, 4, 2 or 1.
+    """
+
+    bits: int
+    name: ClassVar[str] = "slopes"
+    lossy: ClassVar[bool] = True
+
+    def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+        """Returns the codes of derivatives; one that is not a number has the code of 0."""
+        steps = float(1 << self.bits)
+        places = ((values - SLOPE_LEAST) * (steps / SLOPE_RANGE)).nan_to_num(0.0).floor().clamp(0.0, steps - 1)
+        return (shape.pack(shape.rows(places.float(), 8 // self.bits), self.bits),)
+
+    def decode(self, stored: Sequence[Tensor], like: Like) -> Tensor:
+        """Returns derivatives, in the middle of their steps."""
+        step = SLOPE_RANGE / (1 << self.bits)
+        values = like.shape.unpack(stored[0], self.bits) * step + (SLOPE_LEAST + step / 2)
+        return like.shape.back(values.to(like.dtype), like.sizes)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """On which side of a bound each value lies.
+
+    Attributes:
+        bound: The bound.
+        closed: Whether the bound itself counts as above.
+    """
+
+    bound: float
+    closed: bool
+    name: ClassVar[str] = "sides"
+    lossy: ClassVar[bool] = False
+
+    def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+        """Returns one bit an element."""
+        return Bits().encode(values >= self.bound if self.closed else values > self.bound, shape)
+
+    def decode(self, stored: Sequence[Tensor], like: Like) -> Tensor:
+        """Returns values on the same sides."""
+        above = Bits().decode(stored, like)
+        beyond = self.bound + max(1.0, abs(self.bound))
+        short = self.bound - max(1.0, abs(self.bound)) if self.closed else self.bound
+        return torch.where(above, beyond, short).to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a tensor was before it was encoded.
+
+    Attributes:
+        sizes: Its sizes; some may be symbols.
+        dtype: Its type.
+        shape: How it is cut into groups.
+    """
+
+    sizes: Sequence[Any]
+    dtype: torch.dtype
+    shape: Shape
+
+
+Code = Planes | Bits | Logarithms | Slopes | Sides
+
+
+def is_dense(values: Tensor) -> bool:
+    """Says whether a tensor has no holes in memory, and no element twice."""
+    expected: Any = 1
+    for stride, size in sorted((hint(values.stride(dim)), hint(values.shape[dim])) for dim in range(values.dim())):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _deviation(values: Tensor, mean: Tensor) -> Tensor:
+    """Returns the standard deviation of each row of numbers that begin at 0, from the sum of their squares."""
+    return ((values * values).mean(-1, keepdim=True) - mean * mean).clamp_min(0.0).sqrt()

@@ -1,0 +1,279 @@
+"""How each tensor is stored that a compiled forward graph saves for its backward graph."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from daf_core.compiled.attention import attend_again
+from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Sides, Slopes, hint
+from daf_core.compiled.readers import Needs, comparisons_of, is_view, name_of, needs_of
+from daf_core.errors import ActivationBudgetError
+from daf_core.readers.sharpness import bits_for
+
+LEAST_ELEMENTS = 4096
+"""Smaller tensors stay as they are."""
+
+HEADER_BITS = 0.25
+"""Bits an element for headers of groups, rounded up."""
+
+FEW_RESULTS = 16
+"""A last layer gives so many times fewer numbers than it reads; see docs/numerics.md."""
+
+ALIKE = 2e-3
+"""How far the derivatives of torch's two GELUs, and of one in another type, may differ."""
+
+_CASTS = ("convert_element_type", "_to_copy")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward"])
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one saved tensor is stored.
+
+    Attributes:
+        code: Its code; None keeps it as it is.
+        instead: Operators that the backward graph applied to the tensor alone, and that the forward graph applies now:
+            their result is what is stored. Empty where it is the tensor itself.
+        unread: Whether the backward graph reads nothing of it, and nothing is stored.
+    """
+
+    code: Code | None
+    instead: tuple[fx.Node, ...] = ()
+    unread: bool = False
+
+
+KEPT = Decision(None)
+UNREAD = Decision(None, unread=True)
+
+
+class Decisions:
+    """The decisions for a pair of graphs.
+
+    Args:
+        forward: The forward graph.
+        backward: The backward graph; what it works out of one saved tensor alone is taken out of it.
+        bits: Code bits of approximate values.
+    """
+
+    def __init__(self, forward: fx.Graph, backward: fx.Graph, bits: int) -> None:
+        self._bits = bits
+        self._made = {node.name: node for node in forward.nodes}
+        self._unread = attend_again(forward, backward)
+        self._readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
+        self._from_gradients = _dependents(node for name, node in self._readers.items() if name.startswith("tangents"))
+
+    def of(self, name: str) -> Decision:
+        """Returns the decision for a saved tensor of a name."""
+        if name in self._unread:
+            return UNREAD
+        made, reader = self._made[name], self._readers.get(name)
+        if reader is None or not isinstance(reader.meta.get("val"), Tensor):
+            return KEPT
+        values: Tensor = reader.meta["val"]
+        if elements_of(values) < LEAST_ELEMENTS:
+            return KEPT
+        if values.dtype is torch.bool:
+            return KEPT if made.op == "placeholder" else Decision(Bits())
+        if _is_result_beside(made):
+            return KEPT
+        if values.dtype not in _DTYPES or values.shape[-1] == 1:
+            return KEPT
+        return self._of_values(reader, values)
+
+    def fit(self, names: Sequence[str], levels: Sequence[int], room: int) -> None:
+        """Takes the most bits for which saved tensors fit.
+
+        Args:
+            names: Names of the tensors.
+            levels: The bits that are allowed, falling.
+            room: Bytes that the budget leaves.
+
+        Raises:
+            ActivationBudgetError: They fit in none.
+        """
+        needed = 0
+        for self._bits in levels:
+            needed = math.ceil(sum(map(self._bytes_of, names)))
+            if needed <= room:
+                return
+        raise ActivationBudgetError(needed, max(room, 0))
+
+    def _bytes_of(self, name: str) -> float:
+        """Returns about how many bytes a saved tensor takes."""
+        decision, values = self.of(name), self._made[name].meta["val"]
+        if decision.unread or not isinstance(values, Tensor):
+            return 0.0
+        if decision.code is None:
+            return elements_of(values) * values.element_size()
+        return elements_of(values) * (getattr(decision.code, "bits", 1) + HEADER_BITS) / 8
+
+    def _of_values(self, reader: fx.Node, values: Tensor) -> Decision:
+        chain = function_of_alone(reader)
+        if chain:
+            found: Tensor = chain[-1].meta["val"]
+            if found.dtype is torch.bool:
+                return Decision(Bits(), chain)
+            if found.dtype in _DTYPES:
+                code = self._code(chain[-1])
+                return Decision(
+                    Slopes(code.bits) if isinstance(code, Planes) and is_gelu(reader, chain) else code, chain
+                )
+        compared = comparisons_of(reader)
+        if compared is not None:
+            return Decision(Sides(compared.bound, compared.closed))
+        return Decision(self._code(reader))
+
+    def _code(self, reader: fx.Node) -> Code | None:
+        needs = needs_of(reader)
+        if Needs.EXACT in needs:
+            return None
+        if Needs.EXPONENTIAL in needs:
+            return Logarithms(self._bits) if Needs.SIGNS not in needs else None
+        bits = bits_for(self._bits, math.inf) if self._is_of_last_layer(reader) else self._bits
+        return None if bits is None else Planes(bits, signs=Needs.SIGNS in needs)
+
+    def _is_of_last_layer(self, reader: fx.Node) -> bool:
+        """Says whether a product of few results reads a tensor, with no other product between it and the loss."""
+        for user in _behind_views(reader):
+            if name_of(user) not in ("mm", "bmm"):
+                continue
+            gradients = [each for each in user.all_input_nodes if each in self._from_gradients]
+            for gradient in gradients:
+                size = elements_of(gradient.meta["val"])
+                if size * FEW_RESULTS <= elements_of(reader.meta["val"]) and not _follows_product(gradient):
+                    return True
+        return False
+
+
+def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the operators of a backward graph that read nothing but one saved tensor, where only one result is used.
+
+    The last of them makes that result, which has as many elements as the tensor: what a derivative is, of which the
+    gradient is a multiple. Returns () where there is no such result.
+    """
+    inside: dict[fx.Node, None] = {saved: None}
+    node = saved.next
+    while node.op != "root":
+        alone = (
+            node.op == "call_function" and node.all_input_nodes and all(each in inside for each in node.all_input_nodes)
+        )
+        if alone and _is_pointwise(node):
+            inside[node] = None
+        node = node.next
+    border = [each for each in inside if any(user not in inside for user in each.users)]
+    if len(border) != 1 or border[0] is saved or all(is_view(each) for each in inside if each is not saved):
+        return ()
+    last = border[0]
+    if last.meta["val"].numel() != saved.meta["val"].numel():
+        return ()
+    needed, pending = {last}, [last]
+    while pending:
+        for each in pending.pop().all_input_nodes:
+            if each not in needed and each is not saved:
+                needed.add(each)
+                pending.append(each)
+    return tuple(each for each in inside if each in needed)
+
+
+def is_gelu(saved: fx.Node, chain: tuple[fx.Node, ...]) -> bool:
+    """Says whether operators work out the derivative of a GELU, whichever of torch's two it is: they are tried out.
+
+    With numbers: while a graph is compiled, tensors have no values.
+    """
+    return all(
+        (found := _tried(saved, chain, step / 4)) is not None and abs(found - _gelu_derivative(step / 4)) < ALIKE
+        for step in range(-24, 25)
+    )
+
+
+def _tried(saved: fx.Node, chain: tuple[fx.Node, ...], number: float) -> float | None:
+    """Returns what operators make of a number; None where one of them is not known here."""
+    values = {saved: number}
+    for node in chain:
+        if is_view(node) or name_of(node) in _CASTS:
+            values[node] = values[node.all_input_nodes[0]]
+            continue
+        function = _ON_NUMBERS.get(name_of(node))
+        arguments = [values[each] if isinstance(each, fx.Node) else each for each in node.args]
+        if function is None or node.kwargs or len(arguments) > 2:
+            return None
+        values[node] = function(*arguments)
+    return values[chain[-1]]
+
+
+def _gelu_derivative(number: float) -> float:
+    density = math.exp(-number * number / 2) / math.sqrt(2 * math.pi)
+    return (1 + math.erf(number / math.sqrt(2))) / 2 + number * density
+
+
+_ON_NUMBERS: dict[str, Callable[..., float]] = {
+    **{name: getattr(operator, name) for name in ("mul", "add", "sub", "neg", "pow")},
+    **{name: getattr(math, name) for name in ("erf", "exp", "tanh")},
+}
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return False
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in (
+        "view",
+        "reshape",
+        "permute",
+        "alias",
+        "convert_element_type",
+        "_to_copy",
+        "unsqueeze",
+        "squeeze",
+        "t",
+        "transpose",
+    )
+
+
+def _is_result_beside(node: fx.Node) -> bool:
+    """Says whether a tensor is a later result of an operator, such as a normalization's statistics."""
+    later = node.target is operator.getitem and bool(node.args[1] != 0)
+    return later and not is_view(node.all_input_nodes[0])
+
+
+def elements_of(values: Tensor) -> int:
+    """Returns the elements of a tensor, or what they are while it is traced."""
+    return hint(values.numel())
+
+
+def _behind_views(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if is_view(user):
+            yield from _behind_views(user)
+        else:
+            yield user
+
+
+def _dependents(roots: Iterator[fx.Node]) -> set[fx.Node]:
+    found = set(roots)
+    pending = [*found]
+    while pending:
+        fresh = [user for user in pending.pop().users if user not in found]
+        found.update(fresh)
+        pending.extend(fresh)
+    return found
+
+
+def _follows_product(node: fx.Node) -> bool:
+    """Says whether a matrix product or the like is among what a gradient was made of."""
+    seen, pending = {node}, [node]
+    while pending:
+        each = pending.pop()
+        if name_of(each) in _PRODUCTS:
+            return True
+        fresh = [source for source in each.all_input_nodes if source not in seen]
+        seen.update(fresh)
+        pending.extend(fresh)
+    return False

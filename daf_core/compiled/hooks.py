@@ -1,0 +1,211 @@
+"""The pair of hooks that AOTAutograd inlines into the forward and backward graphs that it compiles."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from daf_core.autograd.torch_compile import graph_hook_context
+from daf_core.autograd.torch_private import skip_dynamo
+from daf_core.compiled import account
+from daf_core.compiled.codes import Code, Like, is_dense, shape_of
+from daf_core.compiled.decide import Decision, Decisions, elements_of
+from daf_core.compiled.support import digest
+from daf_kernels.layout import PRECISIONS
+
+
+class _Tracing(threading.local):
+    """What this thread compiles.
+
+    Attributes:
+        graphs: The forward graph whose saved tensors are being packed, with its decisions.
+        last: How the tensor that was packed last is unpacked.
+    """
+
+    graphs: tuple[fx.Graph, _Pair] | None = None
+    last: tuple[Code, Like] | None = None
+
+
+class _Pair:
+    """A forward and a backward graph, while hooks are inlined into them."""
+
+    def __init__(self, forward: fx.Graph, backward: fx.Graph, decisions: Decisions) -> None:
+        self._decisions, self._backward = decisions, backward
+        self._found: dict[str, tuple[Decision, Callable[[Tensor], Tensor] | None]] = {}
+        self._saved = account.Saved()
+        self._counts_at = _counting_place(forward, backward, decisions)
+        self._counted: set[str] = set()
+
+    def stored(self, name: str, values: Tensor) -> tuple[Tensor, Decision]:
+        """Returns what is stored of a saved tensor, perhaps a function of it, and how."""
+        if name not in self._found:
+            decision = self._decisions.of(name)
+            self._found[name] = decision, self._moved(name, decision)
+        decision, function = self._found[name]
+        return (values if function is None else function(values)), decision
+
+    def count(self, name: str, raw: Tensor, decision: Decision, stored: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Counts a saved tensor; the last of a graph brings the operator that counts them all at run time."""
+        if name not in self._counted:
+            self._counted.add(name)
+            account.remember_hints(raw)
+            self._saved.raw += account.bytes_of(raw)
+            self._saved.held += sum(map(account.bytes_of, stored))
+            self._saved.stored_as[_name_of(decision)] += 1
+        if name != self._counts_at:
+            return stored
+        sizes = account.symbols_in(raw)
+        return *stored[:-1], torch.ops.daf.count(stored[-1], self._saved.text(sizes), sizes)
+
+    def _moved(self, name: str, decision: Decision) -> Callable[[Tensor], Tensor] | None:
+        """Takes operators out of the backward graph that are to run in the forward graph; None where there are none."""
+        if not decision.instead:
+            return None
+        [reader] = [node for node in self._backward.find_nodes(op="placeholder") if node.name == name]
+        own, nodes = fx.Graph(), {}
+        nodes[reader] = own.placeholder("values")
+        for node in decision.instead:
+            nodes[node] = own.node_copy(node, nodes.__getitem__)
+        own.output(nodes[decision.instead[-1]])
+        decision.instead[-1].replace_all_uses_with(reader)
+        for node in reversed(decision.instead):
+            self._backward.erase_node(node)
+        return fx.GraphModule(nn.Module(), own)
+
+
+class GraphHooks:
+    """A pair of hooks that stores what graphs save in codes, and gives everything else to another pair.
+
+    Torch compares the two modules by identity: other bits need another pair, and have everything compiled again.
+
+    Args:
+        bits: Code bits of approximate values: 8, 4, 2 or 1.
+        least: The fewest that they may have in a graph that does not fit in the budget otherwise.
+        pack: Packs what is saved outside of graphs, where a function is running.
+        unpack: Unpacks it.
+        graphs: Knows the budget.
+    """
+
+    def __init__(
+        self,
+        bits: int,
+        least: int,
+        pack: Callable[[Tensor, FrameType | None], Any],
+        unpack: Callable[[Any], Tensor],
+        graphs: account.GraphAccount,
+    ) -> None:
+        self._levels = [level for level in reversed(PRECISIONS) if level == bits or least <= level < bits]
+        self._account = graphs
+        self._pack, self._unpack = pack, unpack
+        self._tracing = _Tracing()
+        name = f"{digest()}-{self._levels}-{graphs.room}"
+        self.pack: fx.GraphModule = _Hook(self._packed, name, pack)
+        self.unpack: fx.GraphModule = _Hook(self._unpacked, name, unpack)
+
+    def forget_graphs(self) -> None:
+        """Lets go of the graphs that were compiled last."""
+        self._tracing.graphs = self._tracing.last = None
+
+    def _packed(self, tensor: Tensor) -> Any:
+        context = graph_hook_context()
+        if context is None:
+            return self._pack(tensor, sys._getframe(2))  # pyright: ignore[reportPrivateUsage]  # beside __call__
+        name = context["_node"].name
+        pair = self._pair(context["_fw_graph"], context["_bw_graph"])
+        values, decision = pair.stored(name, tensor)
+        self._tracing.last, stored = None, () if decision.unread else (values,)
+        if decision.code is not None:
+            values = values if is_dense(values) else values.contiguous()
+            like = Like(values.shape, values.dtype, shape_of(values))
+            stored = decision.code.encode(values, like.shape)
+            self._tracing.last = decision.code, like
+        return pair.count(name, tensor, decision, stored), tuple(values.shape)
+
+    def _unpacked(self, packed: Any) -> Tensor:
+        if graph_hook_context() is None:
+            return self._unpack(packed)
+        (stored, sizes), last = packed, self._tracing.last
+        if last is None:
+            return stored[0] if stored else torch.empty(0)
+        code, like = last
+        return code.decode(stored, Like(sizes, like.dtype, like.shape))
+
+    def _pair(self, forward: fx.Graph, backward: fx.Graph) -> _Pair:
+        if self._tracing.graphs is None or self._tracing.graphs[0] is not forward:
+            decisions = Decisions(forward, backward, self._levels[0])
+            if (room := self._account.room) is not None:
+                decisions.fit(_saved_names(forward), self._levels, room)
+            self._tracing.graphs = forward, _Pair(forward, backward, decisions)
+        return self._tracing.graphs[1]
+
+
+class _Hook(fx.GraphModule):
+    """A graph module whose call is a function that runs while graphs are traced, and what else autograd saves.
+
+    Its graph is what torch's cache of compiled graphs takes the hook for: an unknown function with a hash, which stands
+    for what the hook does.
+
+    Args:
+        function: What a call does.
+        name: What changes with it.
+        outside: What it gives everything to that no graph saves.
+
+    Attributes:
+        outside_of_graphs: That: who looks for what one of the engine's hooks has packed asks by the engine's hook.
+    """
+
+    _function: Callable[[Any], Any]
+    outside_of_graphs: Callable[..., Any]
+
+    def __init__(self, function: Callable[[Any], Any], name: str, outside: Callable[..., Any]) -> None:
+        graph = fx.Graph()
+        node = graph.call_function(_policy, (graph.placeholder("values"),))
+        node.meta.update(is_wrapped=True, user_cache_hash=f"daf-{name}")
+        graph.output(node)
+        super().__init__(nn.Module(), graph)
+        object.__setattr__(self, "_function", function)
+        object.__setattr__(self, "outside_of_graphs", outside)
+        # A graph module has a class of its own, whose call goes through functions of torch that hide who is saving.
+        type(self).__call__ = _Hook.__call__
+
+    def __call__(self, values: Any) -> Any:
+        """Packs or unpacks."""
+        return self._function(values)
+
+
+skip_dynamo(_Hook.__call__)
+
+
+def _counting_place(forward: fx.Graph, backward: fx.Graph, decisions: Decisions) -> str | None:
+    """Returns the saved tensor that the operator which counts copies a part of: the last code, or what is smallest."""
+    read = {node.name for node in backward.find_nodes(op="placeholder")}
+    names = [name for name in _saved_names(forward) if name in read]
+    coded = [name for name in names if decisions.of(name).code is not None]
+    if coded:
+        return coded[-1]
+    sizes = {node.name: elements_of(node.meta["val"]) for node in forward.nodes if node.name in names}
+    return min(sizes, key=sizes.__getitem__, default=None)
+
+
+def _name_of(decision: Decision) -> str:
+    if decision.unread:
+        return "attended"
+    return "raw" if decision.code is None else decision.code.name
+
+
+def _saved_names(forward: fx.Graph) -> list[str]:
+    """Returns the names of what a forward graph works out and gives on, its results among them."""
+    given: Any = forward.output_node().args[0]
+    nodes = [node for node in given if isinstance(node, fx.Node)]
+    return [node.name for node in nodes if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)]
+
+
+def _policy(values: Any) -> Any:
+    """Stands in a hook's graph for what the hook does, and never runs."""
+    return values

@@ -1,0 +1,299 @@
+"""What the backward graph reads of a saved tensor: the readers' table, for operators of aten.
+
+A compiled backward is not a chain of autograd's nodes, but of operators into which their formulas were cut. So each
+operator between a saved tensor and the first sum over many of its values is looked at. What is not known reads exactly.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Any
+
+import torch
+from torch import fx
+
+from daf_core.readers.table import Kind, listed
+
+aten = torch.ops.aten
+
+
+class Needs(Flag):
+    """What all readers of a tensor need of it, together."""
+
+    NOTHING = 0
+    VALUES = auto()
+    EXACT = auto()
+    EXPONENTIAL = auto()
+    SIGNS = auto()
+
+
+_VIEWS = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "permute",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "alias",
+        "detach",
+        "clone",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "flatten",
+        "unflatten",
+        "as_strided",
+        "contiguous",
+        "lift_fresh_copy",
+        "narrow",
+        "chunk",
+        "cat",
+        "stack",
+        "constant_pad_nd",
+        "flip",
+        "roll",
+    ]
+)
+"""Operators that move values, and change none."""
+
+_SMOOTH = frozenset(
+    [
+        "mul",
+        "add",
+        "sub",
+        "neg",
+        "rsub",
+        "addcmul",
+        "lerp",
+        "tanh",
+        "sigmoid",
+        "erf",
+        "sin",
+        "cos",
+        "atan",
+        "asinh",
+        "relu",
+        "where",
+        "clone",
+        "_to_copy",
+        "convert_element_type",
+        "to",
+        "abs",
+        "square",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "minimum",
+        "maximum",
+        "silu",
+        "gelu",
+        "softplus",
+        "mish",
+        "hardswish",
+        "elu",
+        "celu",
+        "glu",
+        "leaky_relu",
+        "hardtanh",
+        "square",
+        "copy",
+        "cumsum",
+        "fma",
+    ]
+)
+"""Operators whose result is off by little where what they read is."""
+
+_SUMS = frozenset(
+    [
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "linear",
+        "convolution",
+        "sum",
+        "mean",
+        "var_mean",
+        "var",
+        "std",
+        "std_mean",
+        "index_put",
+        "_grouped_mm",
+        "scatter_add",
+        "index_add",
+        "embedding_dense_backward",
+        "avg_pool2d_backward",
+        "_adaptive_avg_pool2d_backward",
+    ]
+)
+"""Operators behind which the error of one value is one of many."""
+
+_BACKWARDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "convolution_backward": (("", ""), ("ConvolutionBackward0", "input"), ("ConvolutionBackward0", "weight")),
+    "native_layer_norm_backward": (("", ""), ("NativeLayerNormBackward0", "input")),
+    "native_group_norm_backward": (("", ""), ("NativeGroupNormBackward0", "input")),
+    "native_batch_norm_backward": (("", ""), ("NativeBatchNormBackward0", "input")),
+    "batch_norm_backward": (("", ""), ("BatchNormWithUpdateBackward0", "input")),
+    "_fused_rms_norm_backward": (("", ""), ("FusedRmsNormBackward0", "input")),
+    "gelu_backward": (("", ""), ("GeluBackward0", "self")),
+    "silu_backward": (("", ""), ("SiluBackward0", "self")),
+    "mish_backward": (("", ""), ("MishBackward0", "self")),
+    "softplus_backward": (("", ""), ("SoftplusBackward0", "self")),
+    "hardswish_backward": (("", ""), ("HardswishBackward0", "self")),
+    "glu_backward": (("", ""), ("GluBackward0", "self")),
+    "tanh_backward": (("", ""), ("TanhBackward0", "result")),
+    "sigmoid_backward": (("", ""), ("SigmoidBackward0", "result")),
+    "_softmax_backward_data": (("", ""), ("SoftmaxBackward0", "result")),
+    "_log_softmax_backward_data": (("", ""), ("LogSoftmaxBackward0", "result")),
+    "nll_loss_backward": (("", ""), ("NllLossBackward0", "self")),
+    "nll_loss2d_backward": (("", ""), ("NllLoss2DBackward0", "self")),
+    "max_pool2d_with_indices_backward": (("", ""), ("MaxPool2DWithIndicesBackward0", "self")),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        ("", ""),
+        *(("ScaledDotProductFlashAttentionForCpuBackward0", name) for name in ("query", "key", "value", "output")),
+    ),
+    "_scaled_dot_product_flash_attention_backward": (
+        ("", ""),
+        *(("ScaledDotProductFlashAttentionBackward0", name) for name in ("query", "key", "value", "output")),
+    ),
+    "_scaled_dot_product_efficient_attention_backward": (
+        ("", ""),
+        *(("ScaledDotProductEfficientAttentionBackward0", name) for name in ("query", "key", "value")),
+        ("", ""),
+        ("ScaledDotProductEfficientAttentionBackward0", "output"),
+    ),
+}
+"""Autograd's node, and the field of it, for each argument of an operator that is a backward formula as a whole."""
+
+_KINDS = {place: kind for kind, places in listed().items() for place in places}
+_NEEDS = {
+    Kind.APPROXIMATE: Needs.VALUES,
+    Kind.NORMALIZED: Needs.VALUES,
+    Kind.ATTENTION: Needs.VALUES,
+    Kind.LOGARITHMS: Needs.EXPONENTIAL,
+    Kind.SHAPE: Needs.NOTHING,
+}
+
+_OVER_ZERO = frozenset(["le", "gt"])
+"""Comparisons that 0 and what is below it answer alike."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of a tensor with a number."""
+
+    bound: float
+    closed: bool
+
+
+ATTENTIONS = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+)
+"""Fused attentions."""
+
+
+def name_of(node: fx.Node) -> str:
+    """Returns the name of the operator of a node, without its overload; "" where it is none."""
+    packet = getattr(node.target, "overloadpacket", None) or getattr(node.target, "_overloadpacket", None)
+    return "" if packet is None else packet.__name__
+
+
+def is_view(node: fx.Node) -> bool:
+    """Says whether a node moves values, and changes none."""
+    return node.target is operator.getitem or name_of(node) in _VIEWS
+
+
+def needs_of(saved: fx.Node) -> Needs:
+    """Returns what the backward needs of a saved tensor.
+
+    Args:
+        saved: Its placeholder in the backward graph.
+    """
+    found, seen, pending = Needs.NOTHING, {saved}, [saved]
+    while pending:
+        source = pending.pop()
+        for user in source.users:
+            needs, goes_on = _reading(user, source)
+            found |= needs
+            if goes_on and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return found
+
+
+def comparisons_of(saved: fx.Node) -> Comparison | None:
+    """Returns the only bound that a backward compares a saved tensor with, where it does nothing else with it."""
+    found = {_comparison(user, saved) for user in _users_behind_views(saved)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _users_behind_views(saved: fx.Node) -> Iterable[fx.Node]:
+    pending = [*saved.users]
+    while pending:
+        user = pending.pop()
+        if is_view(user) and user.users:
+            pending.extend(user.users)
+        else:
+            yield user
+
+
+def _comparison(node: fx.Node, source: fx.Node) -> Comparison | None:
+    """Returns the bound of a node that compares what it reads with a number; None for other nodes."""
+    name, arguments = name_of(node), node.args
+    if name == "threshold_backward" and len(arguments) == 3 and arguments[0] is not source:
+        return Comparison(float(arguments[2]), closed=False) if isinstance(arguments[2], int | float) else None
+    if name in ("le", "gt", "lt", "ge") and len(arguments) == 2 and isinstance(arguments[1], int | float):
+        return Comparison(float(arguments[1]), closed=name in ("lt", "ge"))
+    return None
+
+
+def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
+    """Returns what a node needs of what it reads, and whether its result is to be followed."""
+    name = name_of(user)
+    if user.op == "output" or name in _SUMS or name in ATTENTIONS:
+        return Needs.VALUES, False
+    if is_view(user):
+        return Needs.NOTHING, True
+    if name in _SMOOTH:
+        return Needs.VALUES, True
+    if name in _BACKWARDS:
+        return _needs_of_argument(name, user.args, source), False
+    if name in ("exp", "exp2"):
+        return Needs.EXPONENTIAL, False
+    if name == "div":  # by what is exact, or of it
+        return (Needs.EXACT, False) if source in user.args[1:] else (Needs.VALUES, True)
+    if name == "pow":
+        natural = isinstance(user.args[1], int | float) and user.args[1] >= 1 and float(user.args[1]).is_integer()
+        return (Needs.VALUES, True) if natural else (Needs.EXACT, False)
+    comparison = _comparison(user, source)
+    if comparison is not None and comparison.bound == 0 and not comparison.closed:
+        return Needs.SIGNS, False
+    return Needs.EXACT, False
+
+
+def _needs_of_argument(name: str, arguments: tuple[Any, ...], source: fx.Node) -> Needs:
+    found, known = Needs.NOTHING, _BACKWARDS[name]
+    for place, argument in enumerate(arguments):
+        if argument is source:
+            node = known[place] if place < len(known) else ("", "")
+            if place == 0:  # the gradient, or what is multiplied by it
+                found |= Needs.VALUES
+            else:
+                found |= _NEEDS.get(_KINDS.get(node, Kind.EXACT), Needs.EXACT)
+    return found

@@ -1,0 +1,119 @@
+"""What is not compiled, in a process or a model where something else is: it is stored as if nothing were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.core.harness import (
+    MODELS,
+    assert_empty,
+    assert_same,
+    backward,
+    engine_for,
+    error,
+    gradients,
+    make_model,
+    normal,
+    take_the_full_way,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    # Dynamo looks at the gradient of whatever it meets.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+BACKENDS = ["eager", "aot_eager", "aot_eager_decomp_partition"]
+X = normal(128, 64)
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    """Forgets what other tests have compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_its_own_is_stored_as_before(name: str) -> None:
+    found = []
+    for other_is_compiled in (False, True):
+        if other_is_compiled:
+            nn.Linear(2, 2).compile(backend="eager")
+            torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(2))
+        model, loss_of = make_model(name)
+        engine = engine_for(model, 4, packing="device")
+        take_the_full_way(engine)
+        for seed in range(3):
+            backward(model, loss_of, engine, seed)
+        found.append((gradients(model), engine.finish_step().stored_as))
+        assert_empty(engine)
+    (before, stored_before), (after, stored_after) = found
+    assert stored_after == stored_before
+    assert_same(after, before)
+
+
+class Half(nn.Module):
+    """A layer that is compiled, and what follows it."""
+
+    def __init__(self, head: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(64, 64), head
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.layer(inputs))
+
+
+HEADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pole": lambda x: F.binary_cross_entropy(torch.sigmoid(6 * x), (X > 0).float()),
+    "quotient": lambda x: (1 / (x.square() + 1e-3)).mean(),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", HEADS)
+def test_the_rest_of_a_model_is_read_by_the_table(name: str, backend: str) -> None:
+    model = Half(HEADS[name])
+    exact = backward(model, lambda model, _: model(X))
+    model.layer.compile(backend=backend)
+    engine = engine_for(model, 8)
+    for _ in range(3):
+        assert error(backward(model, lambda model, _: model(X), engine), exact) < 0.05
+        assert_empty(engine)
+
+
+def test_the_rest_of_a_model_is_derived() -> None:
+    """Products of dropout outside of the graph are worked out from what else is stored."""
+    stored = []
+    for compiled in (False, True):
+        model, loss_of = make_model("transformer")
+        if compiled:
+            model.blocks[0].compile(backend="aot_eager")
+        engine = engine_for(model, 4, packing="device")
+        backward(model, loss_of, engine)
+        stored.append(engine.finish_step().stored_as)
+        assert_empty(engine)
+    assert stored[0]["product"] > 0
+    assert stored[1]["product"] == stored[0]["product"] / 2  # one block of two
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_of_a_checkpoint_are_coded(backend: str) -> None:
+    """No node saves them: the function that is running tells, and torch has some of its own around its hooks."""
+    model = Half(lambda x: checkpoint(lambda y: y.sin().mean(), x, use_reentrant=False))
+    model.layer.compile(backend=backend)
+    engine = engine_for(model, 8)
+    for _ in range(2):
+        backward(model, lambda model, _: model(X.clone()), engine)
+        stored = engine.finish_step().stored_as
+        assert_empty(engine)
+    assert stored["planes"] > 0
+    assert "raw" not in stored

@@ -1,0 +1,98 @@
+"""How tensors of a compiled graph are stored: decided by what the backward graph does with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from daf_core import ActivationEngine, DAFConfig
+
+BACKEND = "aot_eager_decomp_partition"
+"""Makes no machine code, and cuts backward formulas into the operators that Inductor gets."""
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")]
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    """Forgets what other tests have compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Layer(nn.Module):
+    """A linear layer, a function and another linear layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], trained: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64).requires_grad_(trained)
+        self.function = function
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.function(self.first(inputs))).square().mean()
+
+
+def stored(model: nn.Module, bits: int = 4) -> tuple[Counter[str], float]:
+    """Returns what a step stores, and the error of its gradient."""
+    inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model, backend=BACKEND)
+
+    def gradient(scope: object) -> Tensor:
+        torch.manual_seed(2)
+        with scope:
+            loss = compiled(inputs)
+        loss.backward()
+        found = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+        model.zero_grad()
+        return found
+
+    exact = gradient(torch.enable_grad())
+    engine = ActivationEngine(model, DAFConfig(precision=bits))
+    found = gradient(engine.compress())
+    return Counter(engine.finish_step().stored_as), float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_of_gelu_the_derivative_is_stored_in_its_own_codes(approximate: str) -> None:
+    codes, error = stored(Layer(nn.GELU(approximate), trained=False))
+    assert codes["slopes"] == 1
+    assert 0 < error < 0.11
+
+
+def test_of_another_function_the_derivative_is_stored_as_any_values() -> None:
+    codes, error = stored(Layer(torch.tanh, trained=False))
+    assert codes["slopes"] == 0
+    assert codes["planes"] >= 1
+    assert 0 < error < 0.15
+
+
+def test_of_relu_before_frozen_weights_one_bit_is_stored() -> None:
+    codes, error = stored(Layer(torch.relu, trained=False))
+    assert codes["bitmask"] == 1
+    assert error < 0.1
+
+
+def test_what_is_divided_by_is_exact() -> None:
+    class Quotient(Layer):
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            return (hidden.mean(0) * hidden / (hidden.square() + hidden.mean(0).square() + 0.1)).square().mean()
+
+    assert stored(Quotient(torch.tanh))[0]["raw"] >= 1
+
+
+def test_a_dropout_saves_its_mask_alone() -> None:
+    codes, error = stored(Layer(nn.Dropout(0.5)))
+    assert codes["bitmask"] == 1
+    assert 0 < error < 0.15
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (2, 0.6)])
+def test_bits_are_those_of_the_configuration(bits: int, bound: float) -> None:
+    assert 0 < stored(Layer(nn.GELU()), bits)[1] < bound
