@@ -7,6 +7,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint
 
 from daf_core.autograd.sites import ModuleCall
@@ -14,6 +15,10 @@ from daf_core.autograd.torch_private import MODULE_CALLS
 from daf_core.readers.watch import unwatched
 
 _CHECKPOINT = checkpoint.__file__
+
+_WRITES_LATE = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"})
+"""Operators that write what they have saved: a randomized ReLU saves its noise, and fills it then. By torch 2.13's
+schemas no other operator that can be differentiated writes an argument that is neither its result nor a buffer."""
 
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -79,6 +84,17 @@ def calling_frame() -> FrameType | None:
 def is_checkpoint(frame: FrameType | None) -> bool:
     """Says whether a checkpoint is saving its inputs, where `frame` is the innermost function: no node does."""
     return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+
+
+def is_written_late(tensor: Tensor, frame: FrameType | None) -> bool:
+    """Says whether an operator may write a tensor that it has saved, where `frame` is the innermost function.
+
+    What a hook gets then is what the memory held before, and no version tells. So such a tensor is new, and the
+    function names the operator that is running; one that calls it by another name is not recognized.
+    """
+    new = tensor.grad_fn is None and not tensor.requires_grad and tensor._version == 0 and tensor._base is None
+    function = unwatched(frame) if new else None
+    return function is not None and not _WRITES_LATE.isdisjoint(function.f_code.co_names)
 
 
 def function_that_saves(frame: FrameType | None) -> type | None:

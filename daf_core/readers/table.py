@@ -209,6 +209,8 @@ _SIDES: dict[tuple[str, str], Callable[[Node], Bounds]] = {
     (_full("Relu0"), "result"): lambda _: _POSITIVE,
     (_full("LeakyRelu0"), "self"): lambda _: _POSITIVE,
     (_full("LeakyRelu1"), "result"): lambda _: _POSITIVE,
+    (_full("RreluWithNoise0"), "self"): lambda _: _POSITIVE,
+    (_full("RreluWithNoise1"), "result"): lambda _: _POSITIVE,
     (_full("Threshold0"), "self"): _between("threshold", ""),
     (_full("Threshold1"), "self"): _between("threshold", ""),
     (_full("Hardtanh0"), "self"): _between("min_val", "max_val"),

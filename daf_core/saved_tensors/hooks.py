@@ -28,7 +28,7 @@ from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
-from daf_core.readers.places import calling_frame
+from daf_core.readers.places import calling_frame, is_written_late
 from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting
 from daf_core.saved_tensors.attention_again import AttentionAgain
@@ -175,7 +175,7 @@ class Packer:
         if form is TensorKind.PARAMETER or in_backward():
             return None
         self.readers.show(tensor.grad_fn)
-        site, form = call.next_site(tensor), TensorKind.RAW if call.kept else form
+        site, form = call.next_site(tensor), TensorKind.RAW if call.kept or is_written_late(tensor, frame) else form
         sighting = EXACT_MODE
         if form is TensorKind.LOSSY:
             sighting = self.readers.see(tensor, call, site, frame, self.unpack)

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tests.fidelity.exceptions import EXCEPTIONS
 from tests.fidelity.measure import Bits, Case, Result, Skip, measure
 
 SWEEPS = ("operators", "modules", "losses", "attention", "architectures")
@@ -43,9 +42,8 @@ class Report:
 
     @property
     def outside(self) -> list[Result]:
-        """What is outside of the bounds and no exception."""
-        known = EXCEPTIONS.keys()
-        return [each for each in self.results if each.complaint and not {each.name, each.group} & known]
+        """What is outside of the bounds."""
+        return [each for each in self.results if each.complaint]
 
     def as_json(self) -> dict[str, Any]:
         """Returns all of it as JSON-able values."""

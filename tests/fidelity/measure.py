@@ -59,7 +59,7 @@ class Case:
     Attributes:
         name: What is reported.
         make: Returns the problem; it may raise `Skip`.
-        group: What `EXCEPTIONS` may name instead, as the operator of several samples.
+        group: What it is reported with, as the operator of several samples.
     """
 
     name: str

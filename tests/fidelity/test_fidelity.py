@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from tests.core.harness import engine_for, error, gradients, normal
 from tests.fidelity import chosen
-from tests.fidelity.exceptions import EXCEPTIONS
 from tests.fidelity.measure import BOUNDS, Case, Result, measure
 
 
@@ -35,8 +34,6 @@ def _says(result: Result) -> str:
 @pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning")
 @pytest.mark.parametrize("case", _by_name(chosen.cases()))
 def test_the_gradient_is_within_the_bounds(case: Case) -> None:
-    if case.name in EXCEPTIONS:
-        pytest.skip(EXCEPTIONS[case.name])
     wrong = [_says(result) for result in measure(case) if result.complaint]
     assert not wrong, "; ".join(wrong)
 
