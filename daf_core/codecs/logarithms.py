@@ -160,8 +160,11 @@ def _total(others: Tensor, best: Tensor, places: Tensor) -> Tensor:
         places: Where these are.
     """
     total = 1 - best.float().exp().sum(1, keepdim=True)
-    known = total >= LEAST_DIFFERENCE if others.dtype is torch.float32 else torch.zeros_like(total, dtype=torch.bool)
-    for some in (~known).flatten(1).any(1).nonzero()[:, 0].split(_chunk_rows(others)):
+    if others.dtype is torch.float32 and others.device.type == "cpu":
+        unknown = (~(total >= LEAST_DIFFERENCE)).flatten(1).any(1).nonzero()[:, 0]  # NaN among them
+    else:  # a device would have the host wait for which they are
+        unknown = torch.arange(len(total), device=total.device)
+    for some in unknown.split(_chunk_rows(others)):
         part = others[some].scatter_(1, places[some], -torch.inf)
         total[some] = part.exp_().sum(1, keepdim=True, dtype=torch.float32)
     return total.clamp_min_(0)

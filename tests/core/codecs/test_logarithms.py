@@ -283,3 +283,21 @@ def test_the_largest_of_long_rows(words: int, first: int) -> None:
     expected = rows.topk(9, dim=1)
     assert torch.equal(best[:, :, 0], expected.values)
     assert torch.equal(places[:, :, 0], expected.indices)
+
+
+@pytest.mark.parametrize("words", [1000, logarithms.LONG])
+def test_a_device_does_not_have_the_host_wait(words: int) -> None:
+    rows = torch.empty(16, words, 1, device="meta")  # which raises where the host asks for a value
+    best, places = logarithms._largest(rows, logarithms.LARGEST + 1)
+    others = logarithms._bounded(rows, best)
+    total = logarithms._total(others, best[:, :-1], places[:, :-1])
+    assert total.shape == (16, 1, 1)
+
+
+def test_a_device_finds_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds up all rows, where a CPU takes the difference to 1 for those of which that is exact enough."""
+    rows = F.log_softmax(normal(64, 500, 1) * 4, dim=1)
+    best, places = logarithms._largest(rows, logarithms.LARGEST)
+    found = logarithms._total(rows, best, places)
+    monkeypatch.setattr(logarithms, "LEAST_DIFFERENCE", math.inf)
+    assert torch.allclose(found, logarithms._total(rows, best, places), rtol=1e-4)
