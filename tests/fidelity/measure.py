@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -125,13 +127,13 @@ def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float
 
 
 def engine_of(problem: Problem, bits: Bits) -> ActivationEngine:
-    """Returns a fresh engine for a problem."""
-    engine = ActivationEngine(problem.model, DAFConfig(precision=bits, audit_every=None, packing="device"))
-    if problem.small:
-        engine._eligibility = Eligibility(problem.model, REHEARSED_ELEMENTS)
-        engine._pagers = DevicePagers(engine.config, REHEARSED_PAGE_BYTES)
-        engine._packer = engine._make_packer(engine._eligibility, engine._pagers, engine._store, engine._recorder)
-    return engine
+    """Returns a fresh engine for a problem; of a small one tensors of a rehearsal's size are stored in few bits."""
+    small = {
+        "Eligibility": partial(Eligibility, least_elements=REHEARSED_ELEMENTS),
+        "DevicePagers": partial(DevicePagers, page_bytes=REHEARSED_PAGE_BYTES),
+    }
+    with patch.multiple("daf_core.engine", **small) if problem.small else nullcontext():
+        return ActivationEngine(problem.model, DAFConfig(precision=bits, audit_every=None, packing="device"))
 
 
 def gradient(problem: Problem, engine: ActivationEngine | None = None, seed: int = 0) -> list[Tensor]:

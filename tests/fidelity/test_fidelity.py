@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.core.harness import engine_for, error, gradients, normal
 from tests.fidelity import chosen
-from tests.fidelity.measure import BOUNDS, Case, Result, measure
+from tests.fidelity.measure import BOUNDS, Case, Problem, Result, measure
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,6 +71,14 @@ def test_an_operator_that_comes_later_at_a_known_place_is_within_the_bounds(bits
             loss.backward()
         found.append(gradients(model))
     assert error(found[1], found[0]) <= BOUNDS[bits]
+
+
+def test_small_problems_are_coded() -> None:
+    """The harness itself: with tensors of their own sizes most of torch's modules would be kept as they are."""
+    layer, inputs = nn.Linear(8, 8), normal(32, 8).requires_grad_()
+    problem = Problem(lambda: layer(inputs).sin(), [inputs, *layer.parameters()], layer, small=True)
+    lossy = [result for result in measure(Case("", lambda: problem)) if result.bits != "exact"]
+    assert all(result.coded and not result.identical for result in lossy)
 
 
 def test_a_gradient_that_is_wrong_is_told() -> None:
