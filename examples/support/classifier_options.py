@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"bits of a stored activation: {', '.join(PRECISIONS)} (default: %(default)s)",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=positive(int), default=25, help="optimizer steps (default: %(default)s)")
+    length.add_argument("--steps", type=positive(int), default=20, help="optimizer steps (default: %(default)s)")
     length.add_argument("--epochs", type=positive(float), help="passes over the training texts, instead of --steps")
     add("--batch", type=positive(int), default=32, help="texts in a step (default: %(default)s)")
     add(
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=64,
         help="tokens in a text; longer ones are cut, shorter ones padded (default: %(default)s)",
     )
-    add("--learning-rate", type=positive(float), default=5e-3, help="peak learning rate (default: %(default)s)")
+    add("--learning-rate", type=positive(float), default=1e-2, help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="decides split, order, dropout and initial adapters (default: %(default)s)")
     add("--seeds", type=positive(int), default=3, help="trainings, from --seed on, on the same split (%(default)s)")
     add(
