@@ -30,115 +30,33 @@ class Needs(Flag):
     SIGNS = auto()
 
 
-_VIEWS = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "expand",
-        "permute",
-        "transpose",
-        "t",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "select",
-        "alias",
-        "detach",
-        "clone",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "flatten",
-        "unflatten",
-        "as_strided",
-        "contiguous",
-        "lift_fresh_copy",
-        "narrow",
-        "chunk",
-        "cat",
-        "stack",
-        "constant_pad_nd",
-        "flip",
-        "roll",
-    ]
+def _named(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_VIEWS = _named(
+    """
+    view _unsafe_view reshape expand permute transpose t unsqueeze squeeze slice select alias detach clone split
+    split_with_sizes unbind flatten unflatten as_strided contiguous lift_fresh_copy narrow chunk cat stack
+    constant_pad_nd flip roll
+    """
 )
 """Operators that move values, and change none."""
 
-_SMOOTH = frozenset(
-    [
-        "mul",
-        "add",
-        "sub",
-        "neg",
-        "rsub",
-        "addcmul",
-        "lerp",
-        "tanh",
-        "sigmoid",
-        "erf",
-        "sin",
-        "cos",
-        "atan",
-        "asinh",
-        "relu",
-        "where",
-        "clone",
-        "_to_copy",
-        "convert_element_type",
-        "to",
-        "abs",
-        "square",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "minimum",
-        "maximum",
-        "silu",
-        "gelu",
-        "softplus",
-        "mish",
-        "hardswish",
-        "elu",
-        "celu",
-        "glu",
-        "leaky_relu",
-        "hardtanh",
-        "square",
-        "copy",
-        "cumsum",
-        "fma",
-    ]
+_SMOOTH = _named(
+    """
+    mul add sub neg rsub addcmul lerp tanh sigmoid erf sin cos atan asinh relu where _to_copy convert_element_type
+    to abs square clamp clamp_min clamp_max minimum maximum silu gelu softplus mish hardswish elu celu glu
+    leaky_relu hardtanh copy cumsum fma
+    """
 )
 """Operators whose result is off by little where what they read is."""
 
-_SUMS = frozenset(
-    [
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "addbmm",
-        "mv",
-        "addmv",
-        "dot",
-        "vdot",
-        "linear",
-        "convolution",
-        "sum",
-        "mean",
-        "var_mean",
-        "var",
-        "std",
-        "std_mean",
-        "index_put",
-        "_grouped_mm",
-        "scatter_add",
-        "index_add",
-        "embedding_dense_backward",
-        "avg_pool2d_backward",
-        "_adaptive_avg_pool2d_backward",
-    ]
+_SUMS = _named(
+    """
+    mm bmm addmm baddbmm addbmm mv addmv dot vdot linear convolution sum mean var_mean var std std_mean index_put
+    _grouped_mm scatter_add index_add embedding_dense_backward avg_pool2d_backward _adaptive_avg_pool2d_backward
+    """
 )
 """Operators behind which the error of one value is one of many."""
 

@@ -175,11 +175,12 @@ class Packer:
         if form is TensorKind.PARAMETER or in_backward():
             return None
         self.readers.show(tensor.grad_fn)
-        site, form = call.next_site(tensor), TensorKind.RAW if call.kept or is_written_late(tensor, frame) else form
+        kept = call.kept or is_written_late(tensor, frame)
+        site, form = call.next_site(tensor), TensorKind.RAW if kept else form
         sighting = EXACT_MODE
         if form is TensorKind.LOSSY:
             sighting = self.readers.see(tensor, call, site, frame, self.unpack)
-        return Look(form, site, sighting, call.normalizes)
+        return Look(form, site, sighting, call.normalizes, kept)
 
     def look_at(self, tensor: Tensor, form: TensorKind, known: Look, frame: FrameType | None) -> Look:
         """Returns where and how a tensor is being saved whose form is known, at a site that was looked at before."""
@@ -188,7 +189,7 @@ class Packer:
         if form is TensorKind.LOSSY:
             call, place = self.scopes.current, known.sighting.place
             sighting = self.readers.see(tensor, call, known.site, frame, self.unpack, place)
-        return Look(form, known.site, sighting, known.normalizes)
+        return Look(form, known.site, sighting, known.normalizes, known.kept)
 
     def store_as(self, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
         """Stores a tensor as another one was stored; None where its values do not allow that."""

@@ -23,7 +23,7 @@ from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.model.treatments import Treatments
-from daf_core.readers.places import Place, calling_function, is_written_late
+from daf_core.readers.places import Place, calling_function
 from daf_core.readers.table import SOFTMAXES, Kind, Reading
 from daf_core.readers.waiting import Sighting
 from daf_core.saved_tensors.handle import Handle, Packed
@@ -50,12 +50,14 @@ class Look(NamedTuple):
         site: Where it is saved.
         sighting: What is known of its reader.
         normalizes: Whether a module that normalizes is saving it.
+        kept: Whether it stays as it is, whatever its form: so does what some modules save, or what is not written yet.
     """
 
     form: TensorKind
     site: Site
     sighting: Sighting
     normalizes: bool
+    kept: bool
 
     @property
     def reading(self) -> Reading | None:
@@ -111,8 +113,7 @@ class Save:
         calls: Numbers and names of the calls of modules that were running, the outermost first.
         call: Number of the innermost of them.
         checked: Of `Readers.changes`, when the reading was looked at last.
-        kept: Whether it stays as it is, whatever its form: so does what the innermost of them saves, or what is not
-            written yet.
+        kept: See `Look`.
         softmax: Place and reading of a softmax's result, which is looked at again now and then; None elsewhere.
         decisions: By shape.
     """
@@ -132,7 +133,7 @@ class Save:
         self.calls = [(call.number, call.name) for call in calls]
         self.call = self.calls[-1][0] if calls else -1
         self.checked = -1
-        self.kept = (bool(calls) and calls[-1].kept) or (tensor is not None and is_written_late(tensor, frame))
+        self.kept = look is not None and look.kept
         self.decisions: dict[tuple[int, ...], Decision] = {}
         node = None if tensor is None else tensor.grad_fn
         self.dtype = None if tensor is None else tensor.dtype
