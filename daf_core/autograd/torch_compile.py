@@ -7,20 +7,79 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 from daf_core.autograd.torch_private import is_compiled
 
+Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Gets a forward and its arguments, and returns what it returns."""
+
+
+class _Within(threading.local):
+    """Whether the forward that this thread runs is compiled."""
+
+    compiled = False
+
+
+_within = _Within()
+
+
+def leave_to_run(function: Any) -> None:
+    """Has torch.compile run a function as it is, also inside of what it compiles, and compile what that one calls.
+
+    ``torch.compiler.disable(recursive=False)`` does the same, and takes a second to import.
+    """
+    function._torchdynamo_disable = True
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # not in an older torch
+        strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def run_uncompiled(around: Around, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `around` in place of a forward that torch.compile may be compiling: it compiles the forward alone.
+
+    Who prepares a model and compiles it then has everything that `around` does in the frames that torch.compile sees.
+
+    Args:
+        around: What is given the forward and its arguments.
+        forward: The forward.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+    """
+    compiler = eval_frame.set_eval_frame(None)
+    if compiler is None:
+        return around(forward, args, kwargs)
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        eval_frame.set_eval_frame(compiler)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(None)
+
+    outside, _within.compiled = _within.compiled, True
+    try:
+        return around(compiled, args, kwargs)
+    finally:
+        _within.compiled = outside
+        eval_frame.set_eval_frame(compiler)
+
+
+leave_to_run(run_uncompiled)
+
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Whether parts of a model are compiled, in place or by what torch.compile has made of them anywhere.
+    """Whether parts of a model, or what calls it now, are compiled, in place or by what torch.compile has made of them.
 
     A part does not know of the latter, so all objects are looked through, about 0.1 s, where anything was compiled.
     """
     modules = set(model.modules())
-    if any(map(is_compiled, modules)):
+    if _within.compiled or any(map(is_compiled, modules)):
         return True
     if not has_compiled_anything():
         return False

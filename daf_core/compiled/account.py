@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -64,14 +65,25 @@ def symbols_in(values: Tensor) -> list[Any]:
 
 
 def _polynomial(expression: Any, names: Sequence[Any]) -> Polynomial:
-    """Returns the terms of an expression; symbols that have no name count as they were when it was traced."""
+    """Returns the terms of an expression; symbols that have no name count as they were when it was traced.
+
+    Groups that are filled up count with what they were given: at most 255 codes of a tensor are not counted.
+    """
     if not isinstance(expression, int):
+        from torch.utils._sympy.functions import FloorDiv, PythonMod  # takes half a second to import
+
         other = expression.free_symbols - set(names)
         expression = expression.subs({symbol: _HINTS.get(str(symbol), 1) for symbol in other})
+        expression = expression.replace(PythonMod, _nothing).replace(FloorDiv, operator.truediv)
     if isinstance(expression, int) or not names:
         return [(float(expression), [0] * len(names))]
     terms = expression.as_poly(*names).terms()
     return [(float(coefficient), [int(power) for power in powers]) for powers, coefficient in terms]
+
+
+def _nothing(*_: Any) -> int:
+    """Stands for the remainder that fills up a group."""
+    return 0
 
 
 _HINTS: dict[str, int] = {}

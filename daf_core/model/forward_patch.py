@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import nn
 
-Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Gets a forward and its arguments, and returns what it returns."""
-
+from daf_core.autograd.torch_compile import Around, leave_to_run, run_uncompiled
 
 _WRAPPER = "_daf_wrapper"  # attribute of a function that says which wrapper made it
 
@@ -21,14 +19,22 @@ class ForwardPatch:
 
     The signature stays, as trainers read columns off it, and so do class, state_dict and pickles. A deep copy of the
     model runs its plain forward.
+
+    Args:
+        model: The model.
+        around: What runs in place of its forward.
+        hidden: Whether torch.compile, where somebody compiles the model afterwards, sees its forward alone. It compiles
+            `around` as well otherwise.
     """
 
-    def __init__(self, model: nn.Module, around: Around) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, around: Around, hidden: bool = False) -> None:
+        self.model, self._hidden = model, hidden
         self._replaced = vars(model).get("forward")
         self._bound: object = None
         # Not by `setattr`: Lightning Fabric's wrapper of a model sets what it is given on the model inside, too.
-        vars(model)["forward"] = self._wrapped(model.forward, around)
+        vars(model)["forward"] = self._wrapped(
+            model.forward, functools.partial(run_uncompiled, around) if hidden else around
+        )
 
     def remove(self) -> None:
         """Puts back what was there."""
@@ -49,7 +55,7 @@ class ForwardPatch:
             def unbound(*args: Any, **kwargs: Any) -> Any:
                 return around(forward, args, kwargs)
 
-            return unbound
+            return self._made(unbound)
 
         @functools.wraps(function)
         def bound(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +64,13 @@ class ForwardPatch:
             return around(functools.partial(function, module), args, kwargs)
 
         setattr(bound, _WRAPPER, self)
-        self._bound = bound
+        self._bound = self._made(bound)
         return MethodType(bound, self.model)
+
+    def _made(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self._hidden:
+            leave_to_run(function)
+        return function
 
 
 def runs_own_forward(module: nn.Module) -> bool:

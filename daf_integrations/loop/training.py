@@ -83,7 +83,7 @@ class Training:
         self._loss_name: str | None = None
         self._watch: LossWatch | None = None
         self._measuring = False
-        self._forward = ForwardPatch(model, self._compressed)
+        self._forward = ForwardPatch(model, self._compressed, hidden=True)
         _trainings.add(self)
         _exit_summaries.append(self.exit_summary)
         _watch_optimizers()

@@ -186,6 +186,56 @@ class TestPlainLoop:
         assert found[0]["planes"] > 10
 
 
+class Wrapper(nn.Module):
+    """Holds a model, and is what is compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        found = self.model(**batch)
+        return {"loss": found["loss"] * 1}
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend=QUICK)
+    return model
+
+
+def around(model: nn.Module) -> nn.Module:
+    return whole(Wrapper(model))
+
+
+@pytest.mark.parametrize("compile_model", [whole, in_place, around])
+class TestCompiledAfterwards:
+    """Models that are prepared first: torch.compile compiles their own forward, and nothing of DAF."""
+
+    def test_exact_mode_changes_no_bit(self, compile_model: Compile) -> None:
+        plain, prepared = Net(), daf.prepare(Net(), precision="exact")
+        expected = losses_of(compile_model(plain), 3)
+        torch.compiler.reset()
+        assert losses_of(compile_model(prepared), 3) == expected
+        assert differing(weights_of(plain), weights_of(prepared)) == []
+        assert last_of(prepared).raw_bytes > 1_000_000
+
+    def test_graphs_are_those_of_the_model(self, compile_model: Compile) -> None:
+        prepared = daf.prepare(Net(), precision=4, audit_every=None)
+        losses_of(compile_model(prepared), 2)
+        assert graphs() == (2 if compile_model is around else 1)  # what comes after the model is a graph of its own
+        found = last_of(prepared)
+        assert found.ratio > 4
+        assert found.stored_as["planes"] > 10
+
+    def test_evaluations_are_compiled(self, compile_model: Compile) -> None:
+        prepared = daf.prepare(Net().eval(), precision=4, audit_every=None)
+        [batch] = loader(1)
+        expected = loss_of(prepared, batch)
+        with torch.no_grad():
+            assert torch.allclose(loss_of(compile_model(prepared).eval(), batch), expected)
+        assert graphs() > 0
+
+
 def test_other_sizes_of_batches_are_stored_as_well() -> None:
     """Torch then makes a graph for all sizes, which saves their numbers, too."""
     plain, compressed = whole(Net()), daf.prepare(whole(Net()), precision="exact")
@@ -193,6 +243,27 @@ def test_other_sizes_of_batches_are_stored_as_well() -> None:
     for rows in (8, 6, 5):
         part = {name: values[:rows] for name, values in batch.items()}
         assert torch.equal(gradient(compressed.train(), part), gradient(plain.train(), part))
+
+
+def test_sizes_may_all_be_unknown_while_a_graph_is_compiled() -> None:
+    def any_size(model: nn.Module) -> nn.Module:
+        return torch.compile(model, backend=QUICK, dynamic=True)
+
+    plain, compressed = any_size(Net(dropout=0.0)), daf.prepare(any_size(Net(dropout=0.0)), precision=4)
+    batches = [
+        {name: values[:rows] for name, values in batch.items()} for rows, batch in zip((8, 5), loader(2), strict=True)
+    ]
+    for batch in batches:
+        exact = gradient(plain.train(), batch)
+        assert 0 < error(gradient(compressed.train(), batch), exact) < 0.3
+    fixed = daf.prepare(whole(Net(dropout=0.0)), precision=4)
+    held = []
+    for model in (compressed, fixed):
+        optimizer = adam(model)
+        loss_of(model.train(), batches[0]).backward()
+        optimizer.step()
+        held.append(last_of(model).held_bytes)
+    assert held[0] == pytest.approx(held[1], rel=0.1)
 
 
 def test_machine_code_reads_what_is_unpacked() -> None:
