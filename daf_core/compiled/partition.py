@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from daf_core.compiled.decide import LEAST_ELEMENTS, elements_of
 from daf_core.compiled.readers import is_view, name_of
 
 _CASTS = ("convert_element_type", "_to_copy")
@@ -40,6 +41,9 @@ def with_hints(
     for node in nodes:
         if node.op != "call_function" or node in gradients:
             continue
+        if _is_piece_of_what_is_worked_out_again(node):
+            _copied(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            continue
         policy = _policy(node)
         if policy is not None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, _REGION
@@ -52,14 +56,43 @@ def _policy(node: fx.Node) -> CheckpointPolicy | None:
     if name == "div" and _is_softmax(node):  # rather than the scores, whose error an exponential enlarges
         return CheckpointPolicy.MUST_SAVE
     again = CheckpointPolicy.MUST_RECOMPUTE
-    if name == "mul" and any(_is_mask(each) or _is_small(each) for each in node.all_input_nodes):
+    if name == "mul" and any(_is_mask(each) or _is_vector(each) for each in node.all_input_nodes):
         return again
-    if name == "add" and len(node.all_input_nodes) == 2 and any(map(_is_small, node.all_input_nodes)):
+    if name == "add" and len(node.all_input_nodes) == 2 and any(map(_is_vector, node.all_input_nodes)):
         return again if any("recompute" in each.meta for each in node.all_input_nodes) else None
     if name in ("mul", "div", *_CASTS) and len(node.all_input_nodes) == 1:  # a dropout's scale, autocast
         marked = node.all_input_nodes[0].meta.get("recompute")
         return again if marked is again else None
     return None
+
+
+def _is_piece_of_what_is_worked_out_again(node: fx.Node) -> bool:
+    """Says whether a node is a view of few of the values that backward makes of codes.
+
+    The first token of each row is such a piece: a last layer reads it, and outside of graphs that layer's gradient has
+    no error, as what is small stays as it is.
+    """
+    if not is_view(node) or not _is_small(node) or len(node.all_input_nodes) != 1:
+        return False
+    [source] = node.all_input_nodes
+    while is_view(source) and len(source.all_input_nodes) == 1:
+        [source] = source.all_input_nodes
+    return source.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and not _is_small(source)
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """Puts a copy in the place of a view, which the partitioner always works out again; returns the copy."""
+    with node.graph.inserting_after(node):
+        copied = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copied.meta = {**node.meta}
+    node.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not copied)
+    return copied
+
+
+def _is_small(node: fx.Node) -> bool:
+    """Says whether a node's tensor stays as it is because it is small."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and elements_of(value) < LEAST_ELEMENTS
 
 
 def _is_softmax(node: fx.Node) -> bool:
@@ -81,7 +114,7 @@ def _is_mask(node: fx.Node) -> bool:
         node = node.all_input_nodes[0]
 
 
-def _is_small(node: fx.Node) -> bool:
+def _is_vector(node: fx.Node) -> bool:
     """Says whether a node is a vector that the graph is given, such as a weight or a bias."""
     value = node.meta.get("val")
     return node.op == "placeholder" and isinstance(value, Tensor) and value.dim() == 1

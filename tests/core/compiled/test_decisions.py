@@ -58,6 +58,36 @@ def stored(model: nn.Module, bits: int = 4) -> tuple[Counter[str], float]:
     return Counter(engine.finish_step().stored_as), float((found - exact).norm() / exact.norm())
 
 
+class FirstToken(nn.Module):
+    """A layer and a normalization, of whose result a trained last layer reads the first token of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(64, 64), nn.LayerNorm(64).requires_grad_(False)
+        self.head = nn.Linear(64, 2, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = self.norm(self.first(inputs.view(4, 32, 64)))
+        return self.head(nn.functional.dropout(found[:, 0, :], 0.1)).square().mean()
+
+
+def test_a_piece_of_what_is_worked_out_again_is_kept_as_it_is() -> None:
+    model = FirstToken()
+    inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model, backend=BACKEND)
+    engine, found = ActivationEngine(model, DAFConfig(precision=2)), []
+    for scope in (torch.enable_grad(), engine.compress()):
+        torch.manual_seed(2)
+        with scope:
+            loss = compiled(inputs)
+        loss.backward()
+        found.append(model.head.weight.grad)
+        model.zero_grad()
+    assert engine.finish_step().stored_as["planes"] > 0
+    assert torch.allclose(found[0], found[1], rtol=1e-5)
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_of_gelu_the_derivative_is_stored_in_its_own_codes(approximate: str) -> None:
     codes, error = stored(Layer(nn.GELU(approximate), trained=False))
