@@ -237,14 +237,19 @@ def listed() -> Mapping[Kind, Sequence[tuple[str, str]]]:
     return {kind: [place for place, found in _KINDS.items() if found is kind] for kind in Kind}
 
 
-# A part of the model is computed again from what a checkpoint has saved, and so is its gradient. A compiled graph is
-# not looked into.
-_FUNCTIONS = (
-    "torch.utils.checkpoint.CheckpointFunction",
-    "torch.utils.checkpoint._NoopSaveInputs",
-    "daf_core.rewrites.gated._GatedProduct",
-    "daf_core.rewrites.attention._DroppedAttention",
-)
+_FUNCTIONS: dict[str, Kind] = {
+    # A part of the model is computed again from what a checkpoint has saved, and so is its gradient. A compiled graph
+    # is not looked into.
+    "torch.utils.checkpoint.CheckpointFunction": Kind.APPROXIMATE,
+    "torch.utils.checkpoint._NoopSaveInputs": Kind.APPROXIMATE,
+    "daf_core.rewrites.gated._GatedProduct": Kind.APPROXIMATE,
+    "daf_core.rewrites.attention._DroppedAttention": Kind.APPROXIMATE,
+    # The weight is frozen, whose gradient alone would read the input.
+    "hqq.core.quantize.HQQMatmulNoCacheDeq": Kind.SHAPE,
+    "hqq.core.quantize.HQQMatmulNoCacheMul": Kind.SHAPE,
+}
+"""What functions of Python read of all that they save but parameters and small tensors, which stay as they are."""
+
 _COMPILED = "CompiledFunction"
 
 # Their gradient is without bound where a value that they read is small, or at an edge of the domain.
@@ -304,8 +309,9 @@ def more_exact(known: Reading, reading: Reading) -> Reading:
 
 def reading_of_function(function: type) -> Reading:
     """Returns what a ``torch.autograd.Function`` reads of what it has saved."""
-    known = f"{function.__module__}.{function.__qualname__}" in _FUNCTIONS or function.__name__ == _COMPILED
-    return Reading(Kind.APPROXIMATE if known else Kind.EXACT, f"{function.__name__}Backward")
+    known = Kind.APPROXIMATE if function.__name__ == _COMPILED else Kind.EXACT
+    kind = _FUNCTIONS.get(f"{function.__module__}.{function.__qualname__}", known)
+    return Reading(kind, f"{function.__name__}Backward")
 
 
 CHECKPOINT = Reading(Kind.APPROXIMATE, "checkpoint")

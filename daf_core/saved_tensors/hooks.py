@@ -293,6 +293,8 @@ class Packer:
         name = None if node is None else node.name()
         if stored.readable_by_any_op and reading is not None and reading.is_certain_for(name):
             return
+        if handle.place is None and reading is not None and reading.reader == name and stored.serves(reading):
+            return  # a function of Python, which reads all that it saves in one way
         found = None
         if node is not None:
             found = self.readers.read(packed, handle.place, node, self.unpack)

@@ -1,0 +1,79 @@
+"""Adapters on frozen quantized weights (QLoRA): exact mode is plain training, weights count for nothing, few bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import daf_integrations as daf
+from tests.integrations.quantized import (
+    adam,
+    adapted,
+    checkpointed,
+    in_eight_bits,
+    in_four_bits,
+    in_full,
+    lorafa,
+    needs,
+    of_hqq,
+    of_torchao,
+    trained,
+)
+
+Make = Callable[[], nn.Module]
+
+BOUND = 0.2
+"""Relative error of all gradients of the second step at 4 bits: .10 to .17."""
+
+
+@pytest.mark.parametrize(
+    ("base", "adapter", "optimizer"),
+    [
+        pytest.param(in_four_bits, {}, adam, marks=needs("bitsandbytes"), id="4 bits"),
+        pytest.param(in_eight_bits, {}, adam, marks=needs("bitsandbytes"), id="8 bits"),
+        pytest.param(in_four_bits, {"use_dora": True}, adam, marks=needs("bitsandbytes"), id="DoRA"),
+        pytest.param(in_four_bits, {"use_rslora": True}, adam, marks=needs("bitsandbytes"), id="rsLoRA"),
+        pytest.param(in_four_bits, {}, lorafa, marks=needs("bitsandbytes"), id="LoRA-FA"),
+        pytest.param(of_torchao, {}, adam, marks=needs("torchao"), id="torchao"),
+        pytest.param(of_hqq, {}, adam, marks=needs("hqq"), id="HQQ"),
+    ],
+)
+def test_adapters_on_quantized_weights(base: Make, adapter: dict[str, Any], optimizer: Any) -> None:
+    losses, gradient = trained(adapted(base(), **adapter), optimizer)
+    exact = daf.prepare(adapted(base(), **adapter), precision="exact")
+    found, same = trained(exact, optimizer)
+    assert found == losses
+    assert torch.equal(same, gradient)
+    four = daf.prepare(adapted(base(), **adapter), precision=4, audit_every=None)
+    _, close = trained(four, optimizer)
+    assert (close - gradient).norm() < BOUND * gradient.norm()
+    metrics = daf.metrics(four)
+    assert metrics["daf/held_mb"] <= metrics["daf/raw_mb"] / 8
+
+
+@needs("bitsandbytes")
+def test_quantized_weights_count_for_nothing() -> None:
+    """What a step saves is what it saves with weights in full, which are no activations either."""
+    raw: list[float] = []
+    for base in (in_full, in_four_bits, in_eight_bits):
+        model = daf.prepare(adapted(base()), precision="exact")
+        trained(model, adam)
+        raw.append(daf.metrics(model)["daf/raw_mb"])
+    assert raw[0] == raw[1] == raw[2] > 0
+
+
+@needs("bitsandbytes")
+def test_checkpoints_of_prepare_model_for_kbit_training() -> None:
+    """It switches activation checkpointing on by default: what DAF compresses are the inputs of blocks."""
+    losses, gradient = trained(adapted(checkpointed()), adam)
+    found, same = trained(daf.prepare(adapted(checkpointed()), precision="exact"), adam)
+    assert found == losses
+    assert torch.equal(same, gradient)
+    four = daf.prepare(adapted(checkpointed()), precision=4, audit_every=None)
+    _, close = trained(four, adam)
+    assert (close - gradient).norm() < BOUND * gradient.norm()
+    assert daf.metrics(four)["daf/ratio"] > 4
