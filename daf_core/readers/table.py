@@ -244,6 +244,7 @@ _FUNCTIONS: dict[str, Kind] = {
     "torch.utils.checkpoint._NoopSaveInputs": Kind.APPROXIMATE,
     "daf_core.rewrites.gated._GatedProduct": Kind.APPROXIMATE,
     "daf_core.rewrites.attention._DroppedAttention": Kind.APPROXIMATE,
+    "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3": Kind.APPROXIMATE,
     # The weight is frozen, whose gradient alone would read the input.
     "hqq.core.quantize.HQQMatmulNoCacheDeq": Kind.SHAPE,
     "hqq.core.quantize.HQQMatmulNoCacheMul": Kind.SHAPE,

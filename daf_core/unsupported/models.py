@@ -114,6 +114,13 @@ PLANS = Feature(
 
 AUDITS = Feature(
     "audits",
-    ((compiled, COMPILED), (sharded_tensors, f"{SHARDED}, which would have to measure together")),
+    (
+        (compiled, COMPILED),
+        (sharded_tensors, f"{SHARDED}, which would have to measure together"),
+        (
+            kind_of_first(lambda each: is_named(each, {"DeepSpeedEngine"})),
+            "{} counts each pass for a step, and processes would have to measure together",
+        ),
+    ),
     error=f"{UNMEASURED}. Training goes on without audits; audit_every=None turns them off",
 )

@@ -157,6 +157,9 @@ class Training:
             raise PLANS.error_for(reason)
 
     def _has_parameters_in(self, optimizer: Optimizer) -> bool:
+        # ZeRO has the optimizer of DeepSpeed's engine train tensors of its own, with a part of the parameters each.
+        if optimizer is getattr(self.outer, "basic_optimizer", None):
+            return True
         parameters = set(map(id, self.model.parameters()))
         return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 

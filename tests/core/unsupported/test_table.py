@@ -134,7 +134,15 @@ CASES: dict[str, tuple[Feature, Callable[[], Any], list[tuple[Callable[[], Any],
             (compiled, "Linear is compiled"),
         ],
     ),
-    AUDITS.name: (AUDITS, plain, [(compiled, "torch.compile"), (sharded_tensors, "DTensor spreads each parameter")]),
+    AUDITS.name: (
+        AUDITS,
+        plain,
+        [
+            (compiled, "torch.compile"),
+            (sharded_tensors, "DTensor spreads each parameter"),
+            (lambda: on(DeepSpeedEngine(4, 4)), "DeepSpeedEngine counts each pass"),
+        ],
+    ),
     MICRO_BATCHES.name: (
         MICRO_BATCHES,
         plain,
