@@ -11,6 +11,7 @@ from daf_kernels.backend import (
     Seed,
     TwoValues,
     bits_of_number,
+    system_memory,
 )
 from daf_kernels.dispatch import NoKernelError, load_backend
 from daf_kernels.host.backend import HostPackedBackend
@@ -39,4 +40,5 @@ __all__ = [
     "pinned_memory",
     "plane_layout",
     "planes_for",
+    "system_memory",
 ]

@@ -87,7 +87,7 @@ class FixedPages:
     ) -> None:
         self.page_bytes = page_bytes
         size = count * page_bytes
-        region = _reserve(size, device or torch.device("cpu")) if reserve is None else reserve(size)
+        region = system_memory(size, device or torch.device("cpu")) if reserve is None else reserve(size)
         self._region = region.view(count, page_bytes)
         # Torch copies element by element: 8 MB of pages took 13 ms as bytes, and take 1.
         self._words = self._region.view(torch.int64)
@@ -116,8 +116,8 @@ class FixedPages:
         return torch.from_numpy(pages).to(region.device, non_blocking=True)
 
 
-def _reserve(size: int, device: torch.device) -> Tensor:
-    """Returns uninitialized bytes.
+def system_memory(size: int, device: torch.device) -> Tensor:
+    """Returns uninitialized bytes of a device.
 
     On a CPU they are a mapping of their own, which takes memory when it is written to and gives all of it back when it
     dies. An allocator may keep what is freed: glibc does, below 32 MB.

@@ -1,19 +1,21 @@
-"""The tier below a GPU's memory: pinned memory of the host, and the stream that copies to and from it."""
+"""The tier below a GPU's memory: memory of the host, pinned where it can be, and the stream that copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from logging import getLogger
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from daf_core.errors import SpillError
 from daf_core.memory import forks
 from daf_core.memory.pages.growth import FixedGrowth
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.system.available import beside_reserve, host_memory
-from daf_kernels import PageMemory, Pages, pinned_memory
+from daf_kernels import PageMemory, Pages, pinned_memory, system_memory
 
 CHUNK_BYTES = 4 << 20
 """Bytes that are gathered on the GPU, or scattered there, at a time: twice as many are the memory that a copy takes."""
@@ -22,6 +24,13 @@ STEP_BYTES = 64 << 20
 """Bytes by which pinned memory grows; torch rounds what it pins up to a power of two."""
 
 CPU = torch.device("cpu")
+
+NOT_PINNED = (
+    "%s. What moves off the GPU goes to pageable memory from now on, and training waits for its copies. A larger "
+    "memory_budget moves less"
+)
+
+log = getLogger("daf")
 
 Mark = Any
 """A copy that can be waited for."""
@@ -70,12 +79,33 @@ class SideStream:
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
+class PinnedFirst:
+    """Memory of the host for pages of a GPU: pinned, and pageable once the system pins no more, as WSL2 soon does."""
+
+    def __init__(self) -> None:
+        self._pins = True
+
+    def reserve(self, size: int) -> Tensor:
+        """Returns so many uninitialized bytes, and says once where they are pageable.
+
+        Raises:
+            MemoryError: The system has none.
+        """
+        if self._pins:
+            try:
+                return pinned_memory(size)
+            except MemoryError as error:
+                self._pins = False
+                log.warning(NOT_PINNED, error)
+        return system_memory(size, CPU)
+
+
 class HostMemory:
     """A `Tier` in the host's memory.
 
     Args:
         device: Whose pages it keeps.
-        slots: Pages of the host; a GPU copies to and from them behind what is computed if they are pinned.
+        slots: Pages of the host; a GPU copies to and from those that are pinned behind what is computed.
         copies: Makes the copies.
     """
 
@@ -141,7 +171,7 @@ class HostMemory:
             from humanfriendly import format_size  # 10 ms that a program without the error does not pay
 
             raise SpillError(
-                f"cannot move {format_size(count * pool.page_bytes)} of activations to pinned main memory: {error}. "
+                f"cannot move {format_size(count * pool.page_bytes)} of activations to main memory: {error}. "
                 "Free main memory, name a spill_dir, or raise memory_budget"
             ) from error
 
@@ -160,7 +190,7 @@ def host_memory_of(device: torch.device, page_bytes: int) -> HostMemory | None:
     """Returns the tier below a device's memory; None where that is the host's."""
     if device.type != "cuda":
         return None
-    slots = PagePool(CPU, FixedGrowth(STEP_BYTES), page_bytes, pinned_memory)
+    slots = PagePool(CPU, FixedGrowth(STEP_BYTES), page_bytes, PinnedFirst().reserve)
     return HostMemory(device, slots, SideStream(device))
 
 
@@ -170,7 +200,7 @@ def copy_to_host(memory: PageMemory, pages: Pages, host: PagePool, slots: Pages)
     for start in range(0, pages.size, chunk):
         content = memory.read(pages[start : start + chunk])
         for rows, there in host.runs(slots[start : start + chunk]):
-            there.copy_(content[rows], non_blocking=True)
+            there.copy_(content[rows], non_blocking=there.is_pinned())
 
 
 def copy_to_device(host: PagePool, slots: Pages, memory: PageMemory, pages: Pages, device: torch.device) -> None:
@@ -180,5 +210,5 @@ def copy_to_device(host: PagePool, slots: Pages, memory: PageMemory, pages: Page
         part = pages[start : start + chunk]
         content = torch.empty((part.size, memory.page_bytes), dtype=torch.uint8, device=device)
         for rows, there in host.runs(slots[start : start + chunk]):
-            content[rows].copy_(there, non_blocking=True)
+            content[rows].copy_(there, non_blocking=there.is_pinned())
         memory.write(part, content)

@@ -18,9 +18,9 @@ from daf_core.memory.pager import Pager
 from daf_core.memory.pages.growth import WINDOW, FixedGrowth
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.tiers import pinned
-from daf_core.memory.tiers.pinned import HostMemory, SideStream, host_memory_of
-from daf_kernels import Pages, pinned_memory
-from tests.core.late_copies import CPU, copies_of, host_memory
+from daf_core.memory.tiers.pinned import HostMemory, PinnedFirst, SideStream, host_memory_of
+from daf_kernels import Pages
+from tests.core.late_copies import CPU, LateCopies, copies_of, host_memory
 from tests.core.leases import PAGE, content, write
 
 
@@ -127,7 +127,7 @@ def test_main_memory_that_is_full_is_an_error(room: int, fits: bool, monkeypatch
         memory.write(pool, np.arange(6))
         assert memory._slots.reserved_bytes == (32 + min(room, 32)) * PAGE
         return
-    with pytest.raises(SpillError, match=r"cannot move .* to pinned main memory: .* left .*name a spill_dir"):
+    with pytest.raises(SpillError, match=r"cannot move .* to main memory: .* left .*name a spill_dir"):
         memory.write(pool, np.arange(6))
     assert memory.used_slots == 30
     memory.write(pool, np.arange(2))
@@ -167,10 +167,41 @@ def test_order_on_the_side_stream(fails: bool, monkeypatch: pytest.MonkeyPatch) 
     assert seen == wanted + after
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned for the GPU of this machine")
-def test_memory_that_cannot_be_pinned_is_an_error() -> None:
-    memory = HostMemory(CPU, PagePool(CPU, FixedGrowth(PAGE), PAGE, pinned_memory), Broken())
-    with pytest.raises(SpillError, match=r"to pinned main memory: .*Free main memory, name a spill_dir"):
+def test_memory_that_cannot_be_pinned_is_pageable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, whatever was pinned before; what moves comes back as it was."""
+    asked: list[int] = []
+
+    def pin(size: int) -> Tensor:
+        asked.append(size)
+        if len(asked) > 1:
+            raise MemoryError("the system gives no 0 MB of pinned memory")
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(pinned, "pinned_memory", pin)
+    slots = PagePool(CPU, FixedGrowth(PAGE), PAGE, PinnedFirst().reserve)
+    pool, memory = make_pool(), HostMemory(CPU, slots, LateCopies())
+    kept = {first: fill(pool, np.arange(first, first + 4), first) for first in (0, 4, 8)}
+    moved = {first: memory.write(pool, np.arange(first, first + 4)) for first in kept}
+    memory.wait()
+    for first, places in moved.items():
+        memory.read(places, pool, np.arange(20, 24))
+        memory.wait(places)
+        assert torch.equal(pool.read(np.arange(20, 24)), kept[first])
+    assert asked == [4 * PAGE] * 2
+    [record] = [each for each in caplog.records if each.name == "daf"]
+    assert "pageable memory from now on" in record.getMessage()
+
+
+def test_a_machine_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> Tensor:
+        raise MemoryError("the system gives none")
+
+    monkeypatch.setattr(pinned, "pinned_memory", none)
+    monkeypatch.setattr(pinned, "system_memory", none)
+    memory = HostMemory(CPU, PagePool(CPU, FixedGrowth(PAGE), PAGE, PinnedFirst().reserve), Broken())
+    with pytest.raises(SpillError, match=r"to main memory: .*Free main memory, name a spill_dir"):
         memory.write(make_pool(), np.arange(4))
     assert memory.used_slots == 0
 
