@@ -245,11 +245,16 @@ _FUNCTIONS: dict[str, Kind] = {
     "daf_core.rewrites.gated._GatedProduct": Kind.APPROXIMATE,
     "daf_core.rewrites.attention._DroppedAttention": Kind.APPROXIMATE,
     "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3": Kind.APPROXIMATE,
+    "liger_kernel.ops.swiglu.LigerSiLUMulFunction": Kind.APPROXIMATE,
+    "liger_kernel.ops.geglu.LigerGELUMulFunction": Kind.APPROXIMATE,
+    "liger_kernel.ops.rms_norm.LigerRMSNormFunction": Kind.NORMALIZED,
+    "liger_kernel.ops.layer_norm.LigerLayerNormFunction": Kind.NORMALIZED,
     # The weight is frozen, whose gradient alone would read the input.
     "hqq.core.quantize.HQQMatmulNoCacheDeq": Kind.SHAPE,
     "hqq.core.quantize.HQQMatmulNoCacheMul": Kind.SHAPE,
 }
-"""What functions of Python read of all that they save but parameters and small tensors, which stay as they are."""
+"""What functions of Python read of all that they save, but for parameters, statistics and small tensors: they stay
+exact."""
 
 _COMPILED = "CompiledFunction"
 
@@ -312,7 +317,7 @@ def reading_of_function(function: type) -> Reading:
     """Returns what a ``torch.autograd.Function`` reads of what it has saved."""
     known = Kind.APPROXIMATE if function.__name__ == _COMPILED else Kind.EXACT
     kind = _FUNCTIONS.get(f"{function.__module__}.{function.__qualname__}", known)
-    return Reading(kind, f"{function.__name__}Backward")
+    return Reading(kind, f"{function.__name__}Backward", dim=-1 if kind is Kind.NORMALIZED else 0)
 
 
 CHECKPOINT = Reading(Kind.APPROXIMATE, "checkpoint")
