@@ -23,7 +23,7 @@ _MODEL = "transformers.modeling_utils.PreTrainedModel"
 _LOSSES = "transformers.loss.loss_utils"
 _LOSS = f"{_LOSSES}.ForCausalLMLoss"
 
-_FUSED = "liger_kernel"  # package whose forward for models computes the loss by itself
+_FUSED = {"liger_kernel", "trl"}  # packages whose forward for models computes the loss by itself, without logits
 
 _SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier", "lm_head_multiplier")
 """Fields of configurations that say what a model does to its logits before the loss."""
@@ -157,6 +157,16 @@ def _other_weight(model: Any) -> bool:
     return type(head) is nn.Linear and not (plain and head.weight.shape == (head.out_features, head.in_features))
 
 
+def _is_fused(model: Any) -> bool:
+    # What wraps a function has that one's module, by functools.wraps, and globals of its own.
+    layer, modules = model.forward, set[str]()
+    while layer is not None:
+        layer = getattr(layer, "__func__", layer)
+        modules |= {getattr(layer, "__module__", ""), getattr(layer, "__globals__", {}).get("__name__", "")}
+        layer = getattr(layer, "__wrapped__", None)
+    return any(module.partition(".")[0] in _FUSED for module in modules)
+
+
 def _other_loss(model: Any) -> bool:
     # A class that computes its loss by other means reads the logits.
     kinds = [kind for kind in type(model).__mro__ if issubclass(kind, nn.Module) and "forward" in vars(kind)]
@@ -182,10 +192,7 @@ LOSSES_WITHOUT_LOGITS = Feature(
             "its output projection has hooks or a forward of its own",
         ),
         (_other_weight, "the weight of its output projection is no plain parameter"),
-        (
-            lambda model: getattr(model.forward, "__module__", "").partition(".")[0] == _FUSED,
-            "its forward computes a fused loss already",
-        ),
+        (_is_fused, "its forward computes a fused loss already"),
         (_other_loss, "its loss is another than transformers' ForCausalLMLoss"),
         (_scale, "it changes its logits before the loss ({})"),
     ),

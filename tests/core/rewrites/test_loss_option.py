@@ -8,7 +8,9 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -105,6 +107,20 @@ def with_fused_loss() -> nn.Module:
     return model
 
 
+def with_wrapped_fused_loss() -> nn.Module:
+    """As by TRL's trainers under mixed precision: each wrapper has the names of what it wraps."""
+    model = gpt2()
+    code = FunctionType(fused_forward.__code__, {**globals(), "__name__": "trl.trainer.utils"})
+    fused = wraps(GPT2LMHeadModel.forward)(code)
+
+    @wraps(fused)
+    def in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
+        return fused(*args, **kwargs)
+
+    model.forward = in_mixed_precision.__get__(model)
+    return model
+
+
 def compiled() -> nn.Module:
     model = gpt2()
     model.compile(backend="eager")
@@ -142,6 +158,7 @@ OTHERS: list[tuple[Callable[[], nn.Module], str]] = [
     (with_own_loss, "GPT2LMHeadModel: its loss is another"),
     (with_half_a_head, "GPT2LMHeadModel: the weight of its output projection is no plain parameter"),
     (with_fused_loss, "GPT2LMHeadModel: its forward computes a fused loss"),
+    (with_wrapped_fused_loss, "GPT2LMHeadModel: its forward computes a fused loss"),
     (compiled, "GPT2LMHeadModel: torch.compile compiles it"),
     (FullyShardedDataParallel, "GPT2LMHeadModel: its weights are sharded by torch.distributed.fsdp"),
     (gemma, "Gemma2ForCausalLM: it changes its logits before the loss .final_logit_softcapping"),
