@@ -159,6 +159,18 @@ def test_operators_shows_what_is_saved(capsys: pytest.CaptureFixture[str]) -> No
     assert "NativeLayerNorm" in shown
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # TRL's, of its own interface
+def test_preferences_compares_trainings(tmp_path: Path) -> None:
+    preferences = pytest.importorskip("benchmarks.preferences", reason="its trainers are those of TRL")
+    output = tmp_path / "preferences.json"
+    preferences.main(["--trainers", "dpo", "--steps", "3", "--threads", "1", "--json", str(output)])
+    plain, exact, auto = json.loads(output.read_text())["results"]
+    assert exact["equal"]
+    assert plain["mean"] == exact["mean"] == pytest.approx(0.69, abs=0.01)
+    assert not auto["equal"]
+    assert auto["held_bytes"] < exact["held_bytes"] <= exact["raw_bytes"]
+
+
 def test_overlap_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "_take_cores", lambda count: None)
     output = tmp_path / "overlap.json"

@@ -101,7 +101,8 @@ MICRO_BATCHES = Feature(
         (lambda context: without_rows(context.batch), NO_ROWS),
         (
             lambda context: min(PACKED & set(_keys(context.batch)), default=None),
-            "the batch is packed: {} says where its texts begin, and parts begin elsewhere",
+            "the batch is packed (packing=True, padding_free=True): {} says where its texts begin, and parts begin "
+            "elsewhere",
         ),
         (_positions_restart, "the batch is packed: its texts are in one row, where position_ids begin anew"),
         (lambda context: (rows,) if (rows := rows_of(context.batch)) in (0, 1) else None, "the batch has {} row"),

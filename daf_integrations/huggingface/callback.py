@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from typing_extensions import override
 
-from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
+from daf_core import ConfigError, DAFConfig, HooksActiveError, StepStatistics, UnsupportedDeviceError
 from daf_core.snapshots.attributes import Attributes, attributes_kept
 from daf_integrations.session.options import configured
 from daf_integrations.session.session import DAFSession
@@ -47,6 +47,7 @@ class DAFCallback(TrainerCallback, ExportableState):
     Raises:
         ConfigError: An option is unknown, its value is not allowed or without effect, or both a configuration and
             options are given; when training begins, also where the Trainer has another callback of this kind.
+        HooksActiveError: When training begins: TRL's `activation_offloading` is set.
     """
 
     def __init__(self, config: DAFConfig | Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -86,6 +87,7 @@ class DAFCallback(TrainerCallback, ExportableState):
                 f"{args.n_gpu} GPUs in one process make Trainer use torch.nn.DataParallel, whose threads see no "
                 "saved-tensor hooks. Start one process for each GPU: torchrun --nproc-per-node or accelerate launch"
             )
+        _check_no_offloading(args)
         trainer = _calling_trainer(self)
         _check_single_callback(trainer)
         self._session = DAFSession(self.config)
@@ -301,6 +303,16 @@ def _check_single_callback(trainer: Trainer | None) -> None:
         raise ConfigError(
             f"the Trainer has {len(found)} DAFCallbacks (of precision {titles}), of which one alone can count; "
             "leave out the others, or remove one with trainer.remove_callback(callback)"
+        )
+
+
+def _check_no_offloading(args: TrainingArguments) -> None:
+    """Refuses an option of TRL by its name: the error of the first step knows hooks, and no options."""
+    if getattr(args, "activation_offloading", False):
+        raise HooksActiveError(
+            f"{type(args).__name__}(activation_offloading=True) and DAFCallback both decide where activations wait for "
+            "backward, and torch applies one of them alone. Leave out activation_offloading, and DAF holds them in few "
+            "bits, with memory_budget within a size; or leave out DAFCallback"
         )
 
 

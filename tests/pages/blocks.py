@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import daf_core
 import daf_integrations
+from benchmarks import preferences
 from tests.integrations.hf_runs import QUICK, lora, rows_for
 from tests.integrations.lightning_runs import Classifier, loader
 from tests.integrations.loop_runs import adam
@@ -79,7 +80,7 @@ def names_for_blocks() -> dict[str, Any]:
     """What a block of Python may use: all public names of DAF, and a small model with what trains it.
 
     `model`, `args` and `data` are for a Trainer of transformers, `module` and `loader` for one of Lightning; `loader`,
-    `batch`, `optimizer` and `tracker` for loops.
+    `batch`, `optimizer` and `tracker` for loops; `policy`, `pairs` and `tokenizer` for trainers of TRL.
     """
     model = lora()
     batches = loader(model, count=16)
@@ -90,4 +91,5 @@ def names_for_blocks() -> dict[str, Any]:
         **{"model": model, "data": rows_for(model, 16), "args": TrainingArguments("out", **QUICK)},
         **{"module": Classifier(model), "loader": batches, "batch": next(iter(batches))},
         **{"optimizer": adam(model), "tracker": Tracker()},
+        **{"policy": preferences.llama(), "pairs": preferences.preferences(16), "tokenizer": preferences.tokenizer()},
     }

@@ -9,27 +9,20 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from daf_integrations import DAFCallback, DAFTrainerMixin
 from tests.integrations.hf_runs import QUICK
 from tests.integrations.planned import AMPLE, in_parts
 
-WORDS = 190
+trl = pytest.importorskip("trl", reason="the trainer is TRL's")
+small = pytest.importorskip("benchmarks.preferences", reason="its texts are for TRL")
+WORDS = small.WORDS
 # TRL says of its own interface that it will change, and of tokenizers that they have other special tokens than models.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = [*(f"w{number}" for number in range(WORDS)), "<pad>", "<eos>", "<unk>"]
-    split = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    split.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=split, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-class DAFSFTTrainer(DAFTrainerMixin, SFTTrainer):
+class DAFSFTTrainer(DAFTrainerMixin, trl.SFTTrainer):
     """With DAF inside."""
 
 
@@ -39,13 +32,13 @@ def run(folder: Path, *callbacks: Any, **options: Any) -> list[dict[str, Any]]:
     size = {"n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS + 3, **size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     texts = [" ".join(f"w{(7 * word + text) % WORDS}" for word in range(64)) for text in range(32)]
-    arguments = SFTConfig(str(folder), **QUICK, max_length=64, bf16=False)
+    arguments = trl.SFTConfig(str(folder), **QUICK, max_length=64, bf16=False)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights="gaussian")
-    trainer = (DAFSFTTrainer if options else SFTTrainer)(
+    trainer = (DAFSFTTrainer if options else trl.SFTTrainer)(
         model,
         args=arguments,
         train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer(),
+        processing_class=small.tokenizer(),
         peft_config=lora,
         callbacks=list(callbacks),
         **options,
@@ -74,7 +67,7 @@ def test_audits_count_no_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["exact", 8])
 def test_steps_keep_a_budget(precision: Any, tmp_path: Path) -> None:
-    """In parts, where the trainer counts tokens and reads logits, which are rewritten unless all is exact."""
+    """In parts, where the trainer counts tokens and collects accuracies."""
     plain = run(tmp_path)
     with in_parts(2):
         cut = run(tmp_path, daf={"precision": precision, "memory_budget": AMPLE, "audit_every": None})
