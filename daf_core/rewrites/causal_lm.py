@@ -25,9 +25,6 @@ _LOSS = f"{_LOSSES}.ForCausalLMLoss"
 
 _FUSED = {"liger_kernel", "trl"}  # packages whose forward for models computes the loss by itself, without logits
 
-_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier", "lm_head_multiplier")
-"""Fields of configurations that say what a model does to its logits before the loss."""
-
 
 class ChunkedCausalLMLoss:
     """The loss of a causal language model, from its lazy logits.
@@ -65,7 +62,8 @@ class ChunkedCausalLMLoss:
         source, targets = logits.source, targets.reshape(-1).to(logits.device)
         source.gave_loss = True
         hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
-        total = linear_cross_entropy_sum(hidden, source.weight, source.bias, targets, ignore_index, source.dtype)
+        given = hidden, source.weight, source.bias, targets, ignore_index, source.dtype
+        total = linear_cross_entropy_sum(*given, logits.bend)
         divisor = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
@@ -178,11 +176,6 @@ def _other_loss(model: Any) -> bool:
     return not any("loss_function" in getattr(code, "co_names", ()) for code in codes) or qualified_name(loss) != _LOSS
 
 
-def _scale(model: Any) -> str | None:
-    config = model.config.get_text_config()
-    return next((name for name in _SCALES if getattr(config, name, None) is not None), None)
-
-
 LOSSES_WITHOUT_LOGITS = Feature(
     "a loss without logits",
     (
@@ -194,7 +187,6 @@ LOSSES_WITHOUT_LOGITS = Feature(
         (_other_weight, "the weight of its output projection is no plain parameter"),
         (_is_fused, "its forward computes a fused loss already"),
         (_other_loss, "its loss is another than transformers' ForCausalLMLoss"),
-        (_scale, "it changes its logits before the loss ({})"),
     ),
 )
 """For a model of transformers that has an output projection."""

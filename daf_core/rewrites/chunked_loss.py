@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,25 @@ FLOAT16_SCALE = 1024.0
 one of 50,000 tokens; hidden states' gradients stay below 65504 for weights up to 32."""
 
 
+class Bend(NamedTuple):
+    """How logits follow from what the projection gives: by a factor, and where there is a limit, by a tanh below it."""
+
+    scale: float = 1.0
+    limit: float | None = None
+
+
+STRAIGHT = Bend()
+"""Logits are what the projection gives."""
+
+
 def linear_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, dtype: torch.dtype
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    bend: Bend = STRAIGHT,
 ) -> Tensor:
     """Returns the sum of the cross entropies of ``linear(hidden, weight, bias)``, in float32.
 
@@ -32,12 +49,13 @@ def linear_cross_entropy_sum(
         targets: Indices into the vocabulary, (rows,).
         ignore_index: Target of rows that do not count; their logits are not computed.
         dtype: Type of the products; the loss is computed in float32.
+        bend: How logits follow from the products.
 
     Raises:
         RuntimeError: A target is outside of the vocabulary, or the gradient is to be differentiated.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignore_index, dtype)  # pyright: ignore[reportReturnType]
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignore_index, dtype, bend)  # pyright: ignore[reportReturnType]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -50,6 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         ignore_index: int,
         dtype: torch.dtype,
+        bend: Bend,
     ) -> Tensor:
         scale = FLOAT16_SCALE if dtype is torch.float16 else 1.0
         found: list[Tensor | None] = [torch.zeros_like(hidden, dtype=dtype)]
@@ -57,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found.append(torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None)
         with torch.autocast(hidden.device.type, enabled=False):
             cast_bias = None if bias is None else bias.to(dtype)
-            total = _accumulate(hidden, weight.to(dtype), cast_bias, targets, ignore_index, found, scale)
+            total = _accumulate(hidden, weight.to(dtype), cast_bias, targets, ignore_index, found, scale, bend)
         ctx.save_for_backward(*found)
         ctx.scale = scale
         ctx.counts = bool((targets != ignore_index).any())
@@ -73,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             (tensor * factor).to(dtype) if needed else None
             for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
         ]
-        return (*found, None, None, None)
+        return (*found, None, None, None, None)
 
 
 def _accumulate(
@@ -84,6 +103,7 @@ def _accumulate(
     ignore_index: int,
     gradients: list[Any],
     scale: float,
+    bend: Bend,
 ) -> Tensor:
     """Returns the sum of losses; adds `scale` times the gradients of hidden states, weight and bias to those given."""
     of_hidden, of_weight, of_bias = gradients
@@ -95,6 +115,7 @@ def _accumulate(
     longest = max(map(len, parts), default=0)
     all_scores = torch.empty(longest, len(weight), dtype=weight.dtype, device=weight.device)
     all_logs = torch.empty_like(all_scores, dtype=torch.float32)
+    all_bent = torch.empty_like(all_logs) if bend != STRAIGHT else all_scores
     for part in parts:
         scores, logs = all_scores[: len(part)], all_logs[: len(part)]
         states = hidden.index_select(0, part).to(weight.dtype)
@@ -103,11 +124,14 @@ def _accumulate(
             torch.mm(states, weight.t(), out=scores)
         else:
             torch.addmm(bias, states, weight.t(), out=scores)
-        torch.log_softmax(scores, -1, dtype=torch.float32, out=logs)
+        bent = _bent(scores, all_bent[: len(part)], bend) if bend != STRAIGHT else scores
+        torch.log_softmax(bent, -1, dtype=torch.float32, out=logs)
         total -= logs.gather(1, target).sum()
         # The gradient of the logits, in the memory of the scores.
         probabilities = logs.exp_()
         probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, -1.0))
+        if bend != STRAIGHT:
+            probabilities.mul_(_slope_of(bent, bend))
         slopes = scores.copy_(probabilities if scale == 1.0 else probabilities.mul_(scale))
         of_hidden.index_copy_(0, part, slopes @ weight)
         if of_weight is not None and of_weight.dtype is slopes.dtype:
@@ -117,6 +141,20 @@ def _accumulate(
         if of_bias is not None:
             of_bias.add_(slopes.sum(0, dtype=torch.float32))
     return total
+
+
+def _bent(scores: Tensor, out: Tensor, bend: Bend) -> Tensor:
+    """Returns the logits of scores, in `out`."""
+    out.copy_(scores).mul_(bend.scale)
+    return out if bend.limit is None else out.tanh_().mul_(bend.limit)
+
+
+def _slope_of(bent: Tensor, bend: Bend) -> Tensor | float:
+    """Returns the derivative of logits by scores, in the memory of the logits."""
+    if bend.limit is None:
+        return bend.scale
+    # limit * scale * (1 - tanh**2), where the logits are limit * tanh
+    return bent.square_().mul_(-bend.scale / bend.limit).add_(bend.scale * bend.limit)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any, cast
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from daf_core.errors import ModifiedInPlaceError, ReaderError
+from daf_core.rewrites.chunked_loss import Bend
 
 _METADATA: set[Any] = {
     Tensor.dim,
@@ -42,6 +44,14 @@ _GUARDS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 """Modules whose hooks on what a model returns look at how backward is run, and at no gradient."""
 
 _OF_GRADIENTS: set[Any] = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad}
+
+_DIVISIONS: set[Any] = {Tensor.div, Tensor.true_divide, torch.div, torch.true_divide}
+_PRODUCTS: set[Any] = {Tensor.mul, Tensor.multiply, torch.mul, torch.multiply}
+_TANH: set[Any] = {Tensor.tanh, torch.tanh}
+"""What models do to their logits before the loss, one by one: Gemma limits them by a tanh, Cohere and Granite scale."""
+
+Change = tuple[Any, ...]
+"""A function of a tensor, and what it is given beside it."""
 
 _WITHOUT_AUTOCAST = (torch.float64, torch.complex64, torch.complex128)
 
@@ -132,27 +142,44 @@ class LazyLogits(Tensor):
     """Logits without memory. Whatever is done with them, but for asking their shape and the like, computes them.
 
     What it is done with is then an ordinary tensor, part of the graph that the output projection would have recorded.
-    Only `float`, `to` a type that has all their values, and `clone` give lazy logits again: mixed precision puts the
-    first two around a model, and distributed training the last.
+    Lazy logits again are given by `float`, `to` a type that has all their values, and `clone`, which mixed precision
+    and distributed training put around a model, and by what models do to their logits: a factor, and one tanh.
     """
 
     source: LogitsSource
+    changes: tuple[Change, ...]
+    _logits: Tensor | None = None
 
-    def __new__(cls, source: LogitsSource, dtype: torch.dtype) -> Self:
+    def __new__(cls, source: LogitsSource, changes: tuple[Change, ...]) -> Self:
         """Makes the tensor alone, without a graph."""
+        dtype = next((change[1] for change in reversed(changes) if change[0] is Tensor.to), source.dtype)
         lazy = Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype, device=source.hidden.device)
-        lazy.source = source
+        lazy.source, lazy.changes = source, changes
         return lazy
 
     @classmethod
-    def of(cls, source: LogitsSource, dtype: torch.dtype | None = None) -> Self:
+    def of(cls, source: LogitsSource, changes: tuple[Change, ...] = ()) -> Self:
         """Returns the logits of a source, with a node of autograd's for code that passes the tensor on as it is."""
-        return cast("Self", _Project.apply(source.hidden, source.weight, source.bias, source, dtype or source.dtype))
+        return cast("Self", _Project.apply(source.hidden, source.weight, source.bias, source, changes))
+
+    @property
+    def bend(self) -> Bend:
+        """How the logits follow from what the output projection gives."""
+        scale, limit = 1.0, None
+        for function, *numbers in self.changes:
+            if function in _TANH:
+                limit = 1.0
+            elif function is not Tensor.to:
+                factor = 1 / numbers[0] if function in _DIVISIONS else numbers[0]
+                scale, limit = (scale * factor, None) if limit is None else (scale, limit * factor)
+        return Bend(scale, limit)
 
     def computed(self) -> Tensor:
         """Returns the logits as an ordinary tensor, with a graph where these have one."""
-        logits = self.source.logits().to(self.dtype)
-        return logits if self.requires_grad else logits.detach()
+        if self._logits is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._logits = _changed(self.source.logits(), self.changes)
+        return self._logits if self.requires_grad else self._logits.detach()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,17 +209,25 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, source: LogitsSource, dtype: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        source: LogitsSource,
+        changes: tuple[Change, ...],
     ) -> Tensor:
-        ctx.source = source
-        return LazyLogits(source, dtype)
+        ctx.source, ctx.changes = source, changes
+        return LazyLogits(source, changes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         source: LogitsSource = ctx.source
         # By hand: with tied embeddings the hidden states depend on the weight as well.
-        slopes = gradient.reshape(-1, gradient.shape[-1]).to(source.dtype)
+        with torch.enable_grad():
+            logits = source.logits().detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(_changed(logits, ctx.changes), logits, gradient)
+        slopes = gradient.reshape(-1, gradient.shape[-1])
         states = source.hidden.detach().reshape(-1, source.hidden.shape[-1]).to(source.dtype)
         hidden, weight, bias = ctx.needs_input_grad[:3]
         return (
@@ -209,22 +244,39 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> L
     if kwargs or not args or not isinstance(args[0], LazyLogits) or args[0].source.is_computed:
         return None
     lazy, rest = args[0], args[1:]
+    if func in (Tensor.clone, torch.clone) and not rest:
+        return LazyLogits.of(lazy.source, lazy.changes)
+    change = _as_change(func, rest, lazy)
+    if change is None:
+        return None
+    return lazy if change[1:] == (lazy.dtype,) else LazyLogits.of(lazy.source, (*lazy.changes, change))
+
+
+def _as_change(func: Any, rest: tuple[Any, ...], lazy: LazyLogits) -> Change | None:
+    """Returns what an operator does to logits, where it is known."""
+    if func in _TANH:
+        return None if rest or any(change[0] in _TANH for change in lazy.changes) else (func,)
+    if len(rest) == 1 and func in _DIVISIONS | _PRODUCTS:
+        number = rest[0]
+        return (func, number) if isinstance(number, float | int) and math.isfinite(number) and number else None
     if func is Tensor.float and not rest:
         rest = (torch.float32,)
-    elif func in (Tensor.clone, torch.clone) and not rest:
-        return LazyLogits.of(lazy.source, lazy.dtype)
     elif func is not Tensor.to:
         return None
     wide = rest[0] if len(rest) == 1 else None
     if not isinstance(wide, torch.dtype) or not wide.is_floating_point:
         return None
-    if torch.promote_types(wide, lazy.dtype) is not wide:
-        return None
-    return lazy if lazy.dtype is wide else LazyLogits.of(lazy.source, wide)
+    return (Tensor.to, wide) if torch.promote_types(wide, lazy.dtype) is wide else None
+
+
+def _changed(logits: Tensor, changes: tuple[Change, ...]) -> Tensor:
+    for function, *rest in changes:
+        logits = function(logits, *rest)
+    return logits
 
 
 def _values(lazy: LazyLogits) -> Tensor:
-    return lazy.source.logits().detach().to(lazy.dtype)
+    return lazy.computed().detach()
 
 
 def _result_dtype(hidden: Tensor) -> torch.dtype:

@@ -7,11 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
 from daf_core.rewrites.registry import OperatorRewrites
 
 VOCABULARY, TOKENS, ROWS = 200, 32, 4
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,  # logits that a limit bends
+}
 
 
 def gpt2(dropout: float = 0.0, **options: Any) -> GPT2LMHeadModel:
@@ -37,6 +55,21 @@ def with_bias() -> GPT2LMHeadModel:
     model = gpt2(tie_word_embeddings=False)
     model.lm_head = nn.Linear(64, VOCABULARY)
     return model
+
+
+def gemma() -> nn.Module:
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=3.0)).train()
+
+
+def granite() -> nn.Module:
+    torch.manual_seed(0)
+    return GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)).train()
+
+
+def cohere() -> nn.Module:
+    torch.manual_seed(0)
+    return CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)).train()
 
 
 def batch(ignored: int = 10) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,18 @@ from daf_core.rewrites import chunked_loss
 from daf_core.rewrites.causal_lm import find_head
 from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
 from daf_core.rewrites.registry import OperatorRewrites
-from tests.core.rewrites.steps import VOCABULARY, batch, compare, gpt2, gradient, step, with_bias
+from tests.core.rewrites.steps import (
+    VOCABULARY,
+    batch,
+    cohere,
+    compare,
+    gemma,
+    gpt2,
+    gradient,
+    granite,
+    step,
+    with_bias,
+)
 
 CLOSE = 2e-6
 
@@ -77,8 +88,12 @@ def test_logits_never_exist(rewritten: GPT2LMHeadModel, trains_weight: bool, mon
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
-def test_autocast_differs_by_its_own_rounding(dtype: torch.dtype, close: float) -> None:
-    model = gpt2()
+@pytest.mark.parametrize(("make", "steps"), [(gpt2, 1), (gemma, 10)])
+def test_autocast_differs_by_its_own_rounding(
+    make: Callable[[], nn.Module], steps: int, dtype: torch.dtype, close: float
+) -> None:
+    """Plain rounds each change of the logits, of which gemma's have three."""
+    model = make()
 
     def run() -> tuple[Tensor, Tensor]:
         model.zero_grad()
@@ -89,7 +104,7 @@ def test_autocast_differs_by_its_own_rounding(dtype: torch.dtype, close: float) 
         return loss.detach(), gradient(model)
 
     loss, slope = compare(model, run)
-    assert loss < 1e-5
+    assert loss < steps * 1e-5
     assert slope < close
 
 
@@ -98,6 +113,60 @@ def test_weights_of_sixteen_bits() -> None:
     loss, slope = compare(model, lambda: step(model, **batch()))
     assert loss < 1e-5
     assert slope < 2e-2
+
+
+@pytest.mark.parametrize("make", [gemma, granite, cohere])
+@pytest.mark.parametrize("trains_weight", [True, False])
+def test_logits_that_a_model_changes(make: Callable[[], nn.Module], trains_weight: bool) -> None:
+    model = make()
+    model.get_output_embeddings().requires_grad_(trains_weight)
+    assert max(compare(model, lambda: step(model, **batch()))) < CLOSE
+
+
+@pytest.mark.parametrize("make", [gemma, granite, cohere])
+def test_changed_logits_do_not_exist_until_they_are_read(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    plain = model(**batch()).logits
+    rewrites = OperatorRewrites(model)
+    rewrites.apply()
+    result = model(**batch())
+    result.loss.backward()
+    assert isinstance(result.logits, LazyLogits)
+    assert not result.logits.source.is_computed
+    assert torch.equal(result.logits.argmax(-1), plain.argmax(-1))
+    assert torch.equal(result.logits.detach(), plain.detach())
+    result.logits.div_(2.0)
+    assert torch.equal(result.logits.detach(), plain.detach() / 2)
+    rewrites.undo()
+
+
+@pytest.mark.parametrize("make", [gemma, granite, cohere])
+def test_changed_logits_have_the_gradient_of_plain(make: Callable[[], nn.Module]) -> None:
+    model = make()
+
+    def own(read: Callable[[Tensor], Tensor]) -> Tensor:
+        model.zero_grad()
+        read(model(input_ids=batch()["input_ids"]).logits).backward()
+        return gradient(model)
+
+    readers = [OwnLoss.apply, lambda logits: logits.square().sum()]
+    plain = [own(read) for read in readers]
+    rewrites = OperatorRewrites(model)
+    rewrites.apply()
+    for read, expected in zip(readers, plain, strict=True):
+        assert torch.allclose(own(read), expected, rtol=1e-4, atol=1e-5)
+    rewrites.undo()
+
+
+def test_a_second_tanh_is_computed(rewritten: GPT2LMHeadModel) -> None:
+    logits = rewritten(**batch()).logits
+    once = torch.tanh(2 * logits / 4.0)
+    assert type(once) is LazyLogits
+    assert once.bend == (0.5, 1.0)
+    assert type(once * 3) is LazyLogits
+    assert type(once.tanh()) is Tensor
+    exact = torch.tanh(logits.computed() * 2 / 4.0)
+    assert torch.equal(once.detach(), exact.detach())
 
 
 def test_scaled_loss_of_float16_keeps_small_gradients() -> None:
