@@ -54,18 +54,57 @@ class ChunkedCausalLMLoss:
     ) -> Tensor:
         """Returns what transformers' function of the same signature returns."""
         targets = shift_labels
-        if targets is None and labels is not None:  # the token after is what is predicted
-            targets = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if targets is None and labels is not None:
+            targets = _shifted(labels, ignore_index)
         if targets is None or not _is_pending(logits, vocab_size, targets):
             options: dict[str, Any] = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return self._original(logits, labels, vocab_size, **options, shift_labels=shift_labels, **kwargs)
-        source, targets = logits.source, targets.reshape(-1).to(logits.device)
-        source.gave_loss = True
-        hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
-        given = hidden, source.weight, source.bias, targets, ignore_index, source.dtype
-        total = linear_cross_entropy_sum(*given, logits.bend)
-        divisor = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+        return _mean_loss(logits, targets, ignore_index, num_items_in_batch)
+
+
+def smoothed_loss(
+    logits: Tensor,
+    labels: Tensor,
+    epsilon: float,
+    ignore_index: int = -100,
+    shift_labels: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor | None:
+    """Returns what transformers' ``LabelSmoother`` returns, from lazy logits; None of any others.
+
+    Args:
+        logits: (..., vocabulary).
+        labels: Indices into the vocabulary, of the shape of the logits without their last dimension.
+        epsilon: Part of a label's probability that all tokens share.
+        ignore_index: The label of tokens that do not count.
+        shift_labels: Whether a token's label is that of the next one.
+        num_items_in_batch: What the sum is divided by; None for the number of labels that count.
+    """
+    targets = _shifted(labels, ignore_index) if shift_labels else labels
+    if not _is_pending(logits, logits.shape[-1], targets):
+        return None
+    return _mean_loss(logits, targets, ignore_index, num_items_in_batch, epsilon)
+
+
+def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """Returns for each token the one after it, which is what it predicts."""
+    return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def _mean_loss(
+    logits: LazyLogits,
+    targets: Tensor,
+    ignore_index: int,
+    num_items_in_batch: Tensor | int | None,
+    smoothing: float = 0.0,
+) -> Tensor:
+    source, targets = logits.source, targets.reshape(-1).to(logits.device)
+    source.gave_loss = True
+    hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
+    given = hidden, source.weight, source.bias, targets, ignore_index, source.dtype
+    total = linear_cross_entropy_sum(*given, logits.bend, smoothing)
+    divisor = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
 
 def rewrite_loss(model: nn.Module, head: nn.Linear) -> Undo:

@@ -36,6 +36,7 @@ def linear_cross_entropy_sum(
     ignore_index: int,
     dtype: torch.dtype,
     bend: Bend = STRAIGHT,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """Returns the sum of the cross entropies of ``linear(hidden, weight, bias)``, in float32.
 
@@ -50,12 +51,13 @@ def linear_cross_entropy_sum(
         ignore_index: Target of rows that do not count; their logits are not computed.
         dtype: Type of the products; the loss is computed in float32.
         bend: How logits follow from the products.
+        smoothing: Part of a target's probability that all tokens share, as label smoothing has it.
 
     Raises:
         RuntimeError: A target is outside of the vocabulary, or the gradient is to be differentiated.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignore_index, dtype, bend)  # pyright: ignore[reportReturnType]
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignore_index, dtype, bend, smoothing)  # pyright: ignore[reportReturnType]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -69,6 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         dtype: torch.dtype,
         bend: Bend,
+        smoothing: float,
     ) -> Tensor:
         scale = FLOAT16_SCALE if dtype is torch.float16 else 1.0
         found: list[Tensor | None] = [torch.zeros_like(hidden, dtype=dtype)]
@@ -76,7 +79,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found.append(torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None)
         with torch.autocast(hidden.device.type, enabled=False):
             cast_bias = None if bias is None else bias.to(dtype)
-            total = _accumulate(hidden, weight.to(dtype), cast_bias, targets, ignore_index, found, scale, bend)
+            total = _accumulate(
+                hidden, weight.to(dtype), cast_bias, targets, ignore_index, found, scale, bend, smoothing
+            )
         ctx.save_for_backward(*found)
         ctx.scale = scale
         ctx.counts = bool((targets != ignore_index).any())
@@ -92,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             (tensor * factor).to(dtype) if needed else None
             for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
         ]
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 def _accumulate(
@@ -104,6 +109,7 @@ def _accumulate(
     gradients: list[Any],
     scale: float,
     bend: Bend,
+    smoothing: float,
 ) -> Tensor:
     """Returns the sum of losses; adds `scale` times the gradients of hidden states, weight and bias to those given."""
     of_hidden, of_weight, of_bias = gradients
@@ -126,10 +132,14 @@ def _accumulate(
             torch.addmm(bias, states, weight.t(), out=scores)
         bent = _bent(scores, all_bent[: len(part)], bend) if bend != STRAIGHT else scores
         torch.log_softmax(bent, -1, dtype=torch.float32, out=logs)
-        total -= logs.gather(1, target).sum()
+        total -= (1.0 - smoothing) * logs.gather(1, target).sum()
+        if smoothing:
+            total -= smoothing * logs.mean(1).sum()
         # The gradient of the logits, in the memory of the scores.
         probabilities = logs.exp_()
-        probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, -1.0))
+        probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, smoothing - 1.0))
+        if smoothing:
+            probabilities.sub_(smoothing / len(weight))
         if bend != STRAIGHT:
             probabilities.mul_(_slope_of(bent, bend))
         slopes = scores.copy_(probabilities if scale == 1.0 else probabilities.mul_(scale))

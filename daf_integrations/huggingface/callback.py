@@ -12,13 +12,15 @@ from functools import partial, wraps
 from logging import getLogger
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LabelSmoother
 from typing_extensions import override
 
 from daf_core import ConfigError, DAFConfig, HooksActiveError, StepStatistics, UnsupportedDeviceError
+from daf_core.rewrites.causal_lm import smoothed_loss
 from daf_core.snapshots.attributes import Attributes, attributes_kept
 from daf_integrations.session.options import configured
 from daf_integrations.session.session import DAFSession
@@ -147,6 +149,8 @@ class DAFCallback(TrainerCallback, ExportableState):
             _Patch(trainer, "training_step", step),
             _Patch(trainer, "log", self._logged),
         ]
+        if type(trainer.label_smoother) is LabelSmoother:
+            self._patches.append(_Patch(trainer, "label_smoother", _smoothed))
 
     @contextmanager
     def _uninstalled_on_error(self) -> Generator[None]:
@@ -268,6 +272,13 @@ class DAFTrainer(DAFTrainerMixin, Trainer):
     Example:
         >>> DAFTrainer(model, args, train_dataset=data, daf={"memory_budget": "600MB"}).train()
     """
+
+
+def _smoothed(smoother: LabelSmoother, outputs: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Computes the loss of smoothed labels in chunks where logits are lazy, and elsewhere as the Trainer does."""
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    loss = smoothed_loss(logits, labels, smoother.epsilon, smoother.ignore_index, *args, **kwargs)
+    return smoother(outputs, labels, *args, **kwargs) if loss is None else loss
 
 
 class _Patch:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2LMHeadModel
+from transformers.trainer_pt_utils import LabelSmoother
 
 from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
 from daf_core.rewrites import chunked_loss
-from daf_core.rewrites.causal_lm import find_head
+from daf_core.rewrites.causal_lm import find_head, smoothed_loss
 from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
 from daf_core.rewrites.registry import OperatorRewrites
 from tests.core.rewrites.steps import (
@@ -167,6 +168,24 @@ def test_a_second_tanh_is_computed(rewritten: GPT2LMHeadModel) -> None:
     assert type(once.tanh()) is Tensor
     exact = torch.tanh(logits.computed() * 2 / 4.0)
     assert torch.equal(once.detach(), exact.detach())
+
+
+@pytest.mark.parametrize("items", [None, 50, torch.tensor(50)])
+@pytest.mark.parametrize("make", [gpt2, gemma])
+def test_smoothed_labels(make: Callable[[], nn.Module], items: Any) -> None:
+    model, inputs = make(), batch()
+    options: dict[str, Any] = {"shift_labels": True, "num_items_in_batch": items}
+
+    def run() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = smoothed_loss(outputs.logits, inputs["labels"], 0.1, **options)
+        assert (loss is not None) is isinstance(outputs.logits, LazyLogits)
+        loss = LabelSmoother(0.1)(outputs, inputs["labels"], **options) if loss is None else loss
+        loss.backward()
+        return loss.detach(), gradient(model)
+
+    assert max(compare(model, run)) < CLOSE
 
 
 def test_scaled_loss_of_float16_keeps_small_gradients() -> None:

@@ -273,7 +273,7 @@ RUNS: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": ({}, True),
     "accumulation": ({"gradient_accumulation_steps": 2}, True),
     "bf16": ({"bf16": True}, True),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, False),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, True),
     "compute_loss_func": ({"compute_loss_func": own_loss}, False),
 }
 
