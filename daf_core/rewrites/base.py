@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from daf_core.autograd.sites import is_own_hook
@@ -40,3 +40,8 @@ def is_bare(module: nn.Module) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether a module has hooks that are not DAF's."""
     return not all(map(is_own_hook, hooks_of(module)))
+
+
+def autocast_device(tensor: Tensor) -> str:
+    """Returns the kind of device whose autocast is that of a tensor; "meta" has none, and follows that of a CPU."""
+    return "cpu" if tensor.is_meta else tensor.device.type

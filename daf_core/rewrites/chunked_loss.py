@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from daf_core.rewrites.base import autocast_device
+
 CHUNK_BYTES = 32 << 20
 """Logits of a chunk in float32, of which there are two copies. GPT-2's head on 2 x 512 tokens, 2 cores: 8 MB take 1.6
 times as long as all at once, 16 MB 1.3, 32 MB 1.07, and 64 MB no less, as every chunk reads all of the weight."""
@@ -77,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         found: list[Tensor | None] = [torch.zeros_like(hidden, dtype=dtype)]
         for tensor, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True):
             found.append(torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(autocast_device(hidden), enabled=False):
             cast_bias = None if bias is None else bias.to(dtype)
             total = _accumulate(
                 hidden, weight.to(dtype), cast_bias, targets, ignore_index, found, scale, bend, smoothing

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from daf_core.errors import ModifiedInPlaceError, ReaderError
+from daf_core.rewrites.base import autocast_device
 from daf_core.rewrites.chunked_loss import Bend
 
 _METADATA: set[Any] = {
@@ -119,7 +120,7 @@ class LogitsSource:
         """Returns the logits, recorded by autograd; from the second call on, the same tensor again."""
         if self._logits is None:
             self._check()
-            autocast = torch.autocast(self.hidden.device.type, enabled=False)
+            autocast = torch.autocast(autocast_device(self.hidden), enabled=False)
             with torch.inference_mode(False), torch.enable_grad(), autocast:
                 self._logits = torch.nn.functional.linear(*(tensor.to(self.dtype) for tensor in self.inputs))
         return self._logits
@@ -281,6 +282,6 @@ def _values(lazy: LazyLogits) -> Tensor:
 
 def _result_dtype(hidden: Tensor) -> torch.dtype:
     """Returns the type that a linear layer's result has now."""
-    device = hidden.device.type
+    device = autocast_device(hidden)
     autocast = torch.is_autocast_enabled(device) and hidden.dtype not in _WITHOUT_AUTOCAST
     return torch.get_autocast_dtype(device) if autocast else hidden.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from daf_core.config import DAFConfig
 from daf_core.errors import GraphCaptureError, UnsupportedDeviceError
 from daf_core.saved_tensors.background import CPU
 from daf_kernels import Backend, HostBridge, HostPackedBackend, NoKernelError, host_bridge, load_backend
+
+on_meta: ContextVar[Backend | None] = ContextVar("on_meta", default=None)
+"""The kernels of models without values, as long as `without_values` is there; None refuses such models."""
 
 
 class Backends(Mapping[torch.device, Backend]):
@@ -76,6 +80,8 @@ class Backends(Mapping[torch.device, Backend]):
         return len(self._loaded)
 
     def _load(self, device: torch.device) -> Backend:
+        if device.type == "meta" and (sizes := on_meta.get()) is not None:
+            return sizes
         link = host_bridge(device) if self._linked else None
         try:
             backend = load_backend(device, self._name)

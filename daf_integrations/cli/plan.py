@@ -27,8 +27,10 @@ from daf_core.plan.search.planner import Plan, find_plan, held_by_part, least_bu
 from daf_core.rewrites.registry import OperatorRewrites
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.table import Context, unsupported_reasons
+from daf_integrations.cli.fit import Device
+from daf_integrations.cli.fit_report import show_fit
 from daf_integrations.cli.options import precision_option, takes_model
-from daf_integrations.cli.workload import BuiltWorkload, Workload, build
+from daf_integrations.cli.workload import BuiltWorkload, Workload, build, names_function
 
 LADDER = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.06, 0.04)
 """Budgets that are planned for if none is given, in parts of what plain training takes."""
@@ -159,6 +161,16 @@ def _sizes(_context: click.Context, _parameter: click.Parameter, values: tuple[s
         raise click.BadParameter(str(error)) from error
 
 
+def _device(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Device | None:
+    """Returns the device that 24GB or cpu:24GB stands for."""
+    if value is None:
+        return None
+    try:
+        return Device(cast("int", parse_size("--device", value.removeprefix("cpu:"))), not value.startswith("cpu:"))
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
 @click.command()
 @takes_model
 @precision_option
@@ -166,8 +178,18 @@ def _sizes(_context: click.Context, _parameter: click.Parameter, values: tuple[s
     "--budget", "budgets", callback=_sizes, multiple=True, help="Memory of a step, such as 600MB; repeatable."
 )
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file for the option plan_file.")
+@click.option(
+    "--device", callback=_device, help="Memory of a GPU, such as 24GB, or cpu:24GB: say what fits, without weights."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as one JSON object.")
-def plan(workload: Workload, budgets: list[int], precision: Precision, save: str | None, as_json: bool) -> None:
+def plan(
+    workload: Workload,
+    budgets: list[int],
+    precision: Precision,
+    save: str | None,
+    device: Device | None,
+    as_json: bool,
+) -> None:
     """Say how a training step of MODEL keeps a memory budget, and what that costs.
 
     MODEL is a name on the Hugging Face Hub, a folder with a config.json, or FILE.py:FUNCTION, where the function gets
@@ -175,8 +197,18 @@ def plan(workload: Workload, budgets: list[int], precision: Precision, save: str
     nor memory depends on values. A budget is for what a step takes beside the model, its gradients and
     the optimizer. Without one, plans are made for budgets from what plain training takes down to the least.
 
-    Exits with 1 if there is no plan for a budget.
+    With --device nothing is run: from the configuration alone follows what weights, gradients, optimizer and
+    activations take there, and the longest row that fits, without DAF and with it.
+
+    Exits with 1 if there is no plan for a budget, or nothing fits on the device.
     """
+    if device is not None:
+        if budgets or save is not None or names_function(workload.model):
+            raise click.UsageError(
+                "--device is for Hugging Face models, and without --budget and --save, as nothing is run; pass it alone"
+            )
+        show_fit(workload, device, as_json)
+        return
     if save is not None and len(budgets) != 1:
         raise click.UsageError("--save takes the plan for one budget; pass --budget once")
     if save is not None and not Path(save).absolute().parent.is_dir():

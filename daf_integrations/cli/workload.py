@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -93,20 +94,26 @@ class BuiltWorkload:
         return str(self.parameter.dtype).removeprefix("torch.")
 
 
-def build(workload: Workload) -> BuiltWorkload:
-    """Makes a model with random weights on the GPU, or on the CPU where there is none, and a batch for it.
+def build(workload: Workload, device: str | None = None) -> BuiltWorkload:
+    """Makes a model with random weights, and a batch for it.
+
+    Args:
+        workload: What is to be trained.
+        device: By default the GPU, or the CPU where there is none. On "meta" nothing has values; see `without_values`.
 
     Raises:
         ModelError: There is no such model, it does not do the task or does not run on such a batch.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(SEED)
     if names_function(workload.model):
         model, batch, task = *_made(workload.model, workload.batch, workload.length), None
     else:
         config = _config(workload.model)
         task = workload.task or _usual_task(config)
-        model, batch = _model(config, task, workload), _batch(config, task, workload)
+        with torch.device(device) if device == "meta" else nullcontext():
+            model = _model(config, task, workload)
+        batch = _batch(config, task, workload)
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     built = BuiltWorkload(model.to(device).train(), batch, task)
     _check(built, workload)
