@@ -73,6 +73,11 @@ def run_uncompiled(around: Around, forward: Callable[..., Any], args: tuple[Any,
 leave_to_run(run_uncompiled)
 
 
+def is_forward_compiled() -> bool:
+    """Whether the forward that this thread runs, inside of `run_uncompiled`, is compiled."""
+    return _within.compiled
+
+
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether parts of a model, or what calls it now, are compiled, in place or by what torch.compile has made of them.
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from daf_core import DAFConfig, ProfileError
+from daf_core.autograd.torch_compile import is_forward_compiled
+from daf_core.autograd.torch_private import COMPILED
 from daf_core.distributed import exchanging
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.attributes import referred_kept
@@ -173,7 +175,7 @@ class Training:
         if not self._records:
             self.session.unfreeze()  # an evaluation
             return forward(*args, **kwargs)
-        unmeasurable = OTHER_METHOD if is_redirected(self.outer) else None
+        unmeasurable = OTHER_METHOD if is_redirected(self.outer) else COMPILED if is_forward_compiled() else None
         if unmeasurable is not None:
             self._check_unplanned(unmeasurable)
         with self._pass((args, kwargs), self._own_loss, unmeasurable) as audited:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import daf_integrations as daf
-from daf_core import ActivationEngine, AuditError, DAFConfig, StepStatistics
+from daf_core import ActivationEngine, AuditError, ConfigError, DAFConfig, StepStatistics
 from daf_core.saved_tensors.hooks import Packer
 from daf_integrations import DAFCallback
 from daf_integrations.loop import training
@@ -226,6 +226,15 @@ class TestCompiledAfterwards:
         found = last_of(prepared)
         assert found.ratio > 4
         assert found.stored_as["planes"] > 10
+
+    def test_what_cannot_be_measured_is_refused(self, compile_model: Compile) -> None:
+        [batch] = loader(1)
+        bounded = daf.prepare(Net().train(), precision="auto", max_gradient_error=0.1)
+        with pytest.raises(AuditError, match="runs backward once"):
+            loss_of(compile_model(bounded), batch)
+        planned = daf.prepare(Net().train(), memory_budget="100MB")
+        with pytest.raises(ConfigError, match="runs backward once"):
+            loss_of(compile_model(planned), batch)
 
     def test_evaluations_are_compiled(self, compile_model: Compile) -> None:
         prepared = daf.prepare(Net().eval(), precision=4, audit_every=None)
