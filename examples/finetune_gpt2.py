@@ -14,14 +14,12 @@ from collections.abc import Sequence
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -29,10 +27,8 @@ from transformers import (
 
 from daf_integrations import DAFCallback
 from support.command_line import PRECISIONS, InputError, loading, positive, precision
+from support.learnt_tokens import learn_tokenizer
 from support.stdlib_text import stdlib_corpus
-
-END_OF_TEXT = "<|endoftext|>"  # GPT-2's own
-LEARNT_TOKENS = 8000
 
 
 def train(options: argparse.Namespace, model: GPT2LMHeadModel, blocks: list[dict[str, list[int]]]) -> None:
@@ -65,21 +61,6 @@ def token_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase, seq: int)
     tokens = tokenizer(joined, verbose=False)["input_ids"]
     blocks = [tokens[start : start + seq] for start in range(0, len(tokens) - seq + 1, seq)]
     return [{"input_ids": block, "labels": block} for block in blocks]
-
-
-def learn_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Learns a byte-level byte-pair vocabulary of GPT-2's kind from the texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=LEARNT_TOKENS,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
 def load_model(options: argparse.Namespace) -> GPT2LMHeadModel:

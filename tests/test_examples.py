@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.elastic_runs import count_time
+from tests.integrations.quantized import needs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -138,6 +139,11 @@ class TestCommandLine:
         [
             *(("finetune_text_classifier", *case) for case in COMMON_ERRORS + CLASSIFIER_ERRORS),
             *(("finetune_gpt2", ["--layers", "1", *arguments], message) for arguments, message in COMMON_ERRORS),
+            *(
+                pytest.param("finetune_qlora", ["--layers", "1", *arguments], message, marks=needs("bitsandbytes"))
+                for arguments, message in COMMON_ERRORS
+            ),
+            ("finetune_qlora", ["--bits", "2"], "choose from"),
         ],
     )
     def test_what_cannot_work_is_refused_with_its_reason(
@@ -196,6 +202,13 @@ class TestRuns:
         load("finetune_gpt2").main(["--layers", "1", "--steps", "2", "--batch", "1", "--seq", "16"])
         shown = capsys.readouterr().out
         assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
+
+    @needs("bitsandbytes")
+    def test_qlora_logs_its_loss_and_what_daf_holds(self, load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+        load("finetune_qlora").main(["--layers", "1", "--steps", "2", "--batch", "1", "--seq", "16"])
+        shown = capsys.readouterr().out
+        assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
+        assert "'grad_norm': '0'" not in shown
 
     def test_elastic_training_takes_more_steps(
         self, load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
