@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import daf_integrations as daf
+from daf_core.autograd.torch_private import all_nodes
 from tests.integrations.quantized import (
     adam,
     adapted,
+    batches,
     checkpointed,
     in_eight_bits,
     in_four_bits,
@@ -64,6 +66,23 @@ def test_quantized_weights_count_for_nothing() -> None:
         trained(model, adam)
         raw.append(daf.metrics(model)["daf/raw_mb"])
     assert raw[0] == raw[1] == raw[2] > 0
+
+
+@needs("bitsandbytes")
+@pytest.mark.parametrize("precision", ["exact", 4])
+def test_inputs_of_frozen_layers_are_let_go(precision: Any) -> None:
+    """They would stay in memory beside what is stored of them, and no hook sees them."""
+    plain, prepared = adapted(in_eight_bits()), daf.prepare(adapted(in_eight_bits()), precision=precision)
+    batch = next(batches())
+    held = [inputs_in(model(**batch).loss.grad_fn) for model in (plain, prepared)]
+    assert len(held[0]) == len(held[1]) > 0
+    assert None not in held[0]
+    assert set(held[1]) == {None}
+
+
+def inputs_in(node: Any) -> list[Any]:
+    """Returns what the nodes of a graph that are bitsandbytes' hold as their input."""
+    return [each.A for each in all_nodes(node) if type(each).__name__ == "MatMul8bitFpBackward"]
 
 
 @needs("bitsandbytes")
