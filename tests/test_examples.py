@@ -144,6 +144,8 @@ class TestCommandLine:
                 for arguments, message in COMMON_ERRORS
             ),
             ("finetune_qlora", ["--bits", "2"], "choose from"),
+            *(("finetune_preferences", *case) for case in COMMON_ERRORS),
+            ("finetune_preferences", ["--method", "ppo"], "choose from"),
         ],
     )
     def test_what_cannot_work_is_refused_with_its_reason(
@@ -206,6 +208,16 @@ class TestRuns:
     @needs("bitsandbytes")
     def test_qlora_logs_its_loss_and_what_daf_holds(self, load: Load, capsys: pytest.CaptureFixture[str]) -> None:
         load("finetune_qlora").main(["--layers", "1", "--steps", "2", "--batch", "1", "--seq", "16"])
+        shown = capsys.readouterr().out
+        assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
+        assert "'grad_norm': '0'" not in shown
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # TRL's, of its own interface
+    @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+    def test_preferences_log_a_loss_and_what_daf_holds(
+        self, load: Load, capsys: pytest.CaptureFixture[str], method: str
+    ) -> None:
+        load("finetune_preferences").main(["--method", method, "--steps", "2", "--batch", "2", "--seq", "16"])
         shown = capsys.readouterr().out
         assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
         assert "'grad_norm': '0'" not in shown
