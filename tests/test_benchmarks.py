@@ -171,6 +171,22 @@ def test_preferences_compares_trainings(tmp_path: Path) -> None:
     assert auto["held_bytes"] < exact["held_bytes"] <= exact["raw_bytes"]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's and peft's, of names that transformers has changed
+def test_vocabulary_compares_losses(tmp_path: Path) -> None:
+    vocabulary = pytest.importorskip("benchmarks.vocabulary", reason="some of its methods are TRL's")
+    output = tmp_path / "vocabulary.json"
+    small = ["--layers", "2", "--width", "64", "--vocabulary", "2000", "--tokens", "128", "--rounds", "1"]
+    vocabulary.main([*small, "--threads", "1", "--json", str(output)])
+    costs = {cost["method"]: cost for cost in json.loads(output.read_text())["results"]}
+    assert costs.keys() == vocabulary.CONTESTANTS.keys()
+    for name, cost in costs.items():
+        most = 0.3 if "daf-auto" in name else 1e-5
+        assert cost["gradient_error"] < most, name
+    assert costs["daf-auto"]["gradient_error"] > 0
+    for name in ("checkpoint", "offload", "chunked loss", "daf-auto"):
+        assert costs[name]["peak_bytes"] < costs["plain"]["peak_bytes"], name
+
+
 def test_overlap_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "_take_cores", lambda count: None)
     output = tmp_path / "overlap.json"

@@ -38,6 +38,7 @@ METHODS: dict[str, str] = {
     "bf16": "saved tensors cast to bfloat16",
     **{name: f"{bits} bits between minimum and maximum, in torch operators" for name, bits in CLASSIC_BITS.items()},
     **{name: f'DAF with precision="{precision}"' for name, precision in DAF_PRECISIONS.items()},
+    "daf-loss": 'the loss of a language model in chunks alone: DAF with precision="exact" and chunked_loss=True',
     "daf-4bit@40MB": "the same with a budget for saved activations; any precision and size",
     "daf-4bit@40MB+spill": "the same with a spill file for what does not fit",
     "daf-auto<0.05": "DAF with a bound for the error of the gradient; daf-auto<0.05/5 has an audit every 5 steps",
@@ -192,6 +193,7 @@ _NAMED: dict[str, Traits] = {
         name: Traits(partial(_DAF, precision=precision), exact=precision == "exact", settling=3)
         for name, precision in DAF_PRECISIONS.items()
     },
+    "daf-loss": Traits(partial(_DAF, precision="exact", chunked_loss=True), settling=3),
 }
 
 
