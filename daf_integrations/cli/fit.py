@@ -177,7 +177,7 @@ TREATMENTS: dict[str, Treatment] = {
     "checkpointing": checkpointing,
     "DAF, 8 bits": partial(compressed, bits=8),
     "DAF, 4 bits": partial(compressed, bits=4),
-    "DAF, least memory_budget": within_least_budget,
+    "DAF, least budget": within_least_budget,
 }
 
 

@@ -28,7 +28,7 @@ from daf_integrations.cli.workload import BuiltWorkload, Workload, build
 NOTE = (
     'Worked out on torch\'s device "meta", without weights. Peak: the most that a step takes beside weights and '
     "optimizer, with gradients. All: with both. One twentieth of the device stays free, for what its driver and its "
-    "allocator take. The least memory_budget has a plan that recomputes, compresses and splits as much as it can."
+    "allocator take. The least memory_budget is for a plan that recomputes, compresses and splits as much as it can."
 )
 
 
@@ -79,14 +79,12 @@ def _print(sized: BuiltWorkload, standing: Standing, device: Device, rows: Seque
         highlight=False,
     )
     batch = len(next(iter(sized.batch.values())))
-    table = Table("", "activations", "peak", "all", f"of {format_size(device.size)}", "longest row")
+    table = Table("", "activations", "peak", "all", f"fits {format_size(device.size)}", "longest row")
     table.title = f"{batch} x {length_of(sized)} tokens, {sized.dtype}"
     for row in rows:
         held = "-" if row.taken.activations is None else format_size(row.taken.activations)
         sizes = held, format_size(row.taken.peak), format_size(row.total)
-        table.add_row(
-            row.treatment, *sizes, "fits" if row.fits else "does not fit", f"{row.longest:,}" if row.longest else "-"
-        )
+        table.add_row(row.treatment, *sizes, "yes" if row.fits else "no", f"{row.longest:,}" if row.longest else "-")
     console.print(table)
     console.print(
         f"{sized.task}; the model knows rows of up to {most_tokens(sized.model):,} tokens. {NOTE}",

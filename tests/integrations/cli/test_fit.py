@@ -28,7 +28,7 @@ ROBERTA = {
     **{"num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 66, "pad_token_id": 1},
 }
 SIZE = ("--batch", "2", "--length", "64")
-PLANNED = "DAF, least memory_budget"
+PLANNED = "DAF, least budget"
 
 
 def folder_of(path: Path, **config: Any) -> str:
@@ -73,7 +73,7 @@ def test_the_table_says_what_fits(llama: str) -> None:
     output = run(llama, *SIZE, "--full", "--device", "cpu:300MB").output
     assert "2 x 64 tokens, float32" in output
     assert "checkpointing" in output
-    assert "fits" in output
+    assert "fits 300 MB" in output
 
 
 def test_nothing_fits_on_a_device_that_is_too_small(llama: str) -> None:
