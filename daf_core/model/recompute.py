@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,20 @@ from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.step import Buffers, RandomNumbers
+
+
+class _Running(threading.local):
+    """Whether this thread is inside of a block that is recomputed."""
+
+    in_block = False
+
+
+_running = _Running()
+
+
+def in_recomputed_block() -> bool:
+    """Says whether a block is running in this thread whose activations are not kept; it may be its second run."""
+    return _running.in_block
 
 
 class RecomputedBlock:
@@ -55,7 +70,11 @@ class RecomputedBlock:
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             inner_args, inner_kwargs = tree_unflatten(filled, structure)
-            return forward(*inner_args, **inner_kwargs)
+            outside, _running.in_block = _running.in_block, True
+            try:
+                return forward(*inner_args, **inner_kwargs)
+            finally:
+                _running.in_block = outside
 
         tensors = [leaves[place] for place in places]
         for place in places:

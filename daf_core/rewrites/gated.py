@@ -1,4 +1,7 @@
-"""The gated product ``act(gate(x)) * up(x)``, of which autograd keeps the two factors' inputs and no activation."""
+"""The gated product ``act(gate(x)) * up(x)``, of which autograd keeps the two factors' inputs and no activation.
+
+Where blocks are recomputed, long rows go through a whole gated MLP in parts, each of which is recomputed once more.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from daf_core.model.forward_patch import ForwardPatch
+from daf_core.model.recompute import in_recomputed_block
 from daf_core.rewrites.base import Undo, is_bare
 
 WIDTH, INNER, ROWS = 3, 5, 7  # sizes of the small layers with which a module's formula is checked
 TOLERANCE = 1e-9  # largest difference in float64 of values and gradients
+PART_BYTES = 32 << 20
+"""Bytes of the result of one linear layer in a part, of which a backward pass has five at once."""
+
 _CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # what transformers calls the parts of a gated MLP
 
 
@@ -77,7 +85,14 @@ def rewrite_gated(module: nn.Module, form: Gate) -> Undo:
     def around(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if kwargs or len(args) != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        gate, up = layers.gate_proj(args[0]), layers.up_proj(args[0])
+        parts = _parts(args[0], layers.gate_proj) if in_recomputed_block() else 1
+        if parts == 1:
+            return whole(args[0])
+        tokens = args[0].tensor_split(parts, dim=-2)
+        return torch.cat([checkpoint(whole, each, use_reentrant=False) for each in tokens], dim=-2)
+
+    def whole(inputs: Tensor) -> Tensor:
+        gate, up = layers.gate_proj(inputs), layers.up_proj(inputs)
         plain = type(gate) is Tensor and type(up) is Tensor and gate.dtype is up.dtype and gate.shape == up.shape
         fits = plain and gate.requires_grad and up.requires_grad
         return layers.down_proj(gated_product(gate, up, form) if fits else layers.act_fn(gate) * up)
@@ -97,6 +112,15 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
         return ctx.form.slope(gradient * up, gate), ctx.form.value(gate) * gradient, None
+
+
+def _parts(inputs: Tensor, gate: Any) -> int:
+    """Returns the number of parts of tokens in which no tensor of the width of `gate` is larger than `PART_BYTES`."""
+    width = getattr(gate, "out_features", 0)
+    if inputs.dim() < 2 or not isinstance(width, int):
+        return 1
+    size = inputs.numel() // max(inputs.shape[-1], 1) * width * inputs.element_size()
+    return max(1, min(-(-size // PART_BYTES), inputs.shape[-2]))
 
 
 def _layer(width: int, outputs: int) -> nn.Linear:

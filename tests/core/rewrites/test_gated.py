@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from daf_core.model.blocks import blocks_of
+from daf_core.model.recompute import RecomputedBlock
+from daf_core.rewrites import gated
 from daf_core.rewrites.gated import find_gate, gated_product
 from daf_core.rewrites.registry import OperatorRewrites
 from tests.core.rewrites.steps import batch, step
@@ -149,3 +153,55 @@ def test_half_precision_keeps_its_bits() -> None:
     plain = torch.autograd.grad((form.value(gate) * up).float().square().sum(), (gate, up))
     found = torch.autograd.grad(gated_product(gate, up, form).float().square().sum(), (gate, up))
     assert all(torch.equal(new, old) for new, old in zip(found, plain, strict=True))
+
+
+def recomputed(model: nn.Module, run: Callable[[], Any]) -> Any:
+    """Returns what `run` returns while all blocks are recomputed."""
+    blocks = [RecomputedBlock(block) for block in blocks_of(model)]
+    try:
+        return run()
+    finally:
+        for block in blocks:
+            block.remove()
+
+
+@pytest.mark.parametrize("build", [llama, llama_with_adapters, gemma])
+def test_parts_of_long_rows_differ_by_rounding_alone(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated, "PART_BYTES", 4 * SIZES["intermediate_size"] * 20)
+    model = build().double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # parts draw other masks than the whole
+    plain, found = only_gated(model, lambda: recomputed(model, lambda: step(model, **batch())))
+    assert float((plain[1] - found[1]).norm() / plain[1].norm()) < 1e-12
+    assert abs(float(plain[0] - found[0])) < 1e-12
+
+
+def test_parts_repeat_their_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated, "PART_BYTES", 4 * SIZES["intermediate_size"] * 20)
+    model = llama_with_adapters()
+    first, second = (only_gated(model, lambda: recomputed(model, lambda: step(model, **batch())))[1] for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [20, 21, 64, 4096])
+def test_no_result_of_a_layer_is_larger_than_a_part(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated, "PART_BYTES", 4 * SIZES["intermediate_size"] * 20)
+    model: Any = llama()
+    widest = 0
+
+    def look(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        nonlocal widest
+        widest = max(widest, output.nbytes)
+
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(look)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    rewrites = OperatorRewrites(model, {"gated-mlp"})
+    rewrites.apply()
+    recomputed(model, lambda: step(model, input_ids=ids, labels=ids))
+    assert 0 < widest <= gated.PART_BYTES
+    widest = 0
+    step(model, input_ids=ids, labels=ids)
+    assert widest == 4 * tokens * SIZES["intermediate_size"]
+    rewrites.undo()
