@@ -222,6 +222,21 @@ class TestRuns:
         assert shown.count("'loss'") == shown.count("'daf/held_mb'") == 2
         assert "'grad_norm': '0'" not in shown
 
+    def test_long_texts_are_trained_by_a_plan(
+        self, load: Load, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        options = ["--layers", "1", "--steps", "1", "--length", "64", "--budget", "200MB"]
+        load("finetune_long_text").main(options)
+        assert capsys.readouterr().out.count("'loss'") == 1
+        assert any("DAF plans the whole batch" in record.getMessage() for record in caplog.records)
+
+    def test_rows_longer_than_the_model_knows_are_refused(
+        self, load: Load, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        with pytest.raises(SystemExit):
+            load("finetune_long_text").main(["--length", "8", "--model", str(tmp_path / "none")])
+        assert "--model" in capsys.readouterr().err
+
     def test_elastic_training_takes_more_steps(
         self, load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
