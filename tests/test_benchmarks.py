@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, budgets, elastic, memory, operators, overlap, scaling
+from benchmarks import accuracy, budgets, elastic, fits, memory, operators, overlap, scaling
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
 from benchmarks.zoo.models import build_batch, build_model
@@ -256,3 +256,14 @@ def test_scaling_writes_its_figures(tmp_path: Path) -> None:
     assert held[4, "plain"] > held[2, "plain"]
     assert "| layers | plain s | plain MB | daf-exact time |" in files["markdown"].read_text()
     assert files["picture"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_fits_compares_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "METHODS", {"plain": "plain"})
+    target = tmp_path / "fits.json"
+    fits.main(["--models", "gpt2", "--batch", "2", "--length", "16", "--json", str(target)])
+    found = json.loads(target.read_text())["compared"]
+    assert [(each["model"], each["lora_rank"]) for each in found] == [("gpt2", fits.RANK), ("gpt2", None)]
+    # Logits and their gradient, and gradients and what the optimizer computes of the largest weight.
+    assert found[0]["predicted_bytes"] > 2 * 2 * 16 * 8000 * 4
+    assert found[1]["predicted_bytes"] > 8000 * 128 * 4 * 3
