@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from daf_core.autograd import hook_stack
 from daf_core.autograd.sites import ModuleFollower, ModuleScopes
 from daf_core.autograd.torch_compile import has_compiled_anything
+from daf_core.autograd.torch_private import tensors_of
 from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.compiled.executor import CompiledGraphs
 from daf_core.config import DAFConfig, as_config, parse_size
@@ -110,11 +111,12 @@ class ActivationEngine:
             return
         own = self._replays.own.pack
         hook_stack.check_no_foreign_hooks(own=self._graphs.hook_over(own))
-        self._backends.follow()
+        parameters, buffers = tensors_of(self._model)
+        self._backends.follow(parameters)
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
             self._own.in_scope = True
-            self._begin_pass(threads)
+            self._begin_pass(threads, parameters + buffers)
             with self._graphs.installed(own), self._readers.watching():
                 yield
             self._packer.finish()
@@ -357,12 +359,12 @@ class ActivationEngine:
         activations = ActivationStore(self.config, self._backends, pagers, store, recorder)
         return Packer(eligibility, self._scopes, activations, recorder, self._readers)
 
-    def _begin_pass(self, threads: int) -> None:
+    def _begin_pass(self, threads: int, tensors: list[Tensor]) -> None:
         self._packer.end_pass()  # an interrupt may have cut off the end of the pass before
         self._store.begin_pass()
         self._streams.passes += 1
         self._pagers.follow_available_memory()
-        self._eligibility.refresh()
+        self._eligibility.refresh(tensors)
         self._recorder.enter_scope()
         if threads:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)

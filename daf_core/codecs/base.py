@@ -19,7 +19,7 @@ from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease, WriteLease
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Kind, Reading
-from daf_kernels import Backend, Seed
+from daf_kernels import Backend, DirectCodec, Seed, TwoValues
 
 if TYPE_CHECKING:
     from daf_core.codecs.deferred_check import PendingChecks
@@ -37,12 +37,14 @@ class StoredActivation(ABC):
         lossy: Whether it may decode to other bits than those that were stored. A lossy codec that accepts a tensor and
             declines its values leaves them to exact codecs.
         values_gone: Whether nothing is left to decode, since backward computes the values otherwise.
+        direct: Decodes a dense tensor in one call, as `decode_to`; None where that takes more.
     """
 
     name: ClassVar[str]
     readable_by_any_op: bool = True
     lossy: bool = True
     values_gone: bool = False
+    direct: DirectCodec | None = None
 
     @classmethod
     def accepts(cls, saved: SavedTensor) -> bool:
@@ -64,6 +66,10 @@ class StoredActivation(ABC):
         return (
             not self.lossy or reading.kind is Kind.SHAPE or (self.readable_by_any_op and reading.takes_approximations)
         )
+
+    def decode_to(self, address: int) -> bool:
+        """Writes the values of a dense tensor to an address; False where `decode_into` has to do it."""
+        return False
 
     @abstractmethod
     def decode_into(self, out: Tensor) -> None:
@@ -143,9 +149,11 @@ class PagedActivation(StoredActivation):
     Attributes:
         pager: Leases the pages.
         lease: The pages. They are given back when the activation dies, also while it is being encoded.
+        two: The two values of a mask.
     """
 
     lease: Lease
+    two: TwoValues = (0, 0)
 
     def __init__(self, pager: Pager) -> None:
         self.pager = pager
@@ -157,7 +165,13 @@ class PagedActivation(StoredActivation):
         return writing
 
     @override
+    def decode_to(self, address: int) -> bool:
+        return self.direct is not None and self.pager.read(self.lease, self.direct.decode, address, self.two)
+
+    @override
     def decode_into(self, out: Tensor) -> None:
+        if self.direct is not None and out.is_contiguous() and self.decode_to(out.data_ptr()):
+            return
         with self.pager.reading(self.lease) as lease:
             self._decode(out, lease)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -17,11 +18,7 @@ from daf_kernels import Backend, TwoValues, mask_pages
 
 
 class BitmaskActivation(PagedActivation):
-    """A boolean, a dropout mask (float32 of two values on CPUs), or any tensor of at most two bit patterns.
-
-    Attributes:
-        two: The two.
-    """
+    """A boolean, a dropout mask (float32 of two values on CPUs), or any tensor of at most two bit patterns."""
 
     name: ClassVar[str] = "bitmask"
     lossy = False
@@ -58,9 +55,15 @@ class BitmaskActivation(PagedActivation):
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Returns the two values as a tensor of shape (2,); `dtype` is that of the mask."""
-        signed = np.array(self.two, f"u{dtype.itemsize}").view(f"i{dtype.itemsize}")
-        return torch.from_numpy(signed).view(dtype)
+        return _as_tensor(self.two, dtype)
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
         self._backend.decode_mask(out, self.two, self.pager.pool, lease.pages)
+
+
+@lru_cache(maxsize=256)
+def _as_tensor(two: TwoValues, dtype: torch.dtype) -> Tensor:
+    """Returns two values as a tensor that nobody writes; those of dropout masks are the same in every step."""
+    signed = np.array(two, f"u{dtype.itemsize}").view(f"i{dtype.itemsize}")
+    return torch.from_numpy(signed).view(dtype)

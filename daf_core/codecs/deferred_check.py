@@ -78,7 +78,7 @@ class PendingChecks:
         """
         if pager.budget is not None:
             return None
-        check = PendingCheck(values, answer, partial(self._kept.keep, values.detach(), pager))
+        check = PendingCheck(values, answer, partial(self._kept.keep, values.untyped_storage(), pager))
         with self._lock:
             if self._closed:
                 return None

@@ -20,7 +20,7 @@ from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Reading
 from daf_kernels import Backend, DeviceFlag, PlaneLayout, plane_layout, planes_for
-from daf_kernels.layout import shares_groups
+from daf_kernels.layout import LARGEST_SPREAD_RATIO, shares_groups
 
 TYPICAL_RANGE = 32.0
 """Squared range of a scaling group over its variance: that of 256 normal values. Without a budget nothing is dropped,
@@ -28,11 +28,6 @@ and nobody asks for the range; a budget that is set later counts it for what is 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels encode."""
-
-LARGEST_SPREAD_RATIO = 16
-"""Between rows that share a scaling group and are normalized: at 4 bits an error is 1/30 of the group's spread, and
-where a row spreads 1/16 of that, half of what its normalization returns. A token of zeros, such as a new class token,
-returns noise alone."""
 
 
 class Read(Protocol):
@@ -93,13 +88,13 @@ class PlanesActivation(PagedActivation):
 
     name: ClassVar[str] = "planes"
     only_reader: ClassVar[str] = ""
+    _check: PendingCheck | None = None
 
     def __init__(self, pager: Pager, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
-        super().__init__(pager)
+        self.pager = pager  # `super` takes as long as the rest
         self._backend = backend
         self.layout = layout
         self.groups = groups
-        self._check: PendingCheck | None = None
 
     @property
     def precision(self) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from typing_extensions import override
 
-from daf_core.autograd.torch_private import storage_id
+from daf_core.autograd.torch_private import number_of
 from daf_core.codecs.base import StoredActivation
 from daf_core.errors import ModifiedInPlaceError
 from daf_core.memory import forks
@@ -19,10 +19,18 @@ from daf_core.readers.table import Reading
 
 
 class KeptStorage:
-    """The bytes of a storage that raw activations keep alive, counted once however many of them view it."""
+    """Owns the bytes of a storage that raw activations keep alive, counted once however many of them view it.
 
-    def __init__(self, pager: Pager, size: int) -> None:
-        pager.hold(size, owner=self)
+    Args:
+        pager: Counts them; None where the caller has it count them.
+        size: How many.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, pager: Pager | None = None, size: int = 0) -> None:
+        if pager is not None:
+            pager.hold(size, self)
 
 
 class KeptStorages:
@@ -32,17 +40,17 @@ class KeptStorages:
         self._kept: WeakValues[int, KeptStorage] = WeakValues()
         self._lock = forks.lock(forks.Level.KEPT)
 
-    def keep(self, tensor: Tensor, pager: Pager) -> KeptStorage:
-        """Returns the account of the tensor's storage, however many of its views are kept.
+    def keep(self, storage: UntypedStorage, pager: Pager) -> KeptStorage:
+        """Returns the account of a storage, however many of its views are kept.
 
         Raises:
             ActivationBudgetError: The storage does not fit in the budget.
         """
-        number = storage_id(tensor)
+        number = number_of(storage)
         with self._lock:
             kept = self._kept.get(number)
             if kept is None:
-                kept = self._kept[number] = KeptStorage(pager, tensor.untyped_storage().nbytes())
+                kept = self._kept[number] = KeptStorage(pager, storage.nbytes())
             return kept
 
 

@@ -27,12 +27,13 @@ class LeaseIndex:
         resident_pages: Pages of resident leases.
         droppable_pages: Those of them that may be dropped.
         copied_pages: Pages of copied leases.
+        unsorted: Resident leases that are not sorted in yet, by serial number.
     """
 
     def __init__(self) -> None:
         self._order: SortedList[Entry] = SortedList()
         self._resident: SortedDict[int, Lease] = SortedDict()
-        self._unsorted: dict[int, Lease] = {}
+        self.unsorted: dict[int, Lease] = {}
         self._copied: SortedDict[int, Lease] = SortedDict()
         self.spilled: SortedDict[int, Lease] = SortedDict()
         self.resident_pages = 0
@@ -47,7 +48,7 @@ class LeaseIndex:
             self._copied[lease.serial] = lease
             self.copied_pages += lease.size
         else:
-            self._unsorted[lease.serial] = lease
+            self.unsorted[lease.serial] = lease
             self.resident_pages += lease.size
             self.droppable_pages += lease.size - lease.least
 
@@ -61,7 +62,7 @@ class LeaseIndex:
         else:
             self.resident_pages -= lease.size
             self.droppable_pages -= lease.size - lease.least
-            if self._unsorted.pop(lease.serial, None) is None:
+            if self.unsorted.pop(lease.serial, None) is None:
                 del self._resident[lease.serial]
                 if lease.drops:
                     self._order.remove(_entry(lease))
@@ -122,10 +123,10 @@ class LeaseIndex:
             raise AssertionError(f"the pager's books are wrong: {', '.join(wrong)}")
 
     def _sort(self) -> None:
-        if self._unsorted:
-            self._resident.update(self._unsorted)
-            self._order.update(_entry(lease) for lease in self._unsorted.values() if lease.drops)
-            self._unsorted.clear()
+        if self.unsorted:
+            self._resident.update(self.unsorted)
+            self._order.update(_entry(lease) for lease in self.unsorted.values() if lease.drops)
+            self.unsorted.clear()
 
 
 def _entry(lease: Lease) -> Entry:

@@ -11,17 +11,17 @@ from contextlib import suppress
 import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
-from daf_core.memory.books import PagerBooks
+from daf_core.memory.at_ease import LeaseOwner, LeasesAtEase
 from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, Outside, ReadLease, WriteLease, planned_drops
 from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
-from daf_core.memory.release_clock import ReleaseClock
+from daf_core.memory.release_clock import OwnerReference, ReleaseClock
 from daf_core.memory.tiers.base import Tier
 from daf_kernels import Pages
 
 
-class Pager(PagerBooks):
+class Pager(LeasesAtEase):
     """Leases pages to activations on one device, and counts all bytes that activations hold.
 
     Under pressure it gives up pages that also lie in the next tier; then planes, the least important of all leases
@@ -54,6 +54,7 @@ class Pager(PagerBooks):
         self._least_planes = least_planes
         self._read_ahead = ReadAhead(self._load_next, spill is not None and spill.queued, pool.device)
         self._serial = 0
+        self._look_for_pressure()
 
     def writing(
         self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = (), owner: object = None
@@ -74,51 +75,12 @@ class Pager(PagerBooks):
         """
         return WriteLease(self._open(fixed, planes, importances, owner), self.finish, self.release)
 
-    def kind(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> LeaseKind:
-        """Returns the kind of leases with these arguments of `writing`."""
-        with self._lock:
-            return self._idle.kind(fixed, planes, importances)
-
-    def writing_again(self, kind: LeaseKind, owner: object) -> WriteLease:
+    def writing_again(self, kind: LeaseKind, owner: LeaseOwner) -> WriteLease:
         """As `writing`, for a kind of leases: without pressure one takes the pages of another that was given back."""
         if not self.at_ease or self._released.timed:
             return self.writing(kind.fixed, kind.planes, kind.importances, owner)
-        return WriteLease(self.take(kind, owner), self.finish, self.release)
-
-    @property
-    def at_ease(self) -> bool:
-        """Whether nothing presses, so that `take` may be called."""
-        return self.budget is None and self._spill is None and self.pool.uniform
-
-    def take(self, kind: LeaseKind, owner: object) -> Lease:
-        """Returns a lease while the pager is `at_ease`, to be written until `finish` is called for it.
-
-        Args:
-            kind: Its kind.
-            owner: The activation. When it dies, the lease is idle.
-        """
-        released, free, idle = self._released, kind.free, self._idle
-        with self._lock:
-            if released:
-                self._collect()
-            reference = released.at_once(owner)
-            lease = free[-1] if free else idle.last(kind)
-            # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all of them.
-            reference.item = lease
-            lease.reference = reference
-            lease.serial = self._serial
-            lease.readers = 1
-            lease.released = False
-            del free[-1]
-            self._writing[lease] = None
-            self._serial += 1
-            idle.pages -= kind.size
-            self.held_bytes += kind.bytes
-            if self.held_bytes > self.account.peak_bytes:
-                self.account.peak_bytes = self.held_bytes
-            if self._bytes_on_pages > self._peak_on_pages:
-                self._peak_on_pages = self._bytes_on_pages
-        return lease
+        self.take(kind, owner)
+        return WriteLease(owner.lease, self.finish, self.release)
 
     def reading(self, lease: Lease) -> ReadLease:
         """Brings an activation back if it was spilled; inside, its pages and planes stay as they are.
@@ -141,31 +103,43 @@ class Pager(PagerBooks):
             self._idle.reclaim()
         self.pool.release(keep)
 
-    def hold(self, size: int, owner: object | None = None) -> None:
+    def hold(self, size: int, owner: object | None = None, outside: Outside | None = None) -> Outside:
         """Counts `size` bytes of an activation outside the pool: until `let_go`, or until their owner dies.
+
+        Args:
+            size: How many.
+            owner: Their owner, if they have one.
+            outside: Bytes of an owner to which they are added; by default they are counted by themselves.
 
         Raises:
             ActivationBudgetError: They do not fit even if everything is given up that may be.
             SpillError: The next tier takes nothing more.
         """
-        outside = Outside()
-        if owner is not None and self._released.timed:
-            self._released.add(outside, owner)
+        released, reference, counted = self._released, None, outside or Outside()
+        if owner is not None and released.timed:
+            released.add(counted, owner)
         elif owner is not None:
-            reference = self._released.at_once(owner)
-            self._owned[outside] = None
-            reference.item = outside
-            outside.reference = reference
-        started = self._begin_pressing()
+            reference = OwnerReference(owner, released.note_death)
+        started = 0.0 if self.budget is None else self._begin_pressing()
         with self._lock:
-            self._collect()
-            self._make_room(size, size, self.budget, drop=True)
-            # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all three.
-            self.held_bytes += size
+            if released.untimed or released.dead or released.items:
+                self._collect()
+            if self.budget is not None:
+                self._make_room(size, size, self.budget, drop=True)
+            # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all of them.
+            if reference is not None:
+                self._owned[counted] = None
+                reference.item = counted
+                counted.reference = reference
+            held = self.held_bytes = self.held_bytes + size
             self._outside_bytes += size
-            outside.size += size
-            self._count(0)
-            self.account.seconds += time.perf_counter() - started
+            counted.size += size
+            if self.budget is not None:
+                self._count(0)
+                self.account.seconds += time.perf_counter() - started
+            elif held > self.account.peak_bytes:
+                self.account.peak_bytes = held
+        return counted
 
     def let_go(self, size: int) -> None:
         """Counts `size` bytes outside the pool as freed."""
@@ -186,6 +160,7 @@ class Pager(PagerBooks):
             self._make_room(0, 0, budget, drop=True)
             self._idle.reclaim()
             self.budget = budget
+            self._look_for_pressure()
 
     def finish_step(self) -> PagerAccount:
         """Ends a step and returns what was done in it."""

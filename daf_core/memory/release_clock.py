@@ -54,37 +54,40 @@ class Releases(Generic[Item]):
 
     Args:
         clock: Says when it is; by default all that was added is due.
+
+    Attributes:
+        items: What was released, with the time.
+        dead: Numbers of owners that have died, with the time.
+        untimed: References to owners that have died of what counts at once, whatever the time (see `note_death`).
+        note_death: Is called by an `OwnerReference` when the owner has died; what it has as its item is due then, as
+            long as that keeps the reference.
     """
 
     def __init__(self, clock: ReleaseClock | None = None) -> None:
         self._clock = clock or ReleaseClock()
         self._now: Callable[[], int] = partial(attrgetter("now"), self._clock)
-        self._items: deque[tuple[int, Item]] = deque()
-        self._dead: deque[tuple[int, int]] = deque()
+        self.items: deque[tuple[int, Item]] = deque()
+        self.dead: deque[tuple[int, int]] = deque()
         self.untimed: deque[OwnerReference] = deque()
-        """Gets the references of owners that have died to what counts at once, whatever the time (see `at_once`)."""
+        self.note_death = self.untimed.append
         self._owned: dict[int, tuple[Item, object]] = {}
         self._numbers = count()
 
     def __bool__(self) -> bool:
-        return bool(self._dead or self._items or self.untimed)
+        return bool(self.dead or self.items or self.untimed)
 
     def add(self, item: Item, owner: object | None = None) -> None:
         """Notes that something was released now, or will be when its owner dies."""
         if owner is None:
-            self._items.append((self._clock.now, item))
+            self.items.append((self._clock.now, item))
             return
         number = next(self._numbers)
-        self._owned[number] = item, at_death(owner, self._now, number, self._dead.append)
+        self._owned[number] = item, at_death(owner, self._now, number, self.dead.append)
 
     @property
     def timed(self) -> bool:
         """Whether releases have to wait for their time in this thread, which packs for another one."""
         return self._clock.horizon is not math.inf
-
-    def at_once(self, owner: object) -> OwnerReference:
-        """Returns what is to be given an item, and kept by it: the item is due as soon as the owner has died."""
-        return OwnerReference(owner, self.untimed.append)
 
     def due(self) -> Iterator[Item]:
         """Takes out what was released up to this thread's horizon: each once, or again after an interrupt."""
@@ -93,16 +96,16 @@ class Releases(Generic[Item]):
             if reference.item.reference is reference:  # otherwise it was released before, and has another owner
                 yield reference.item
             self.untimed.popleft()
-        while self._dead:
-            time, number = self._dead[0]
+        while self.dead:
+            time, number = self.dead[0]
             if (owned := self._owned.get(number)) is not None:
-                self._items.append((time, owned[0]))
+                self.items.append((time, owned[0]))
             self._owned.pop(number, None)
-            self._dead.popleft()
-        for _ in range(len(self._items)):
-            time, item = self._items[0]
+            self.dead.popleft()
+        for _ in range(len(self.items)):
+            time, item = self.items[0]
             if time <= self._clock.horizon:
                 yield item
             else:
-                self._items.append((time, item))
-            self._items.popleft()
+                self.items.append((time, item))
+            self.items.popleft()

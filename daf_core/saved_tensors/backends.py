@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from daf_core.autograd.torch_private import tensors_of
@@ -43,14 +43,18 @@ class Backends(Mapping[torch.device, Backend]):
         self.devices: set[torch.device] = set()
         self.follow()
 
-    def follow(self) -> None:
+    def follow(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Looks where the model lies now, and loads what it has not been on before.
+
+        Args:
+            parameters: Those of the model; by default they are looked for.
 
         Raises:
             UnsupportedDeviceError: A part of it is on device "meta".
             GraphCaptureError: The calling thread captures a CUDA graph.
         """
-        self.devices = {parameter.device for parameter in tensors_of(self._model, buffers=False)}
+        found = tensors_of(self._model)[0] if parameters is None else parameters
+        self.devices = {parameter.device for parameter in found}
         if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
             raise GraphCaptureError(
                 "a CUDA graph is being captured, and DAF looks at the values of what it stores, which a capture does "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from daf_core.autograd.torch_private import skip_nodes, storage_id, tensors_of
+from daf_core.autograd.torch_private import number_of, skip_nodes, storage_id, tensors_of
 from daf_core.codecs.planes import DTYPES
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.readers.table import STATISTIC_SHARE
@@ -17,6 +19,7 @@ LEAST_ELEMENTS = 4096
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WIDE = (torch.float32, torch.float64)
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
 
@@ -41,10 +44,15 @@ class Eligibility:
         self._wide: list[torch.Size] = []
         self._wide_shapes: set[tuple[int, ...]] | None = None  # of them; made when it is asked for
 
-    def refresh(self) -> None:
-        """Looks up the storages of all parameters and buffers, which may have moved since the last step."""
-        plain = [tensor for tensor in tensors_of(self._model) if is_plain(tensor)]
-        numbers = [storage_id(tensor) for tensor in plain]
+    def refresh(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Looks up the storages of parameters and buffers, which may have moved since the last step.
+
+        Args:
+            tensors: All of them; by default they are looked for.
+        """
+        found = [*chain(*tensors_of(self._model))] if tensors is None else tensors
+        plain = [each for each in found if type(each) in _PLAIN and each.layout is torch.strided and not each.is_nested]
+        numbers = [number_of(each.untyped_storage()) for each in plain]
         if numbers == self._numbers and all(storage() is not None for storage in self.storages.values()):
             return  # a number is that of one storage as long as it exists
         # An activation may get the number of a storage that FSDP frees while a pass runs.
@@ -100,8 +108,7 @@ class Eligibility:
 
 def is_plain(tensor: Tensor) -> bool:
     """Says whether a tensor has a storage of its own to look at: no subclass with a layout of its own, not sparse."""
-    known = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return known and tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_parameter(tensor: Tensor) -> bool:

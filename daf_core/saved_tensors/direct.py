@@ -1,4 +1,4 @@
-"""Stores tensors of the CPU that are replayed with one call into compiled code each.
+"""Stores tensors of the CPU that are replayed: in one function each, and with one call into compiled code.
 
 A call of a Python function takes 1 us between the kernels of a model, whose code and data fill the caches, and a tensor
 passes thirty of them on the way through `ActivationStore.store`.
@@ -6,20 +6,53 @@ passes thirty of them on the way through `ActivationStore.store`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from daf_core.autograd.torch_private import number_of
 from daf_core.codecs import PlanesActivation, RawActivation, StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.planes import LossyStore, spreads_differ
+from daf_core.codecs.planes import LossyStore
+from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
+from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import LeaseKind
 from daf_core.memory.pager import Pager
-from daf_core.saved_tensors.recording import Decision, Look
-from daf_kernels import Backend, DirectBackend, DirectEncoder, PlaneLayout
+from daf_core.saved_tensors.dedup import MetStorage, StorageTable
+from daf_core.saved_tensors.handle import Handle, Packed
+from daf_core.telemetry import StepRecorder
+from daf_kernels import Backend, DirectBackend, DirectCodec, PlaneLayout
 from daf_kernels.layout import shares_groups
+
+if TYPE_CHECKING:
+    from daf_core.saved_tensors.recording import Decision, Look
+
+
+Derive = Callable[["Look", Tensor], StoredActivation | None]
+"""Returns a recipe for a tensor that follows from what is stored; None where it does not."""
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Where the tensors of a forward pass are stored.
+
+    Attributes:
+        recorder: Counts what is done.
+        lossy: Chooses the precision of what may lose precision.
+        sharing: What was stored in this pass.
+        parameters: Storages of parameters and buffers, by their `storage_id`.
+        token: `LossyStore.token` when the pass began.
+    """
+
+    recorder: StepRecorder
+    lossy: LossyStore
+    sharing: StorageTable = field(default_factory=StorageTable)
+    parameters: Mapping[int, object] = field(default_factory=dict[int, object])
+    token: object = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,26 +60,26 @@ class Direct:
     """What a tensor of a decision is stored with.
 
     Attributes:
-        encoder: Encodes its elements.
+        pager: Where its pages come from.
+        token: That of the precisions.
+        codec: Encodes its elements; None where nobody looks at them.
         kind: Its pages; None where it stays as it is.
+        backend: Decodes it where that takes more than the codec.
         layout: Where its codes lie; None for a mask.
         groups: Its scaling groups; None for a mask.
-        pager: Where they come from.
-        backend: Decodes it.
         sizes: Bytes of it at each precision, and as it is; nothing for a mask.
-        token: That of the precisions.
-        spreads: Whether rows share scaling groups that a normalization reads, so that their spreads are compared.
+        derive: Returns a recipe for a tensor that follows from what is stored; None where it cannot.
     """
 
-    encoder: DirectEncoder
-    kind: LeaseKind | None
-    layout: PlaneLayout | None
-    groups: Grouping | None
     pager: Pager
-    backend: Backend
-    sizes: Sequence[int]
     token: object
-    spreads: bool
+    codec: DirectCodec | None = None
+    kind: LeaseKind | None = None
+    backend: Backend | None = None
+    layout: PlaneLayout | None = None
+    groups: Grouping | None = None
+    sizes: Sequence[int] = ()
+    derive: Derive | None = None
 
     @classmethod
     def of(
@@ -55,56 +88,88 @@ class Direct:
         look: Look,
         tensor: Tensor,
         stored: StoredActivation,
-        backend: Backend,
-        lossy: LossyStore,
+        backend: Backend | None,
+        token: object,
         pager: Pager,
+        derive: Derive | None,
     ) -> Direct | None:
         """Returns what the next tensor is stored with that is stored as this one; None where that takes more."""
-        geometry, token = decision.geometry, lossy.token
-        if decision.follows or not isinstance(backend, DirectBackend) or geometry.compact_strides != (1,):
+        geometry = decision.geometry
+        if look.form is TensorKind.RAW:
+            return cls(pager, token)
+        if isinstance(stored, ProductActivation | NormalizedActivation | SumActivation):
+            return cls(pager, token, derive=derive)
+        if not isinstance(backend, DirectBackend) or geometry.compact_strides != (1,):
             return None
         elements, page_bytes = geometry.compact_shape[0], pager.pool.page_bytes
         if isinstance(stored, RawActivation | BitmaskActivation):
+            codec = backend.direct_mask(elements, tensor.dtype, page_bytes)
             kind = stored.lease.kind if isinstance(stored, BitmaskActivation) else None
-            encoder = backend.direct_mask(elements, tensor.dtype, page_bytes)
-            return None if encoder is None else cls(encoder, kind, None, None, pager, backend, (), token, False)
+            return None if codec is None else cls(pager, token, codec, kind, backend, derive=derive)
         if not isinstance(stored, PlanesActivation) or token is None or stored.lease.kind is None:
             return None
         layout, groups = stored.layout, stored.groups
-        encoder = backend.direct_planes(layout, stored.lease.planes, tensor.dtype)
-        if encoder is None or groups.shape is not None or layout.elements != elements:
+        if groups.shape is not None or layout.elements != elements:
             return None
-        spreads, sizes = look.reads_rows and shares_groups(groups.row), stored.sizes_as(tensor)
-        return cls(encoder, stored.lease.kind, layout, groups, pager, backend, sizes, token, spreads)
+        row = groups.row if look.reads_rows and shares_groups(groups.row) and not elements % groups.row else 0
+        kind, sizes = stored.lease.kind, stored.sizes_as(tensor)
+        codec = backend.direct_planes(layout, stored.lease.planes, tensor.dtype, row)
+        return None if codec is None else cls(pager, token, codec, kind, backend, layout, groups, sizes, derive)
 
-    def store(self, decision: Decision, tensor: Tensor) -> PlanesActivation | BitmaskActivation | None:
-        """Stores a tensor of the decision; None where its values do not allow that."""
-        origin, layout, groups = tensor.data_ptr(), self.layout, self.groups
-        if not origin:  # zero tensors, such as tangents of what has none, have no memory
+    def store(self, shelf: Shelf, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
+        """Stores a plain tensor of the decision; None where it or its values do not allow that.
+
+        Raises:
+            ActivationBudgetError: It does not fit in the budget.
+        """
+        pager, codec, kind, geometry, dtype = self.pager, self.codec, self.kind, decision.geometry, tensor.dtype
+        if self.token is not shelf.token or not pager.at_ease or not tensor.is_cpu:
             return None
-        if self.kind is None:
+        storage = tensor.untyped_storage()
+        number, version, counts = number_of(storage), tensor._version, shelf.recorder.stored_as
+        if number in shelf.parameters:
             return None
+        key, origin = None, tensor.data_ptr()
+        if look.form is not TensorKind.RAW:
+            # Zero tensors, such as tangents of what has none, have no memory.
+            if not origin or tensor.stride() != geometry.strides or tensor.is_neg():
+                return None
+            key = tensor.storage_offset(), dtype, geometry.compact_shape, geometry.compact_strides, False
+        met = shelf.sharing.met.get(number)
+        if met is None or met.storage() is not storage:
+            shelf.recorder.add_raw(storage.nbytes())
+            met = shelf.sharing.met[number] = MetStorage(storage)
+        elif key is not None and met.find(key, version) is not None:
+            return None
+        stored = None if self.derive is None else self.derive(look, tensor)
+        if stored is None and codec is not None and kind is not None:
+            stored = self._encode(pager, codec, kind, origin)
+            if type(stored) is PlanesActivation:
+                shelf.lossy.count(look.site, self.sizes, stored)
+        elif stored is None and decision.kind is RawActivation and (codec is None or not codec.is_mask(origin)):
+            stored = RawActivation(tensor, shelf.sharing.keep(met, storage, pager), version)
+        if stored is None or type(stored) is not decision.kind:
+            return None
+        if key is not None:
+            met.add(key, version, stored)
+        counts[stored.name] += 1
+        if type(stored) is RawActivation:
+            return stored
+        place, reference = look.sighting.place, weakref.ref(tensor)
+        return Handle(stored, geometry, dtype, decision.device, place, look.sighting.reading, reference, version)
+
+    def _encode(
+        self, pager: Pager, codec: DirectCodec, kind: LeaseKind, origin: int
+    ) -> PlanesActivation | BitmaskActivation | None:
+        """Encodes the elements at an address; None where they are of two values or not, or not finite."""
+        layout, groups, backend = self.layout, self.groups, self.backend
+        assert backend is not None
         if layout is None or groups is None:
-            return self._store_mask(self.kind, origin)
-        if self.spreads and spreads_differ(decision.geometry.compact(tensor.detach()), groups.row):
+            stored = BitmaskActivation(pager, backend, (0, 0))
+        else:
+            stored = PlanesActivation(pager, backend, layout, groups)
+        declined, zero, one = pager.take(kind, stored, codec.encode, origin)
+        if declined:
             return None
-        stored = PlanesActivation(self.pager, self.backend, layout, groups)
-        lease = stored.lease = self.pager.take(self.kind, stored)
-        answer = self.encoder.planes(origin, lease.addresses[0], self.kind.size)
-        self.pager.finish(lease)
-        return None if answer else stored  # it is of two values, or not finite
-
-    def stays(self, tensor: Tensor) -> bool:
-        """Says whether a tensor of the decision has no form that takes fewer bytes, as the others."""
-        origin = tensor.data_ptr()
-        return self.kind is None and origin != 0 and not self.encoder.is_mask(origin)
-
-    def _store_mask(self, kind: LeaseKind, origin: int) -> BitmaskActivation | None:
-        stored = BitmaskActivation(self.pager, self.backend, (0, 0))
-        lease = stored.lease = self.pager.take(kind, stored)
-        two = self.encoder.mask(origin, lease.addresses[0], kind.size)
-        self.pager.finish(lease)
-        if two is None:
-            return None
-        stored.two = two
+        stored.direct, stored.two = codec, (zero, one)
         return stored

@@ -95,8 +95,13 @@ class Handle:
 
         A fresh tensor at every call, because consumers may overwrite it.
         """
-        tensor, compact = self._geometry.allocate(self._dtype, self._device)
-        self.stored.decode_into(compact)
+        geometry, stored = self._geometry, self.stored
+        if stored.direct is not None:
+            tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self._dtype)
+            if stored.decode_to(tensor.data_ptr()):
+                return tensor
+        tensor, compact = geometry.allocate(self._dtype, self._device)
+        stored.decode_into(compact)
         return tensor
 
 

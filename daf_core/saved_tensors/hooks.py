@@ -29,7 +29,7 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import calling_frame, is_written_late
-from daf_core.readers.table import Kind, Reading
+from daf_core.readers.table import Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
@@ -204,11 +204,9 @@ class Packer:
             ActivationBudgetError: It, or one before it, does not fit in the budget.
             SpillError: The next tier takes nothing more.
         """
-        background, form, sighting = self._own.background, look.form, look.sighting
-        if background is None and form is TensorKind.RAW:  # whoever reads it
+        background, form, sighting = self._own.background, look.takes, look.sighting
+        if background is None and look.form is TensorKind.RAW:  # whoever reads it
             return self._store.keep(tensor, look.site)
-        if sighting.reading is not None and sighting.reading.kind is Kind.EXACT:
-            form = TensorKind.MASK
         saved = capture(tensor, form, look.site, sighting, look.reads_rows, self.scopes)
         waiting = replace(saved) if sighting.fresh and form is TensorKind.LOSSY else None
         if background is not None and background.admits(saved):

@@ -12,10 +12,10 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from daf_core.autograd.sites import ModuleCall, Site
-from daf_core.autograd.torch_private import running_modules, skip_nodes
+from daf_core.autograd.torch_private import running_module, skip_nodes
 from daf_core.codecs import PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
@@ -63,6 +63,12 @@ class Look(NamedTuple):
     def reading(self) -> Reading | None:
         """What the reader reads of it; None where that is not known yet."""
         return self.sighting.reading
+
+    @property
+    def takes(self) -> TensorKind:
+        """The form that it takes at the most: where its reader needs all bits, it loses none."""
+        exact = self.reading is not None and self.reading.kind is Kind.EXACT
+        return TensorKind.MASK if exact else self.form
 
     @property
     def reads_rows(self) -> bool:
@@ -145,7 +151,7 @@ class Save:
         if look is not None and look.form is TensorKind.LOSSY and frame is not None:
             inner = calling_function(frame)
             outer = None if inner is None else calling_function(inner.f_back)
-            if (module := _module_of(frame)) is not None:
+            if (module := running_module(frame)) is not None:
                 self.module = weakref.ref(module)
             self.codes = None if inner is None else inner.f_code, None if outer is None else outer.f_code
             self.instructions = 0 if inner is None else inner.f_lasti, 0 if outer is None else outer.f_lasti
@@ -156,7 +162,7 @@ class Save:
             return True
         inner, code = self.codes
         if inner is None:
-            return calling_function(frame) is None and _module_of(frame) is self.module()
+            return calling_function(frame) is None and running_module(frame) is self.module()
         if frame.f_code is not inner or frame.f_lasti != self.instructions[0]:
             return False
         outer = frame.f_back
@@ -164,7 +170,7 @@ class Save:
             same = code is None and calling_function(outer) is None
         else:
             same = outer.f_code is code and outer.f_lasti == self.instructions[1]
-        return same and _module_of(outer) is self.module()
+        return same and running_module(outer) is self.module()
 
     def learn(self, tensor: Tensor, look: Look, packed: object, shared: bool) -> None:
         """Keeps how a tensor was stored, if that can be replayed."""
@@ -195,10 +201,6 @@ def _decide(tensor: Tensor, look: Look, packed: object, shared: bool) -> Decisio
     beside = look.form is not TensorKind.RAW and (not tensor.requires_grad or tensor.output_nr > 0)
     follows = kind is not BitmaskActivation and look.form is TensorKind.LOSSY and _may_be_derived(tensor)
     return Decision(kind, shared, geometry, tensor.device, look.form, beside, follows)
-
-
-def _module_of(frame: FrameType | None) -> nn.Module | None:
-    return next(running_modules(frame), None)
 
 
 def _no_module() -> None:

@@ -12,9 +12,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
-from daf_core.autograd.torch_private import in_backward, skip_dynamo
+from daf_core.autograd.torch_private import NO_TASK, graph_task, in_backward, skip_dynamo
 from daf_core.codecs import RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.saved_tensor import TensorKind
@@ -70,8 +71,8 @@ class Replay:
         self._waiting: Mapping[int, object] = {}
         self._at: Save | None = None
         self._replays = False
-        self._taken: list[tuple[Save, int]] = []
-        self._largest: dict[int, int] = {}
+        self._taken: list[Save] = []
+        self._elements: list[int] = []
 
     def begin(self, treatments: Treatments | None) -> None:
         """Begins a pass with these treatments; None neither replays nor records it."""
@@ -93,85 +94,85 @@ class Replay:
         """Ends a pass; may be called again."""
         self._at = None
         self._taken.clear()
-        self._largest.clear()
+        self._elements.clear()
         self._follower.end()
 
     def pack(self, tensor: Tensor) -> Packed:
         """Returns what autograd keeps in place of a tensor; see `Packer.pack` for the errors."""
         at, frame = self._at, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if at is None:
-            return self._packer.pack_at(tensor, frame)
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
-        if in_backward():
-            return RawActivation(tensor, None)
-        if not self._replays:
-            return self._record(at, tensor, frame)
-        started = time.perf_counter()
+        if at is None or not self._replays or graph_task() != NO_TASK:
+            return self._pack_anew(at, tensor, frame)
         # Asking `isinstance` of a parameter's class runs Python code, and a tensor's type says it at once.
-        parameter = type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter
-        node = tensor.grad_fn
+        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
+            for save in at.following:
+                if save.look is None:
+                    self._at = save
+                    return RawActivation(tensor, None)
+            return self._leave(at, tensor, frame)
+        started = time.perf_counter()
+        node, shape = tensor.grad_fn, tensor.shape
         for save in at.following:
-            look = save.look
-            if look is None:
-                if parameter or self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER:
+            if save.look is None:
+                if self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER:
                     self._at = save
                     return RawActivation(tensor, None)
             elif (
-                not parameter
-                and type(node) is save.made_by
+                type(node) is save.made_by
                 and tensor.dtype is save.dtype
-                and save.small is (tensor.numel() < self._packer.eligibility.least_elements)
                 and (save.op is None or (node is not None and node.name() == save.op))
                 and save.is_at(frame)
             ):
-                packed = self._replay(save, tensor, frame)
-                if packed is None:
+                decision, packed = save.decisions.get(shape), None
+                if decision is not None:
+                    packed = self._as_decided(decision, save, tensor)
+                elif save.small is not (tensor.numel() < self._packer.eligibility.least_elements):
+                    continue
+                if packed is None and (packed := self._look_again(save, tensor, frame)) is None:
                     break
-                elements, call = tensor.numel(), save.call
-                if elements > self._largest.get(call, 0):
-                    self._largest[call] = elements
                 self._at = save
-                self._taken.append((save, elements))
+                self._taken.append(save)
+                self._elements.append(tensor.numel())
                 self._packer.recorder.pack_seconds += time.perf_counter() - started
                 return packed
         return self._leave(at, tensor, frame)
 
-    def _replay(self, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:
-        """Stores a tensor that the tree expects; None where it is something else after all."""
-        decision, softmax, looks = save.decisions.get(tensor.shape), save.softmax, self._readers.looks
-        packed = None
-        if decision is not None and (softmax is None or not looks.will_be_due(*softmax)):
-            packed = self._as_decided(decision, save, tensor)
-        if packed is None:
-            return self._look_again(save, tensor, frame)
-        if softmax is not None:
-            looks.count(*softmax)
-        return packed
+    def _pack_anew(self, at: Save | None, tensor: Tensor, frame: FrameType) -> Packed:
+        """Packs a tensor of a pass that is not replayed, or of a backward."""
+        if at is None:
+            return self._packer.pack_at(tensor, frame)
+        return RawActivation(tensor, None) if in_backward() else self._record(at, tensor, frame)
 
     def _as_decided(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:
         """Stores a tensor as the last one was stored; None where that is not what the full way would do."""
-        packer, readers, look, store = self._packer, self._readers, save.look, self._store
+        packer, readers, look, softmax = self._packer, self._readers, save.look, save.softmax
         assert look is not None
-        assert store is not None
+        assert self._store is not None
         if save.checked != readers.changes:
             place = look.sighting.place
             if place is not None and not readers.still_reads(place, look.reading):
                 return None
             save.checked = readers.changes
+        if softmax is not None and readers.looks.will_be_due(*softmax):
+            return None
         # A mask of one bit an element is what it is, whatever else it might have been.
         unsure = decision.kind is not BitmaskActivation and (decision.beside or tensor.dtype in LOW_PRECISION)
-        if unsure and self._form(save, tensor) is not decision.form:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not plain or (unsure and self._form(save, tensor) is not decision.form):
             return None
-        if not self._waiting and (packed := store.store_directly(decision, look, tensor)) is not None:
-            return packed
-        if tensor.stride() != decision.geometry.strides or tensor.device != decision.device:
-            return None
-        if type(tensor) is not Tensor or tensor.is_neg() or tensor._is_zerotensor():
-            return None
-        if packer.eligibility.is_of_parameter(tensor):
-            return None
-        readers.show(tensor.grad_fn)
-        return packer.store_as(decision, look, tensor)
+        packed = None
+        if decision.direct is not None and not self._waiting:
+            packed = decision.direct.store(self._store.shelf, decision, look, tensor)
+        if packed is None:
+            if tensor.stride() != decision.geometry.strides or tensor.device != decision.device:
+                return None
+            if tensor.is_neg() or tensor._is_zerotensor() or packer.eligibility.is_of_parameter(tensor):
+                return None
+            readers.show(tensor.grad_fn)
+            packed = packer.store_as(decision, look, tensor)
+        if packed is not None and softmax is not None:
+            readers.looks.count(*softmax)
+        return packed
 
     def _look_again(self, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:
         """Takes the full way at a known site; None where the tensor does not belong there."""
@@ -192,7 +193,9 @@ class Replay:
 
     def _form(self, save: Save, tensor: Tensor) -> TensorKind:
         """Returns the form that a tensor may take, as the full way finds it."""
-        form = self._packer.eligibility.form(tensor, self._largest.get(save.call, 0))
+        pairs = zip(self._taken, self._elements, strict=True)
+        largest = max((elements for taken, elements in pairs if taken.call == save.call), default=0)
+        form = self._packer.eligibility.form(tensor, largest)
         return TensorKind.RAW if save.kept and form is not TensorKind.PARAMETER else form
 
     def _leave(self, at: Save, tensor: Tensor, frame: FrameType) -> Packed:
@@ -203,7 +206,7 @@ class Replay:
         for call, (number, name) in zip(self._packer.scopes.calls, at.calls, strict=False):
             if call.name != name:
                 break
-            for save, elements in self._taken:
+            for save, elements in zip(self._taken, self._elements, strict=True):
                 if save.call == number and save.look is not None:
                     call.count(elements)
                     if (place := save.look.sighting.place) is not None:

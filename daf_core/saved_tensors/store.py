@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -35,9 +36,9 @@ from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.table import Kind, Reading
-from daf_core.saved_tensors.dedup import Meeting, StorageTable, serves, sharing_key
+from daf_core.saved_tensors.dedup import Meeting, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
-from daf_core.saved_tensors.direct import Direct
+from daf_core.saved_tensors.direct import Derive, Direct, Shelf
 from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.recording import Decision, Look
 from daf_core.telemetry import StepRecorder
@@ -57,6 +58,9 @@ class ActivationStore:
         pagers: Where they are stored.
         lossy: Chooses the precision of what may lose precision.
         recorder: Counts what is done.
+
+    Attributes:
+        shelf: Where the tensors of a pass are stored.
     """
 
     def __init__(
@@ -72,9 +76,8 @@ class ActivationStore:
         self._pagers = pagers
         self._lossy = lossy
         self._recorder = recorder
-        self._sharing = StorageTable()
-        self._parameters: Mapping[int, object] = {}
-        self._token: object = None
+        self.shelf = Shelf(recorder, lossy)
+        self._sharing = self.shelf.sharing
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:
         """Begins a forward pass that may be replayed.
@@ -82,7 +85,7 @@ class ActivationStore:
         Args:
             parameters: Storages of parameters and buffers, by their `storage_id`.
         """
-        self._parameters, self._token = parameters, self._lossy.token
+        self.shelf.parameters, self.shelf.token = parameters, self._lossy.token
 
     def finish_pass(self) -> None:
         """Ends a forward pass."""
@@ -113,7 +116,7 @@ class ActivationStore:
             if not isinstance(shared, RawActivation):  # codes beside it would take more bytes
                 stored = shared or self._derive(saved, derivation) or self._encode(saved, geometry, derivation)
             if stored is None:
-                kept = self._sharing.keep(tensor, self._pagers.on(tensor.device))
+                kept = self._sharing.keep(met.known, tensor.untyped_storage(), self._pagers.on(tensor.device))
         except ActivationBudgetError:
             # Perhaps not finite, and too large to stay as it is: gradient scalers need to see that, not where.
             stored = self._encode(saved, geometry, derivation, require_finite=False)
@@ -142,8 +145,7 @@ class ActivationStore:
             ActivationBudgetError: It does not fit in the budget.
             SpillError: The next tier takes nothing more.
         """
-        self._meet(tensor)
-        kept = self._keep(tensor)
+        kept = self._keep(tensor, self._meet(tensor))
         self._recorder.stored_as[RawActivation.name] += 1
         return kept
 
@@ -163,31 +165,48 @@ class ActivationStore:
             ActivationBudgetError: It does not fit in the budget.
             SpillError: The next tier takes nothing more.
         """
-        form, reading = look.form, look.reading
-        if form is TensorKind.RAW:
-            return self.keep(tensor, look.site)
+        reading = look.reading
+        if look.form is TensorKind.RAW:
+            kept = self.keep(tensor, look.site)
+            decision.direct = self._direct(decision, look, tensor, kept, None)
+            return kept
         if decision.device not in self._backends or self._spares_bits(reading, decision.device):
             return None
-        if reading is not None and reading.kind is Kind.EXACT:
-            form = TensorKind.MASK
         met = self._meet(tensor)
         stored = None if met.new else met.known.find(sharing_key(tensor, decision.geometry), tensor._version)
-        if stored is not None and not serves(stored, form, reading):
+        if stored is not None and not serves(stored, look.takes, reading):
             stored = None
         raw = type(stored) is RawActivation
         if decision.shared is not (stored is not None and not raw):
             return None
         if raw:
-            stored = self._keep(tensor)
+            stored = self._keep(tensor, met)
         elif stored is None:
-            stored = self._encode_as(decision, look, form, tensor, derivation, scopes)
+            derive = partial(self._derive_as, derivation, scopes) if decision.follows else None
+            stored = None if derive is None else derive(look, tensor)
+            stored = stored or self._encode_as(decision, look, tensor, met)
             if stored is not None:
-                backend = self._backends[decision.device]
-                pager = self._pagers.on(decision.device)
-                decision.direct = Direct.of(decision, look, tensor, stored, backend, self._lossy, pager)
+                decision.direct = self._direct(decision, look, tensor, stored, derive)
         if stored is None or (type(stored) is not decision.kind and not decision.shared):
             return None
         return self._packed_as(decision, look, tensor, met, stored)
+
+    def _derive_as(
+        self, derivation: Derivation, scopes: ModuleScopes, look: Look, tensor: Tensor
+    ) -> StoredActivation | None:
+        return self._derive(capture(tensor, look.takes, look.site, look.sighting, look.reads_rows, scopes), derivation)
+
+    def _direct(
+        self, decision: Decision, look: Look, tensor: Tensor, stored: StoredActivation, derive: Derive | None
+    ) -> Direct | None:
+        """Returns what the next tensor of a decision is stored with, in the fewest calls; None where it takes more."""
+        device = decision.device
+        if device.type != "cpu" or (
+            decision.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact
+        ):
+            return None
+        backend, pager = self._backends.get(device), self._pagers.on(device)
+        return Direct.of(decision, look, tensor, stored, backend, self._lossy.token, pager, derive)
 
     def _packed_as(
         self, decision: Decision, look: Look, tensor: Tensor, met: Meeting, stored: StoredActivation
@@ -202,42 +221,9 @@ class ActivationStore:
         place, reference = look.sighting.place, weakref.ref(tensor)
         return Handle(stored, geometry, tensor.dtype, decision.device, place, look.reading, reference, version)
 
-    def store_directly(self, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
-        """As `store_as`, in the fewest calls, where the decision knows how; None where it takes more, too.
-
-        The arguments and errors are those of `store_as`.
-        """
-        direct, geometry = decision.direct, decision.geometry
-        if direct is None or direct.token is not self._token or not direct.pager.at_ease:
-            return None
-        if tensor.stride() != geometry.strides or not tensor.is_cpu or type(tensor) is not Tensor or tensor.is_neg():
-            return None
-        if storage_id(tensor) in self._parameters:
-            return None
-        met = self._meet(tensor)
-        if not met.new and met.known.find(sharing_key(tensor, geometry), tensor._version) is not None:
-            return None
-        if decision.kind is RawActivation:
-            if (look.form is TensorKind.LOSSY and not self._exact) or not direct.stays(tensor):
-                return None
-            return self._packed_as(decision, look, tensor, met, self._keep(tensor))
-        stored = direct.store(decision, tensor)
-        if stored is None:
-            return None
-        if isinstance(stored, PlanesActivation):
-            self._lossy.count(look.site, direct.sizes, stored)
-        return self._packed_as(decision, look, tensor, met, stored)
-
-    def _encode_as(
-        self, decision: Decision, look: Look, form: TensorKind, tensor: Tensor, derivation: Derivation,
-        scopes: ModuleScopes,
-    ) -> StoredActivation | None:  # fmt: skip
-        """Returns what `decision` says of the values of a tensor, or another form that shows that it does not hold."""
-        kind, geometry, reading = decision.kind, decision.geometry, look.reading
-        if decision.follows:
-            saved = capture(tensor, form, look.site, look.sighting, look.reads_rows, scopes)
-            if (derived := self._derive(saved, derivation)) is not None:
-                return derived
+    def _encode_as(self, decision: Decision, look: Look, tensor: Tensor, met: Meeting) -> StoredActivation | None:
+        """Returns what `decision` says of the values of a tensor; None where that does not hold."""
+        kind, geometry, form = decision.kind, decision.geometry, look.takes
         pager, backend = self._pagers.on(decision.device), self._backends[decision.device]
         values = geometry.compact(tensor.detach())
         if kind is BitmaskActivation:
@@ -247,12 +233,12 @@ class ActivationStore:
         if kind is RawActivation:
             # What may lose precision was not finite, and may be so now; what stays as it is may have to move.
             may_change = (form is TensorKind.LOSSY and not self._exact) or (pager.spills and pager.budget is not None)
-            return None if may_change else self._keep(tensor)
+            return None if may_change else self._keep(tensor, met)
         if kind is not PlanesActivation or self._lossy.codec(look.site) is not None:
             return None
         groups = decision.groups
         if groups is None:
-            groups = decision.groups = self._grouping(form, reading, geometry, look.site.op)
+            groups = decision.groups = self._grouping(form, look.reading, geometry, look.site.op)
             assert groups is not None
         if look.reads_rows and shares_groups(groups.row) and spreads_differ(values, groups.row):
             return None
@@ -269,9 +255,10 @@ class ActivationStore:
         self._recorder.add_raw(storage.nbytes())
         return Meeting(self._sharing.add(number, storage), True)
 
-    def _keep(self, tensor: Tensor, version: int | None = None) -> RawActivation:
+    def _keep(self, tensor: Tensor, met: Meeting) -> RawActivation:
         """Keeps a tensor as it is; the errors are those of `keep`."""
-        return RawActivation(tensor, self._sharing.keep(tensor, self._pagers.on(tensor.device)), version)
+        pager = self._pagers.on(tensor.device)
+        return RawActivation(tensor, self._sharing.keep(met.known, tensor.untyped_storage(), pager))
 
     def room(self, device: torch.device) -> int:
         """Returns the bytes of a device that the budget leaves now."""
@@ -309,7 +296,9 @@ class ActivationStore:
             if reading is not None:  # its codes are of no use, also where there is no room for it
                 handle.stored = ShapeActivation()
             met = self._meet(tensor)
-            stored = _compact(saved, geometry, self._sharing.keep(tensor, self._pagers.on(tensor.device)))
+            pager = self._pagers.on(tensor.device)
+            kept = self._sharing.keep(met.known, tensor.untyped_storage(), pager)
+            stored = _compact(saved, geometry, kept)
             met.known.add(sharing_key(tensor, geometry), saved.version, stored)
         handle.stored = stored
         self._lossy.withdraw(saved.site, before())

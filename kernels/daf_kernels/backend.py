@@ -147,23 +147,23 @@ class DeviceFlag(Protocol):
         ...
 
 
-class DirectEncoder(Protocol):
-    """Encodes dense tensors of one size and type by address."""
+class DirectCodec(Protocol):
+    """Encodes and decodes dense tensors of one size and type by address; the addresses of its pages lie at `pages`."""
 
-    def planes(self, origin: int, pages: int, count: int) -> int:
-        """Encodes the elements at an address into planes on `count` pages, whose addresses lie at `pages`.
+    def encode(self, origin: int, pages: int) -> tuple[int, int, int]:
+        """Encodes the elements at an address.
 
         Returns:
-            0, or the number of scaling groups that are not finite, or -1 where all elements have one of two values.
+            0, or what tells that they need another form; the bits of the two values that they have, if it is for masks.
         """
+        ...
+
+    def decode(self, out: int, pages: int, two: TwoValues) -> None:
+        """Decodes to an address; `two` are the two values of a mask."""
         ...
 
     def is_mask(self, origin: int) -> bool:
         """Says whether the elements at an address begin with two values alone."""
-        ...
-
-    def mask(self, origin: int, pages: int, count: int) -> TwoValues | None:
-        """Packs the elements at an address at one bit each; None where they have more than two values."""
         ...
 
 
@@ -231,15 +231,16 @@ class Backend(Protocol):
 
 @runtime_checkable
 class DirectBackend(Protocol):
-    """A backend that also encodes by address."""
+    """A backend that also works by address."""
 
-    def direct_planes(self, layout: PlaneLayout, planes: int, dtype: torch.dtype) -> DirectEncoder | None:
-        """Returns what encodes dense tensors as `Backend.encode` does, rounded to nearest, in one call.
+    def direct_planes(self, layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int) -> DirectCodec | None:
+        """Returns what encodes dense tensors as `Backend.encode` does, rounded to nearest, and decodes them.
 
-        None where a tensor is so large that several threads encode it.
+        None where a tensor is so large that several threads encode it. `row` are the elements in each of the rows that
+        are normalized, and have to be alike; 0 where they need not.
         """
         ...
 
-    def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectEncoder | None:
+    def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectCodec | None:
         """Returns what packs dense tensors as `two_values` and `encode_mask` do, in one call; None as above."""
         ...

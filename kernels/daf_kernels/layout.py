@@ -51,6 +51,11 @@ LARGEST_SPREAD = 2.0**124
 """From this range on a group is not encoded. The line that gives codes their deviation overshoots the range by up to a
 factor of 8, which stays within float32 below this."""
 
+LARGEST_SPREAD_RATIO = 16
+"""Between rows that share a scaling group and are normalized: at 4 bits an error is 1/30 of the group's spread, and
+where a row spreads 1/16 of that, half of what its normalization returns. A token of zeros, such as a new class token,
+returns noise alone."""
+
 CLIPPED_PRECISION = 2
 """Codes of so many bits or fewer, rounded to nearest, may clip a group's tails: few steps between the extremes leave
 most values of a normal distribution to two of four codes. The relative error of MiniLM's queries, keys and values at 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,9 +27,9 @@ from daf_kernels.cpu import jobs as cpu_jobs
 from daf_kernels.cpu import masks as cpu_masks
 from daf_kernels.cpu import ranges as cpu_ranges
 from daf_kernels.cpu.bits import BFLOAT16, FLOAT16, FLOAT32
-from daf_kernels.cpu.direct import DirectEncoder
+from daf_kernels.cpu.direct import DirectCodec
 from daf_kernels.cpu.thread_team import WORDS, WORDS_BYTES, Team
-from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, sampled_groups
+from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, mask_pages, sampled_groups
 from daf_kernels.reference.gelu_derivative import inputs_of_codes
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -137,20 +137,20 @@ class CpuBackend:
         """See `Backend.decode`."""
         self._over(out, _decoder(layout, planes, out.dtype), memory, pages, store=True)
 
-    def direct_planes(self, layout: PlaneLayout, planes: int, dtype: torch.dtype) -> DirectEncoder | None:
+    def direct_planes(self, layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int) -> DirectCodec | None:
         """See `DirectBackend.direct_planes`."""
-        if layout.elements > SPLIT:
+        if layout.elements > SPLIT or (row and (dtype is not torch.float32 or layout.elements % row)):
             return None
-        kernel = _encoder(layout, planes, dtype, None)
-        arguments = layout.elements, dtype.itemsize, layout.page_bytes, kernel.stride
-        return DirectEncoder(kernel.job, kernel.words, *arguments)
+        kernels = _encoder(layout, planes, dtype, None), _decoder(layout, planes, dtype)
+        pages = layout.pages(planes)
+        return _direct(kernels, layout.elements, dtype, layout.page_bytes, pages, row)
 
-    def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectEncoder | None:
+    def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectCodec | None:
         """See `DirectBackend.direct_mask`."""
-        if elements > SPLIT:
+        if elements > SPLIT or dtype.itemsize == 8:
             return None
-        kernel = _of_values(cpu_jobs.encode_mask, dtype.itemsize, (0, 0))
-        return DirectEncoder(kernel.job, kernel.words, elements, dtype.itemsize, page_bytes, kernel.stride)
+        kernels = [_of_values(job, dtype.itemsize, (0, 0)) for job in (cpu_jobs.encode_mask, cpu_jobs.decode_mask)]
+        return _direct(kernels, elements, dtype, page_bytes, mask_pages(elements, page_bytes), None)
 
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_slopes`."""
@@ -263,6 +263,13 @@ class CpuBackend:
         )
 
 
+def _direct(
+    kernels: Sequence[_Kernel], elements: int, dtype: torch.dtype, page_bytes: int, pages: int, row: int | None
+) -> DirectCodec:
+    jobs = [(kernel.job, kernel.words, kernel.stride) for kernel in kernels]
+    return DirectCodec(jobs, elements, dtype.itemsize, page_bytes, pages, row)
+
+
 @lru_cache(maxsize=1024)
 def _encoder(layout: PlaneLayout, planes: int, dtype: torch.dtype, seed: int | None) -> _Kernel:
     """Returns the kernel that encodes, with the address of a seed if it rounds at random."""
@@ -333,11 +340,14 @@ def warm_up() -> float:
 def _warm_up_direct(
     backend: CpuBackend, values: Tensor, mask: Tensor, layout: PlaneLayout, memory: FixedPages, pages: Pages
 ) -> None:
-    addresses = memory.addresses(pages)
-    given = (addresses.ctypes.data, addresses.size)
-    planes = backend.direct_planes(layout, len(PLANE_WIDTHS), values.dtype)
+    addresses = memory.addresses(pages).ctypes.data
+    planes = backend.direct_planes(layout, len(PLANE_WIDTHS), values.dtype, 0)
     packed = backend.direct_mask(mask.numel(), mask.dtype, memory.page_bytes)
     assert planes is not None
     assert packed is not None
-    if planes.planes(values.data_ptr(), *given) or packed.mask(mask.data_ptr(), *given) is None:
+    unpacked = torch.empty_like(mask)
+    wrong = planes.encode(values.data_ptr(), addresses)[0]
+    answer, *two = packed.encode(mask.data_ptr(), addresses)
+    packed.decode(unpacked.data_ptr(), addresses, (two[0], two[1]))
+    if wrong or answer or not torch.equal(mask, unpacked):
         raise WrongBytesError("the CPU kernels took numbers for something else; reinstall numba")

@@ -1,4 +1,4 @@
-"""Encodes tensors of one size with one call into compiled code, for callers that have decided all else before.
+"""Encodes and decodes tensors of one size with one call into compiled code, for callers that have decided all else.
 
 What `CpuBackend` does in ten functions of Python takes as long as the kernel itself where a tensor has 8,192 elements.
 Bytes and answers are the same.
@@ -7,111 +7,148 @@ Bytes and answers are the same.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from daf_kernels.backend import TwoValues
-from daf_kernels.cpu.bits import I64, INLINE, i64_at
+from daf_kernels.cpu.bits import F32, I64, INLINE, i32_at, i64_at
 from daf_kernels.cpu.compile_cache import kernel
 from daf_kernels.cpu.masks import probe
+from daf_kernels.cpu.ranges import value_range
 from daf_kernels.cpu.thread_team import FIRST, PAGES, RESULT, SCRATCH, STEP, STOP, STRIDE, WORDS, WORDS_BYTES, call_job
-from daf_kernels.layout import BLOCK
+from daf_kernels.layout import BLOCK, LARGEST_SPREAD_RATIO
 
-TWO_VALUES, WORDS_OF_VALUES = -1, WORDS + 5
-"""Answer where a tensor consists of two values, and where the values of a mask are among the words of a job."""
+DECLINED, WORDS_OF_VALUES = -1, WORDS + 5
+"""Answer where a tensor has to take another form, and where the values of a mask are among the words of a job."""
+
+_JOB, _COUNT, _SIZE, _PAGES, _ROW, _OWN = range(6)
+"""Words before those of a job: its address, how many words follow, bytes of an element, how many pages there are, and
+elements in a row of which the spreads are compared: 0 where they are not, `_MASK` where there are two values alone."""
+
+_MASK = -1
 
 
 @njit(**INLINE)
-def _fill(words, given, count, origin, scratch, pages, page_count):
-    source = i64_at(given)
-    for index in range(count):
-        words[index] = source[index]
+def _fill(words, known, origin, scratch, pages):
+    for index in range(known[_COUNT]):
+        words[index] = known[_OWN + index]
     words[WORDS], words[SCRATCH] = origin, scratch + WORDS_BYTES
-    words[PAGES], words[PAGES + 1] = pages, page_count
+    words[PAGES], words[PAGES + 1] = pages, known[_PAGES]
+
+
+@njit(**INLINE)
+def _spreads_differ(origin, count, row):
+    """As `daf_core.codecs.planes.spreads_differ`, of float32."""
+    least, most, known = F32(np.inf), F32(0.0), True
+    for first in range(0, count, row):
+        _, spread = value_range(i32_at(origin + 4 * first), row)
+        known &= spread == spread
+        least, most = min(least, spread), max(most, spread)
+    return known and least * F32(LARGEST_SPREAD_RATIO) < most
 
 
 @kernel
-def encode_planes(job, given, count, size, origin, scratch, pages, page_count):
-    """Encodes a tensor into planes; the answer is that of the job, or `TWO_VALUES` where it is one for a mask.
+def encode(given, origin, scratch, pages):
+    """Encodes a tensor.
 
     Args:
-        job: Address of the job.
-        given: Address of its words, all filled in but for addresses.
-        count: How many words there are.
-        size: Bytes of an element.
+        given: Address of the words before those of a job, which follow, all filled in but for addresses.
         origin: Address of the elements.
         scratch: Address of scratch memory.
         pages: Address of the addresses of pages.
-        page_count: How many pages there are.
+
+    Returns:
+        0, or what the job answers, or `DECLINED`; the bits of the first two values.
     """
-    words = i64_at(scratch)
-    _fill(words, given, count, origin, scratch, pages, page_count)
-    _, _, others = probe(origin, size, words[STOP], scratch + WORDS_BYTES)
-    if others == 0:
-        return I64(TWO_VALUES)
-    call_job(job, scratch)
-    return words[RESULT]
+    words, known = i64_at(scratch), i64_at(given)
+    _fill(words, known, origin, scratch, pages)
+    row = known[_ROW]
+    zero, one, others = probe(origin, known[_SIZE], words[STOP], scratch + WORDS_BYTES)
+    if (others == 0) != (row == _MASK) or (row > 0 and _spreads_differ(origin, words[STOP], row)):
+        return I64(DECLINED), zero, one
+    if row == _MASK:
+        words[WORDS_OF_VALUES], words[WORDS_OF_VALUES + 1] = I64(zero), I64(one)
+    call_job(known[_JOB], scratch)
+    return words[RESULT], zero, one
 
 
 @kernel
-def encode_mask(job, given, count, size, origin, scratch, pages, page_count):
-    """Packs a tensor of two values; the arguments are those of `encode_planes`.
-
-    Returns:
-        How many others there are among its first elements, or beyond them; the bits of the two values.
-    """
-    words = i64_at(scratch)
-    _fill(words, given, count, origin, scratch, pages, page_count)
-    zero, one, others = probe(origin, size, words[STOP], scratch + WORDS_BYTES)
-    if others == 0:
-        words[WORDS_OF_VALUES], words[WORDS_OF_VALUES + 1] = I64(zero), I64(one)
-        call_job(job, scratch)
-        others = words[RESULT]
-    return others, zero, one
+def decode(given, out, scratch, pages, zero, one):
+    """Decodes a tensor to address `out`: the arguments are those of `encode`, and its two values if it is a mask."""
+    words, known = i64_at(scratch), i64_at(given)
+    _fill(words, known, out, scratch, pages)
+    if known[_ROW] == _MASK:
+        words[WORDS_OF_VALUES], words[WORDS_OF_VALUES + 1] = zero, one
+    call_job(known[_JOB], scratch)
 
 
 class _Scratch(threading.local):
     """Memory of one thread for the words of a job and what it works on."""
 
-    def __init__(self, size: int) -> None:
-        self._buffer = np.empty(size + 64, np.uint8)
+    def __init__(self) -> None:
+        self.size = self.address = 0
+        self._buffer = np.empty(0, np.uint8)
+
+    def reserve(self, size: int) -> None:
+        """Makes it as large, at least."""
+        self._buffer, self.size = np.empty(size + 64, np.uint8), size
         self.address = -(-self._buffer.ctypes.data // 64) * 64
 
 
-class DirectEncoder:
-    """Encodes dense tensors of one size, on the calling thread alone.
+_scratch = _Scratch()
+
+
+class DirectCodec:
+    """Encodes and decodes dense tensors of one size, on the calling thread alone.
 
     Args:
-        job: Address of a kernel's job.
-        words: The job's words, with zeros for addresses of elements and pages.
+        jobs: Address, words, with zeros for addresses, and bytes of scratch memory of the jobs that encode and decode.
         elements: Elements of a tensor.
         size: Bytes of an element.
         page_bytes: Bytes of a page.
-        scratch: Bytes of scratch memory that the job needs.
+        pages: How many pages it takes.
+        row: Elements in the rows of which the spreads are compared; None for a tensor of two values.
     """
 
-    def __init__(self, job: int, words: np.ndarray, elements: int, size: int, page_bytes: int, scratch: int) -> None:
-        self._words = words.copy()
-        self._words[[FIRST, STOP, STEP, STRIDE]] = 0, elements, elements, scratch
-        self._words[WORDS + 2] = page_bytes.bit_length() - 1
-        self._size, self._elements = size, elements
-        self._given = (job, self._words.ctypes.data, self._words.size, size)
-        self._scratch = _Scratch(WORDS_BYTES + max(scratch, BLOCK))
+    __slots__ = ("_count", "_decodes", "_encodes", "_scratch", "_size", "_words")
 
-    def planes(self, origin: int, pages: int, count: int) -> int:
-        """Encodes the elements at an address into planes on `count` pages, whose addresses lie at `pages`.
+    def __init__(
+        self,
+        jobs: Sequence[tuple[int, npt.NDArray[np.int64], int]],
+        elements: int,
+        size: int,
+        page_bytes: int,
+        pages: int,
+        row: int | None,
+    ) -> None:
+        self._words: list[npt.NDArray[np.int64]] = []
+        for job, words, scratch in jobs:
+            given = np.concatenate([np.array([job, words.size, size, pages, _MASK if row is None else row]), words])
+            own = given[_OWN:]
+            own[[FIRST, STOP, STEP, STRIDE]] = 0, elements, elements, scratch
+            own[WORDS + 2] = page_bytes.bit_length() - 1
+            self._words.append(given)
+        self._encodes, self._decodes = (int(given.ctypes.data) for given in self._words)
+        self._scratch = WORDS_BYTES + max(BLOCK, *(scratch for _, _, scratch in jobs))
+        self._size, self._count = size, elements
 
-        Returns:
-            0, or the number of scaling groups that are not finite, or `TWO_VALUES`: nothing was written then.
-        """
-        return encode_planes(*self._given, origin, self._scratch.address, pages, count)
+    def encode(self, origin: int, pages: int) -> tuple[int, int, int]:
+        """See `daf_kernels.DirectCodec`."""
+        if _scratch.size < self._scratch:
+            _scratch.reserve(self._scratch)
+        return encode(self._encodes, origin, _scratch.address, pages)
+
+    def decode(self, out: int, pages: int, two: TwoValues) -> None:
+        """See `daf_kernels.DirectCodec`."""
+        if _scratch.size < self._scratch:
+            _scratch.reserve(self._scratch)
+        decode(self._decodes, out, _scratch.address, pages, *two)
 
     def is_mask(self, origin: int) -> bool:
-        """Says whether the elements at an address begin with two values alone."""
-        return probe(origin, self._size, self._elements, self._scratch.address)[2] == 0
-
-    def mask(self, origin: int, pages: int, count: int) -> TwoValues | None:
-        """Packs the elements at an address at one bit each; None where they have more than two values."""
-        others, zero, one = encode_mask(*self._given, origin, self._scratch.address, pages, count)
-        return None if others else (zero, one)
+        """See `daf_kernels.DirectCodec`."""
+        if _scratch.size < self._scratch:
+            _scratch.reserve(self._scratch)
+        return probe(origin, self._size, self._count, _scratch.address)[2] == 0

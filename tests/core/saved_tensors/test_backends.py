@@ -83,7 +83,7 @@ def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ActivationEngine(model, DAFConfig(precision=4))
     with engine.compress():
         loss_of(model, 0)
-    monkeypatch.setattr(backends, "tensors_of", lambda *_, **__: [SimpleNamespace(device=GPU)])
+    monkeypatch.setattr("daf_core.engine.tensors_of", lambda _: ([SimpleNamespace(device=GPU)], []))
     with pytest.raises(GraphCaptureError, match=r"a CUDA graph is being captured.*without torch.cuda.graph"):
         engine.compress().__enter__()
 

@@ -262,6 +262,17 @@ def test_programs_that_change(name: str, config: dict[str, Any]) -> None:
     compare(*BRANCHES[name], steps=8, **config)
 
 
+def test_a_sparse_tensor_in_place_of_a_dense_one() -> None:
+    """It has neither strides nor a storage to look at."""
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        x = normal(*LARGE, seed=step)
+        x = (x.to_sparse() if step % 4 == 3 else x).requires_grad_()
+        return torch.mm(x, model.weight.t()).square().mean()
+
+    compare(lambda: nn.Linear(64, 64), loss_of, precision="exact")
+
+
 def test_another_program_is_replayed_beside_the_first() -> None:
     """As of training and of another task that take turns: both are in the tree after one pass each."""
     make, loss_of = BRANCHES["skipped"]
