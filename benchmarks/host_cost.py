@@ -2,8 +2,8 @@
 
 Run ``python -m benchmarks.host_cost --json host_cost.json``. A RoBERTa of 12 layers and hidden size 64 takes 2 rows of
 64 tokens, on one thread. The methods take their steps in turn in one process, each on a model of its own; what a method
-costs is the median over rounds of its time less that of plain in the same round. The tensors include parameters, which
-pass through.
+costs is the median over rounds of its time less that of plain in the same round. Time is that of the processor, which
+others on the machine change less. The tensors include parameters, which pass through.
 """
 
 import statistics
@@ -71,15 +71,15 @@ class Steps:
             self._engine = ActivationEngine(self.model, DAFConfig(precision=PRECISIONS[method], packing="device"))
 
     def take(self, length: int) -> tuple[float, float]:
-        """Returns the seconds of forward and backward of a step with rows of so many tokens."""
+        """Returns the processor's seconds for forward and backward of a step with rows of so many tokens."""
         batch = {name: value[:, :length] if value.dim() == 2 else value for name, value in self._built.batch.items()}
         torch.manual_seed(SEED)
-        started = time.perf_counter()
+        started = time.process_time()
         with self._scope():
             loss: Tensor = self.model(**batch).loss
-        between = time.perf_counter()
+        between = time.process_time()
         loss.backward()
-        ended = time.perf_counter()
+        ended = time.process_time()
         if self._engine is not None:
             self._engine.finish_step()
         return between - started, ended - between

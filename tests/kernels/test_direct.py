@@ -1,0 +1,91 @@
+"""What works by address gives the bytes and answers of the backend's other functions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from daf_core.codecs.planes import spreads_differ
+from daf_kernels import FixedPages, plane_layout
+from daf_kernels.cpu.backend import CpuBackend
+from daf_kernels.cpu.direct import DECLINED
+from tests.core.harness import normal
+
+ROW, ROWS, PAGE = 64, 64, 512
+
+
+def _spread(scale: float, value: float | None = None) -> torch.Tensor:
+    """Returns rows of which one spreads otherwise; a value of another one is replaced."""
+    values = normal(ROWS, ROW)
+    values[5] *= scale
+    if value is not None:
+        values[9, 3] = value
+    return values
+
+
+INPUTS = {
+    "alike": _spread(1.0),
+    "nearly": _spread(1 / 8),
+    "narrow": _spread(1 / 64),
+    "wide": _spread(64.0),
+    "constant": _spread(0.0),
+    "nan": _spread(1 / 64, math.nan),
+    "negative nan": _spread(1 / 64, -math.nan),
+    "infinite": _spread(1.0, math.inf),
+    "infinite row": _spread(1.0).index_fill(0, torch.tensor([7]), math.inf),
+    "both": _spread(1.0, -math.inf).index_fill(0, torch.tensor([7]), 0.0),
+}
+
+
+@pytest.mark.parametrize("values", INPUTS.values(), ids=INPUTS)
+def test_rows_that_spread_otherwise_are_declined(values: torch.Tensor) -> None:
+    """As `spreads_differ` says, whatever is not finite."""
+    layout = plane_layout(values.numel(), ROW, PAGE)
+    memory = FixedPages(layout.pages(3), PAGE)
+    addresses = memory.addresses(np.arange(layout.pages(3)))
+    codec = CpuBackend().direct_planes(layout, 3, values.dtype, ROW)
+    assert codec is not None
+    answer = codec.encode(values.data_ptr(), addresses.ctypes.data)[0]
+    assert (answer == DECLINED) is spreads_differ(values, ROW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("planes", [1, 2, 3, 4])
+def test_codes_are_those_of_the_backend(planes: int, dtype: torch.dtype) -> None:
+    """Written by one, and read by the other."""
+    backend, values = CpuBackend(), normal(20, 300).to(dtype)
+    layout = plane_layout(values.numel(), 300, PAGE)
+    pages = np.arange(layout.pages(planes))
+    memory = FixedPages(pages.size, PAGE)
+    addresses = memory.addresses(pages)
+    codec = backend.direct_planes(layout, planes, dtype, 0)
+    assert codec is not None
+    expected, crossed, found = (torch.empty_like(values) for _ in range(3))
+    assert backend.encode(values, layout, planes, memory, pages, None)
+    backend.decode(expected, layout, planes, memory, pages)
+    codec.decode(crossed.data_ptr(), addresses.ctypes.data, (0, 0))
+    memory.write(pages, torch.zeros(pages.size, PAGE, dtype=torch.uint8))
+    assert codec.encode(values.data_ptr(), addresses.ctypes.data)[0] == 0
+    backend.decode(found, layout, planes, memory, pages)
+    assert torch.equal(expected, crossed)
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32])
+def test_masks_come_back(dtype: torch.dtype) -> None:
+    """With their two values, which are read from what is packed; three are declined."""
+    mask = (normal(900) > 0).to(dtype)
+    codec = CpuBackend().direct_mask(mask.numel(), dtype, PAGE)
+    assert codec is not None
+    memory, found = FixedPages(1, PAGE), torch.empty_like(mask)
+    addresses = memory.addresses(np.arange(1))
+    answer, zero, one = codec.encode(mask.data_ptr(), addresses.ctypes.data)
+    codec.decode(found.data_ptr(), addresses.ctypes.data, (zero, one))
+    assert answer == 0
+    assert torch.equal(found, mask)
+    if dtype is not torch.bool:
+        mask[-1] = 0.5
+        assert codec.encode(mask.data_ptr(), addresses.ctypes.data)[0] != 0
