@@ -17,8 +17,8 @@ from daf_core.readers.sharpness import SHARP
 from daf_core.readers.table import Kind, Reading
 
 SMALL_BYTES = 16384
-"""Storages of so many bytes or fewer stay accounted for until the last one of their pass is let go: those of
-RoBERTa-base at batch 8 x 128 are of 4 kB, and to count one by itself takes longer than to keep it."""
+"""Without pressure, storages of so many bytes or fewer are accounted for until the last one of their pass is let go.
+Those of RoBERTa-base at batch 8 x 128 are of 4 kB, and to count one by itself takes longer than to keep it."""
 
 
 class Part(NamedTuple):
@@ -111,7 +111,7 @@ class StorageTable:
             ActivationBudgetError: The storage does not fit in the budget.
         """
         size = storage.nbytes()
-        if size > SMALL_BYTES:
+        if size > SMALL_BYTES or not pager.at_ease:  # under pressure, backward needs the room of what it has let go
             return self._kept.keep(storage, pager)
         group = self._small.get(pager)
         if group is None:
