@@ -186,7 +186,7 @@ def referred_kept(function: Callable[..., Any], model: nn.Module) -> ExitStack:
 
 
 def contents_of(model: nn.Module) -> Contents:
-    """Returns what is in the attributes of all modules of a model now, and of their own classes.
+    """Returns what is in the attributes of all modules and parameters of a model now, and of the modules' own classes.
 
     Objects that they refer to are looked into where their classes come from the packages of the model's, and so is what
     functions that are hooks refer to.
@@ -198,6 +198,8 @@ def contents_of(model: nn.Module) -> Contents:
         contents.add_object(name, module)
     for name, parameter in model.named_parameters():
         contents.add(name, getattr(parameter, "_backward_hooks", None))
+        if vars(parameter):  # a quantized weight has its scales there, and the first pass of bitsandbytes' moves them
+            contents.add_object(name, parameter)
     for kind in kinds:
         if _package(kind) not in _FOREIGN:
             contents.add_attributes(kind, f"{kind.__qualname__}.", _data_of)

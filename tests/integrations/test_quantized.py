@@ -80,6 +80,20 @@ def test_inputs_of_frozen_layers_are_let_go(precision: Any) -> None:
     assert set(held[1]) == {None}
 
 
+@pytest.mark.parametrize(
+    "base",
+    [
+        pytest.param(in_four_bits, marks=needs("bitsandbytes"), id="4 bits"),
+        pytest.param(in_eight_bits, marks=needs("bitsandbytes"), id="8 bits"),
+    ],
+)
+def test_audits_leave_quantized_weights_as_they_are(base: Make) -> None:
+    """The first pass of an 8-bit layer moves scales from the weight, and one that an audit runs is taken back."""
+    found = [trained(daf.prepare(adapted(base()), precision=4, audit_every=every), adam) for every in (None, 1)]
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def inputs_in(node: Any) -> list[Any]:
     """Returns what the nodes of a graph that are bitsandbytes' hold as their input."""
     return [each.A for each in all_nodes(node) if type(each).__name__ == "MatMul8bitFpBackward"]
