@@ -32,13 +32,13 @@ class SiteStatistics:
     """Counts lossy activations by site, without keeping them alive; `sizes` are the bytes of each site."""
 
     def __init__(self) -> None:
-        self.sizes: dict[Site, Sequence[int]] = {}
+        self.sizes: dict[Site, list[int]] = {}
         self._stored: list[_Counted] = []
 
     def add(self, site: Site, sizes: Sequence[int], stored: PlanesActivation | None = None) -> None:
         """Counts an activation; None stays as it is."""
         known = self.sizes.get(site)
-        self.sizes[site] = sizes if known is None else [a + b for a, b in zip(known, sizes, strict=True)]
+        self.sizes[site] = list(sizes) if known is None else [a + b for a, b in zip(known, sizes, strict=True)]
         codes = (None, None) if stored is None else (stored.precision, weakref.ref(stored))
         self._stored.append(_Counted(site, sizes, *codes))
 

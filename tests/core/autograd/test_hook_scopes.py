@@ -83,7 +83,7 @@ def test_rule_9_exception_before_the_scope_begins(monkeypatch: pytest.MonkeyPatc
     _assert_compresses(engine, model)
 
 
-def _interrupt() -> None:
+def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
