@@ -230,7 +230,7 @@ class TestRuns:
         assert capsys.readouterr().out.count("'loss'") == 1
         assert any("DAF plans the whole batch" in record.getMessage() for record in caplog.records)
 
-    def test_rows_longer_than_the_model_knows_are_refused(
+    def test_long_texts_need_a_model_that_is_there(
         self, load: Load, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         with pytest.raises(SystemExit):
