@@ -196,7 +196,6 @@ CASES: dict[str, tuple[Feature, Callable[[], Any], list[tuple[Callable[[], Any],
             (lambda: with_head(narrowed()), "no plain parameter"),
             (lambda: language_model(lambda model: setattr(model, "forward", fused)), "fused loss"),
             (lambda: language_model(lambda model: setattr(model, "loss_function", fused)), "another than"),
-            (lambda: language_model(lambda model: setattr(model.config, "logit_scale", 2.0)), "(logit_scale)"),
         ],
     ),
     CHUNKED_LOSS.name: (

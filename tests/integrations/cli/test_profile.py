@@ -341,7 +341,9 @@ def test_options_for_other_models_are_refused() -> None:
 
 def test_profile_takes_the_options_of_plan() -> None:
     plan = {option for parameter in main.commands["plan"].params for option in parameter.opts}
-    assert plan - {"--budget", "--save"} <= {option for parameter in command.params for option in parameter.opts}
+    assert plan - {"--budget", "--save", "--device"} <= {
+        option for parameter in command.params for option in parameter.opts
+    }
 
 
 def test_plans_are_made_of_what_a_function_makes() -> None:

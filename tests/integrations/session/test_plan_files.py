@@ -85,7 +85,7 @@ def same(one: Weights, other: Weights) -> bool:
 @pytest.mark.parametrize(
     ("accumulation", "options"),
     [
-        (1, {**BUDGET, "precision": 4, "rounding": "stochastic"}),
+        (1, {"memory_budget": "700KB", "precision": 4, "rounding": "stochastic"}),
         (2, {**ELASTIC, "precision": "exact"}),
         (2, {**BUDGET, **ELASTIC, "audit_every": 3}),
     ],
