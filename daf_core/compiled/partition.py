@@ -81,9 +81,12 @@ def _is_piece_of_what_is_worked_out_again(node: fx.Node) -> bool:
 
 
 def _copied(node: fx.Node) -> fx.Node:
-    """Puts a copy in the place of a view, which the partitioner always works out again; returns the copy."""
+    """Puts a copy in the place of a view, which the partitioner always works out again; returns the copy.
+
+    By an operator of its own, as Inductor takes torch's copies for views.
+    """
     with node.graph.inserting_after(node):
-        copied = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copied = node.graph.call_function(torch.ops.daf.copy.default, (node,))
     copied.meta = {**node.meta}
     node.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not copied)
     return copied
@@ -128,3 +131,9 @@ def _gradients(nodes: list[fx.Node]) -> set[fx.Node]:
         if given or any(each in found for each in node.all_input_nodes):
             found.add(node)
     return found
+
+
+_library = torch.library.Library("daf", "FRAGMENT")
+_library.define("copy(Tensor values) -> Tensor")
+_library.impl("copy", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("daf::copy", torch.empty_like, lib=_library)
