@@ -393,7 +393,8 @@ class TestAudits:
     def test_are_said_not_to_run(self, caplog: pytest.LogCaptureFixture) -> None:
         model = daf.prepare(by_block(Net()))
         losses_of(model, 4)
-        records = daf_records(caplog)
+        # The first run of all compiles kernels, perhaps now, and says so.
+        records = [record for record in daf_records(caplog) if "CPU kernels" not in record.message]
         assert [record.levelname for record in records] == ["WARNING"], [record.message for record in records]
         assert "a graph of torch.compile runs backward once" in records[0].message
         assert last_of(model).gradient_error is None
