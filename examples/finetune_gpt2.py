@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from daf_integrations import DAFCallback
-from support.command_line import PRECISIONS, InputError, loading, positive, precision
+from support.command_line import PRECISIONS, InputError, check_seq, loading, positive, precision
 from support.learnt_tokens import learn_tokenizer
 from support.stdlib_text import stdlib_corpus
 
@@ -76,11 +76,7 @@ def load_model(options: argparse.Namespace) -> GPT2LMHeadModel:
             model = AutoModelForCausalLM.from_pretrained(options.model)
     if not isinstance(model, GPT2LMHeadModel):
         raise InputError(f"--model {options.model}: is a {model.config.model_type}; give a GPT-2, such as gpt2-medium")
-    longest = model.config.n_positions
-    if not 2 <= options.seq <= longest:
-        raise InputError(
-            f"--seq {options.seq}: the model learns from 2 to {longest} tokens; give a number in that range"
-        )
+    check_seq(options.seq, model.config.n_positions)
     return model
 
 

@@ -28,8 +28,9 @@ from transformers import (
 )
 
 from daf_integrations import DAFCallback
-from finetune_gpt2 import learn_tokenizer, token_blocks
+from finetune_gpt2 import token_blocks
 from support.command_line import InputError, loading, positive
+from support.learnt_tokens import learn_tokenizer
 from support.stdlib_text import stdlib_corpus
 
 

@@ -30,7 +30,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from daf_integrations import DAFCallback
-from support.command_line import PRECISIONS, InputError, loading, positive, precision
+from support.command_line import PRECISIONS, InputError, check_seq, loading, positive, precision
 from support.learnt_tokens import learn_tokenizer
 from support.stdlib_text import stdlib_corpus
 
@@ -132,11 +132,7 @@ def load(options: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokeni
         with loading(options.model):
             model = AutoModelForCausalLM.from_pretrained(options.model)
             tokenizer = AutoTokenizer.from_pretrained(options.model)
-    longest = model.config.max_position_embeddings
-    if not 2 <= options.seq <= longest:
-        raise InputError(
-            f"--seq {options.seq}: the model learns from 2 to {longest} tokens; give a number in that range"
-        )
+    check_seq(options.seq, model.config.max_position_embeddings)
     return model, tokenizer
 
 

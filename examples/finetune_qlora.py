@@ -16,20 +16,18 @@ from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_tr
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
     set_seed,
 )
 
 from daf_integrations import DAFCallback
-from finetune_gpt2 import token_blocks
-from support.command_line import PRECISIONS, InputError, loading, positive, precision
-from support.learnt_tokens import LEARNT_TOKENS, learn_tokenizer
+from finetune_gpt2 import load_tokenizer, token_blocks
+from support.command_line import PRECISIONS, InputError, check_seq, loading, positive, precision
+from support.learnt_tokens import LEARNT_TOKENS
 from support.stdlib_text import stdlib_corpus
 
 ON_GPU = torch.cuda.is_available()
@@ -91,20 +89,8 @@ def load_model(options: argparse.Namespace) -> nn.Module:
             dtype=torch.bfloat16 if ON_GPU else torch.float32,
             device_map="auto" if ON_GPU else "cpu",
         )
-    longest = model.config.max_position_embeddings
-    if not 2 <= options.seq <= longest:
-        raise InputError(
-            f"--seq {options.seq}: the model learns from 2 to {longest} tokens; give a number in that range"
-        )
+    check_seq(options.seq, model.config.max_position_embeddings)
     return model
-
-
-def load_tokenizer(options: argparse.Namespace, texts: list[str]) -> PreTrainedTokenizerBase:
-    """Returns the named model's tokenizer, by default one learnt from the texts."""
-    if options.model is None:
-        return learn_tokenizer(texts)
-    with loading(options.model):
-        return AutoTokenizer.from_pretrained(options.model)
 
 
 def build_parser() -> argparse.ArgumentParser:

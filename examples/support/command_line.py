@@ -35,6 +35,16 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
     return read
 
 
+def check_seq(seq: int, longest: int) -> None:
+    """Refuses a --seq that a model cannot learn from.
+
+    Raises:
+        InputError: It is below 2, or above the longest row that the model knows.
+    """
+    if not 2 <= seq <= longest:
+        raise InputError(f"--seq {seq}: the model learns from 2 to {longest} tokens; give a number in that range")
+
+
 @contextmanager
 def loading(model: str) -> Iterator[None]:
     """Turns a failure to load a model that the user named into an `InputError`."""
