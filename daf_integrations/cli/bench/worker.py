@@ -71,7 +71,7 @@ class Measurement(StoredBytes):
 
     Attributes:
         setup_rss_bytes: Bytes that opening the method loads before the level that the peak is above: compiled kernels
-            and their compiler. They do not grow with the model.
+            and their compiler, which do not grow with the model, and a compiled model's graphs.
         peak_bytes: Largest size that the timed steps reach above the loaded model: of the process' resident memory, or
             of the GPU's allocated bytes.
         peak_rss_bytes: The same of the process' resident memory, wherever the model is.
@@ -122,7 +122,7 @@ def measure(task: Task) -> Measurement:
     """Runs a task in this process.
 
     Memory is measured from the level at which training could begin: model, optimizer and the code of the method are
-    loaded. What that code takes is given on its own. Loss and gradients are those of one more step at the end, with the
+    loaded, and of a compiled model its graphs. What that code takes is given on its own. Loss and gradients are those of one more step at the end, with the
     weights of the beginning: the learning rate is zero, but for methods that measure what steps gain.
 
     Raises:
@@ -149,6 +149,8 @@ def measure(task: Task) -> Measurement:
     for number in range(how.settling):
         step.run(SEED + number)
     release_free_memory()  # what compiling kernels took in the first step is free, and the steps would fill it
+    if task.compiled:
+        level = resident_bytes()  # code of the model's graphs, too, is loaded
     reset_peak()
     if gpu:
         gpu.reset_peak()
