@@ -122,8 +122,9 @@ def measure(task: Task) -> Measurement:
     """Runs a task in this process.
 
     Memory is measured from the level at which training could begin: model, optimizer and the code of the method are
-    loaded, and of a compiled model its graphs. What that code takes is given on its own. Loss and gradients are those of one more step at the end, with the
-    weights of the beginning: the learning rate is zero, but for methods that measure what steps gain.
+    loaded, and of a compiled model its graphs. What that code takes is given on its own. Loss and gradients are those
+    of one more step at the end, with the weights of the beginning: the learning rate is zero, but for methods that
+    measure what steps gain.
 
     Raises:
         DAFError: The model cannot be made, or the method does not work with it.
@@ -195,8 +196,9 @@ def fill_adapters(model: nn.Module) -> None:
 
 
 def computed(model: nn.Module, loss: Tensor) -> dict[str, Any]:
-    """Returns the loss of a step and the gradients that it has left, on the CPU."""
-    return {"loss": float(loss), "gradients": {name: each.cpu() for name, each in gradients_of(model).items()}}
+    """Returns the loss of a step and copies, on the CPU, of the gradients that it has left."""
+    gradients = {name: each.to("cpu", copy=True) for name, each in gradients_of(model).items()}
+    return {"loss": float(loss), "gradients": gradients}
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 
 from daf_core.errors import ConfigError
 from daf_integrations.cli.bench.methods import METHODS, is_method, open_method, traits
@@ -23,7 +24,7 @@ FLOAT_BYTES = 4
 
 
 def run(
-    method: str, folder: Path, dtype: str = "fp32", model: str = MODEL, kind: str = DROPOUT
+    method: str, folder: Path, dtype: str = "fp32", model: str = MODEL, kind: str = DROPOUT, compiled: bool = False
 ) -> tuple[Measurement, Gradients]:
     file = folder / "gradients.pt"
     workload = {"model": model, "batch": ROWS, "length": LENGTH}
@@ -35,6 +36,7 @@ def run(
         threads=torch.get_num_threads(),
         gradients=str(file),
         undropped=True,
+        compiled=compiled,
     )
     return measure(task), load_gradients(file)[kind]
 
@@ -75,6 +77,14 @@ def test_others_hold_less_and_are_near(method: str, tmp_path: Path) -> None:
     assert problem_of(method, found, expected, 1e-4) is None
     assert compare_gradients(found.of, expected.of).error < (1.5 if "2bit" in method else 0.5)
     assert not traits(method).exact
+
+
+def test_a_compiled_model_has_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "fallback_random", True)  # the same dropouts
+    _, expected = run("plain", tmp_path)
+    _, found = run("plain", tmp_path, compiled=True)
+    gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in found.of.items()}
+    assert compare_gradients(gradients, expected.of).error < 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
