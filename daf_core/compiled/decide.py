@@ -140,8 +140,11 @@ class Decisions:
         return None if bits is None else Planes(bits, signs=Needs.SIGNS in needs)
 
     def _is_of_last_layer(self, reader: fx.Node) -> bool:
-        """Says whether a product of few results reads a tensor, with no other product between it and the loss."""
-        for user in _behind_views(reader):
+        """Says whether a product of few results reads a tensor, with no other product between it and the loss.
+
+        Or reads what backward makes of it, such as a dropout of it.
+        """
+        for user in self._behind_pointwise(reader):
             if name_of(user) not in ("mm", "bmm"):
                 continue
             gradients = [each for each in user.all_input_nodes if each in self._from_gradients]
@@ -150,6 +153,19 @@ class Decisions:
                 if size * FEW_RESULTS <= elements_of(reader.meta["val"]) and not _follows_product(gradient):
                     return True
         return False
+
+    def _behind_pointwise(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yields what reads a node, or what is made of it element by element without a gradient."""
+        seen, pending = {node}, [node]
+        while pending:
+            for user in pending.pop().users:
+                if user in seen:
+                    continue
+                seen.add(user)
+                if is_view(user) or (_is_pointwise(user) and user not in self._from_gradients):
+                    pending.append(user)
+                else:
+                    yield user
 
 
 def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:
@@ -246,14 +262,6 @@ def _is_result_beside(node: fx.Node) -> bool:
 def elements_of(values: Tensor) -> int:
     """Returns the elements of a tensor, or what they are while it is traced."""
     return hint(values.numel())
-
-
-def _behind_views(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if is_view(user):
-            yield from _behind_views(user)
-        else:
-            yield user
 
 
 def _dependents(roots: Iterator[fx.Node]) -> set[fx.Node]:
