@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, budgets, elastic, fits, memory, operators, overlap, scaling
+from benchmarks import accuracy, budgets, elastic, fits, long_text, memory, operators, overlap, scaling
 from benchmarks.accuracy import Run
 from benchmarks.finetune import ENCODER_PACKAGE, load_splits
 from benchmarks.zoo.models import build_batch, build_model
@@ -256,6 +256,17 @@ def test_scaling_writes_its_figures(tmp_path: Path) -> None:
     assert held[4, "plain"] > held[2, "plain"]
     assert "| layers | plain s | plain MB | daf-exact time |" in files["markdown"].read_text()
     assert files["picture"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_row_keeps_a_plan_that_was_made_without_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 4000}
+    monkeypatch.setattr(long_text, "CONFIGURATION", long_text.CONFIGURATION | small)
+    target = tmp_path / "long.json"
+    long_text.main(["--tokens", "2048", "--budget", "80MB", "--plain", "--threads", "1", "--json", str(target)])
+    within, plain = json.loads(target.read_text())["steps"]
+    assert within["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert within["tensor_bytes"] <= within["planned_bytes"] * 1.05
+    assert within["planned_bytes"] < 80e6 < plain["tensor_bytes"]
 
 
 def test_fits_compares_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

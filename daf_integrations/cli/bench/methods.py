@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from daf_core.config import Precision
@@ -43,6 +44,7 @@ METHODS: dict[str, str] = {
     "daf-4bit@40MB+spill": "the same with a spill file for what does not fit",
     "daf-auto<0.05": "DAF with a bound for the error of the gradient; daf-auto<0.05/5 has an audit every 5 steps",
     "daf-step@600MB": "DAF with a budget for what a step takes beside the model, its gradients and the optimizer",
+    "torch-budget@0.5": "with --compile: torch's activation_memory_budget, a share of what a compiled graph saves",
     "elastic@0.6": "elastic training within a share of the time, activations stored exactly",
 }
 """Names of methods and what they are; sizes, bounds and shares are examples."""
@@ -52,6 +54,7 @@ _STEP = re.compile(f"daf-step{_SIZE}")
 _BUDGETED = re.compile(rf"(?P<name>daf-\w+){_SIZE}(?P<spill>(?i:\+spill))?")
 _BOUNDED = re.compile(r"daf-auto<(?P<bound>0?\.\d*[1-9]\d*)(/(?P<every>[1-9]\d*))?")
 _ELASTIC = re.compile(r"elastic@(?P<share>0?\.\d*[1-9]\d*)")
+_TORCH_BUDGET = re.compile(r"torch-budget@(?P<share>0?\.\d*[1-9]\d*)")
 
 Loss = Callable[[Any], Tensor]
 
@@ -153,6 +156,13 @@ def _checkpointed(model: nn.Module) -> Method:
     return Method(model, undo=lambda: [delattr(block, "forward") for block in blocks])
 
 
+def _within_torch_budget(model: nn.Module, share: float) -> Method:
+    """Has graphs that are compiled from now on save a share of what they would save, and compute the rest again."""
+    before = functorch.activation_memory_budget
+    functorch.activation_memory_budget = share
+    return Method(model, undo=partial(setattr, functorch, "activation_memory_budget", before))
+
+
 def _classic(model: nn.Module, bits: int) -> Method:
     return Method(model, Stores(model, in_bits(bits, next(model.parameters()).device)))
 
@@ -202,6 +212,8 @@ def _find(name: str) -> Traits | None:
     if found := _ELASTIC.fullmatch(name):
         trains = partial(_DAF, precision="exact", elastic={"time": float(found["share"])})
         return Traits(trains, exact=True, settling=12, alternates=True, partial=True)
+    if found := _TORCH_BUDGET.fullmatch(name):
+        return Traits(partial(_within_torch_budget, share=float(found["share"])), exact=True)
     if found := _STEP.fullmatch(name):
         return Traits(partial(_DAF, memory_budget=found["budget"]), settling=4, splits=True)
     if found := _BOUNDED.fullmatch(name):

@@ -50,7 +50,7 @@ def test_each_listed_method_has_a_name_that_is_known(name: str) -> None:
     "name",
     [
         *("", "daf", "daf-3bit", "daf-4bit@", "daf-4bit@40", "daf-4bit@4..2MB", "daf-step@1MB+spill"),
-        *("elastic", "elastic@1", "elastic@.0", "plain@1MB"),
+        *("elastic", "elastic@1", "elastic@.0", "plain@1MB", "torch-budget@2"),
     ],
 )
 def test_others_are_not(name: str) -> None:
