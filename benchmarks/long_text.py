@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,17 @@ def planned(workload: Workload, config: DAFConfig, file: Path) -> int:
         if plan is None:
             least = least_budget(profile, size, config, splits=False)
             raise PlanError(config.memory_budget, least, "a row is not split")
-    plans = PlanFile(str(file), config, build(workload, "cpu").model)
+    plans = PlanFile(str(file), config, with_values(workload).model)
     plans.begin_batch()
     plans.add_plan(batch.kind("one row"), NamedPlan(tuple(profile.names), plan))
     return plan.forecast.peak_bytes
+
+
+def with_values(workload: Workload) -> BuiltWorkload:
+    """Returns the model and its row on the CPU; `build` alone would try it on the whole row, with all of its logits."""
+    sized = build(replace(workload, length=2), "cpu")
+    ids = torch.randint(CONFIGURATION["vocab_size"], (ROWS, workload.length))
+    return replace(sized, batch={"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
 
 
 def stepped(model: nn.Module, sized: BuiltWorkload) -> tuple[int, int, float, float]:
@@ -116,7 +123,7 @@ def trained(tokens: int, budget: str | None, folder: Path) -> LongStep:
     config = DAFConfig(memory_budget=budget or "auto", precision=8, audit_every=None, plan_file=str(file))
     if budget is not None:
         expected = planned(workload, config, file)
-    sized = build(workload, "cpu")
+    sized = with_values(workload)
     model = sized.model if budget is None else daf.prepare(sized.model, config)
     tensors, resident, seconds, loss = stepped(model, sized)
     return LongStep(
