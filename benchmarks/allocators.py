@@ -16,7 +16,7 @@ from rich.progress import track
 
 from benchmarks.harness import benchmark_parser, megabytes, method_names, whole_number, write_results
 from benchmarks.zoo import models
-from daf_integrations.cli.allocator import LIBRARIES, PRELOAD
+from daf_integrations.cli.allocator import LIBRARIES, PRELOAD, PURGE_DELAY, options_of
 from daf_integrations.cli.bench.rounds import rotated, run_process
 from daf_integrations.cli.bench.summary import paired_ratio
 from daf_integrations.cli.bench.tables import Grid
@@ -54,12 +54,14 @@ def settings() -> dict[str, dict[str, str]]:
     """Returns the variables of each setting, by its name; those of other allocators where these are installed."""
     named = {" ".join(["glibc", *(f"{name}={value}" for name, value in each.items())]): each for each in GLIBC}
     found = {name: library() for name, library in LIBRARIES.items()}
-    return named | {name: {PRELOAD: library} for name, library in found.items() if library is not None}
+    return named | {name: {PRELOAD: library, **options_of(library)} for name, library in found.items() if library}
 
 
 def variables_of(setting: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of this process with those of a setting, and no others that allocators read."""
-    others = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", PRELOAD))}
+    others = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", PRELOAD, PURGE_DELAY))
+    }
     return {**others, **setting, "HF_HUB_OFFLINE": "1"}
 
 

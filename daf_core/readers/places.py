@@ -20,7 +20,8 @@ _WRITES_LATE = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noi
 """Operators that write what they have saved: a randomized ReLU saves its noise, and fills it then. By torch 2.13's
 schemas no other operator that can be differentiated writes an argument that is neither its result nor a buffer."""
 
-_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
+_APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""From torch 2.14 on it is written in C, and has no frame."""
 
 
 class Place(NamedTuple):

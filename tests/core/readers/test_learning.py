@@ -145,7 +145,7 @@ SCRIPTED: Any = scripted_function
 @pytest.fixture(autouse=True, scope="module")
 def script() -> None:
     global SCRIPTED
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         SCRIPTED = torch.jit.script(scripted_function)
 
 

@@ -82,6 +82,18 @@ def test_an_allocator_by_name_and_by_path(started: Started, monkeypatch: pytest.
     assert [environment.get("LD_PRELOAD") for _, environment in started] == ["libjemalloc.so.2", str(library), None]
 
 
+@pytest.mark.parametrize(("set_before", "expected"), [(None, "1"), ("50", "50")])
+def test_mimalloc_gives_memory_back_soon_unless_the_user_says_when(
+    started: Started, monkeypatch: pytest.MonkeyPatch, set_before: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    if set_before is not None:
+        monkeypatch.setenv("MIMALLOC_PURGE_DELAY", set_before)
+    monkeypatch.setattr(allocator, "installed_mimalloc", lambda: "/lib/libmimalloc.so.3")
+    run("train.py")
+    assert started[0][1]["MIMALLOC_PURGE_DELAY"] == expected
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [("jemalloc", "jemalloc is not installed"), ("hoard", "'hoard' is neither a file nor one of auto, tcmalloc, ")],
