@@ -205,6 +205,9 @@ def _between(low: str, high: str, closed: bool = False) -> Callable[[Node], Boun
     return read
 
 
+_CLAMP_CLOSED = torch.__version__ < (2, 14)
+"""Whether the gradient passes where a value is the bound itself."""
+
 _SIDES: dict[tuple[str, str], Callable[[Node], Bounds]] = {
     (_full("Relu0"), "result"): lambda _: _POSITIVE,
     (_full("LeakyRelu0"), "self"): lambda _: _POSITIVE,
@@ -215,9 +218,9 @@ _SIDES: dict[tuple[str, str], Callable[[Node], Bounds]] = {
     (_full("Threshold1"), "self"): _between("threshold", ""),
     (_full("Hardtanh0"), "self"): _between("min_val", "max_val"),
     (_full("Hardsigmoid0"), "self"): lambda _: Bounds(-3.0, 3.0),
-    (_full("Clamp1"), "self"): _between("min", "max", closed=True),
-    (_full("ClampMin0"), "self"): _between("min", "", closed=True),
-    (_full("ClampMax0"), "self"): _between("", "max", closed=True),
+    (_full("Clamp1"), "self"): _between("min", "max", closed=_CLAMP_CLOSED),
+    (_full("ClampMin0"), "self"): _between("min", "", closed=_CLAMP_CLOSED),
+    (_full("ClampMax0"), "self"): _between("", "max", closed=_CLAMP_CLOSED),
     (_full("Hardshrink0"), "self"): lambda node: Bounds(-node._saved_lambd, node._saved_lambd, closed=True),
     (_full("Softshrink0"), "self"): lambda node: Bounds(-node._saved_lambd, node._saved_lambd, closed=True),
 }
@@ -290,6 +293,9 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         field: The name under which it has saved the tensor; "" where that is unknown.
         is_large: Says whether what it saved of a name is so large that it may be stored in few bits.
     """
+    function = getattr(type(node), "_forward_cls", None)
+    if function is not None:
+        return reading_of_function(function)
     name = node.name()
     kind = _KINDS.get((name, field), Kind.EXACT)
     if kind is Kind.SIDES:

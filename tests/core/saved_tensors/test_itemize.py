@@ -142,4 +142,6 @@ def test_operators_written_in_python_are_named() -> None:
     """They keep what they save in one list."""
     model, x = Branches(1, 1), normal(*LARGE)
     items, _ = itemized(model, lambda *_: Product.apply(x * model.weight, x.sin()).sum(), engine_for(model, 4))
-    assert [item.operator for item in items] == ["MulBackward0", "ProductBackward", "ProductBackward"]
+    # From torch 2.14 on an operator's tensors wait in a first pass for the graph to say who has saved them.
+    operators = [item.operator for item in items if item.site != PACKING]
+    assert operators == ["MulBackward0", "ProductBackward", "ProductBackward"]
