@@ -111,9 +111,9 @@ def test_no_programs_are_no_launch(found: Found) -> None:
         ("full", [(2, 16384, 0, False)]),
         ("few", [(3, 18432, 0, True)]),
         ("end", [(1, 2048, 0, True)]),
-        ("most of few", [(256, 255 * 8192 + 2048, 0, True)]),
-        ("many", [(256, 256 * 8192 + 2048, 0, False), (1, 256 * 8192 + 2048, 256, True)]),
-        ("many full", [(257, 257 * 8192, 0, False)]),
+        ("most of few", [(192, 191 * 8192 + 2048, 0, True)]),
+        ("many", [(192, 192 * 8192 + 2048, 0, False), (1, 192 * 8192 + 2048, 192, True)]),
+        ("many full", [(193, 193 * 8192, 0, False)]),
     ],
 )
 def test_full_programs_and_the_end(name: str, expected: list[tuple[int, ...]], found: Found) -> None:

@@ -24,9 +24,10 @@ OPTIONS = {"enable_fp_fusion": False}
 NEAR_BYTES = 2**31 - 1
 """Triton addresses the elements of a tensor of so many bytes at most by 32 bits where it compiles for AMD's GPUs."""
 
-FEW_PROGRAMS = 256
-"""Programs at most of which all look whether elements exist, which saves a launch: an A100 and an H100 run so many at
-once, so they take hardly longer than the one that has to look. No GPU has measured this."""
+FEW_PROGRAMS = 192
+"""Programs at most of which all look whether elements exist, which saves a launch. An A100 (108 multiprocessors) and an
+H100 (132) run so many at once, as two fit on each even with the most registers: so they take hardly longer than the one
+that has to look. No GPU has measured this."""
 
 _compiled: dict[Hashable, Any] = {}
 
