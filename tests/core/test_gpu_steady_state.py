@@ -21,6 +21,7 @@ from tests.kernels.pretended_gpu import Operations, pretend
 
 WARM_STEPS = 2
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels do not run on tensors of the CPU here")
 STORING = ("encode", "encode_slopes", "encode_mask", "encode_nonzero")
 READING = ("decode", "decode_slopes", "decode_mask", "rectify")
 
@@ -64,6 +65,7 @@ def counted(backend: TritonBackend, operations: Operations, monkeypatch: pytest.
     return calls
 
 
+@needs_none
 @pytest.mark.parametrize("tier", [False, True], ids=["idle leases", "pages off the pool"])
 def test_a_tensor_is_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: bool) -> None:
     """A step has besides them one copy of flags with one event; nothing is uploaded, set to zero or allocated."""
