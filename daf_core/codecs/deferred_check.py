@@ -20,6 +20,10 @@ from daf_core.memory.pager import Pager
 from daf_core.memory.pending import PENDING_BYTES, Pending, PendingWindow
 from daf_kernels import DeviceFlag
 
+ASKED_BYTES = PENDING_BYTES // 4
+"""Bytes of values after which a device is asked for its answers, as it sends many as fast as one. The answers for the
+oldest values are on their way then when three times as many may still be saved without a wait."""
+
 
 class PendingCheck(Pending):
     """Values that are kept alongside their codes.
@@ -69,6 +73,8 @@ class PendingChecks:
         self._lock = forks.lock(forks.Level.DOUBTS)
         self._kept = KeptStorages()
         self._closed = 0
+        self._unasked: list[DeviceFlag] = []
+        self._unasked_bytes = 0
 
     def add(self, values: Tensor, answer: DeviceFlag, pager: Pager) -> PendingCheck | None:
         """Returns the check of values, and settles the oldest ones beyond `PENDING_BYTES`; None where none may wait.
@@ -83,6 +89,7 @@ class PendingChecks:
             if self._closed:
                 return None
             self._window.add(check, weakref.ref(check))
+            self._ask_some(answer, check.size)
             while self._window.size > PENDING_BYTES:
                 self._window.settle_oldest()
             self._settle_known()
@@ -114,6 +121,16 @@ class PendingChecks:
         finally:
             with self._lock:
                 self._closed -= 1
+
+    def _ask_some(self, answer: DeviceFlag, size: int) -> None:
+        """Asks for the answers since the last time, if values of enough bytes wait: of several devices and streams."""
+        self._unasked.append(answer)
+        self._unasked_bytes += size
+        if self._unasked_bytes >= ASKED_BYTES:
+            for unasked in self._unasked:
+                unasked.ask()
+            self._unasked.clear()
+            self._unasked_bytes = 0
 
     def _settle_known(self) -> None:
         while self._window and ((check := self._window.oldest) is None or check.is_known):

@@ -137,13 +137,17 @@ def system_memory(size: int, device: torch.device) -> Tensor:
 class DeviceFlag(Protocol):
     """A yes or no that a device is working out."""
 
+    def ask(self) -> None:
+        """Has the device send it, without waiting, together with all that it has not sent yet."""
+        ...
+
     @property
     def is_known(self) -> bool:
-        """Whether it can be had without waiting."""
+        """Whether it was asked for and can be had without waiting."""
         ...
 
     def __bool__(self) -> bool:
-        """Returns it, and waits for it if need be."""
+        """Returns it; asks and waits for it if need be."""
         ...
 
 

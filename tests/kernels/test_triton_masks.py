@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from daf_kernels.triton import launch
 from tests.kernels.hard_inputs import FLOAT_TYPES, HARD_INPUTS, HARD_MASKS, Make, each, flags, normal
 from tests.kernels.harness import (
     REFERENCE,
@@ -79,7 +80,10 @@ def test_rectified_bits_are_those_of_the_reference(make: Make, dtype: torch.dtyp
 
 @pytest.mark.parametrize("planes", [4, 2, 1])
 @pytest.mark.parametrize(("make", "dtype"), each(SLOPE_INPUTS))
-def test_slopes_are_those_of_the_reference(make: Make, dtype: torch.dtype, planes: int) -> None:
+def test_slopes_are_those_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, make: Make, dtype: torch.dtype, planes: int
+) -> None:
+    monkeypatch.setattr(launch, "FEW_PROGRAMS", 0)  # as for many: full ones, and one that is not
     values = make(dtype)
     values = values if values.numel() < 6000 else values.reshape(-1)[:6000]
     expected, reference_answer = encode_slopes(REFERENCE, values, planes, PAGE_BYTES)
@@ -92,15 +96,22 @@ def test_slopes_are_those_of_the_reference(make: Make, dtype: torch.dtype, plane
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize("step", [1, 3], ids=["dense", "holes"])
-def test_each_kernel_writes_its_elements_only(dtype: torch.dtype, step: int) -> None:
-    values = normal(2500).relu().to(dtype)
+@pytest.mark.parametrize(
+    ("step", "elements", "few"),
+    [(1, 2500, 192), (3, 2500, 192), (1, 9000, 192), (1, 9000, 0)],
+    ids=["dense", "holes", "few programs", "many programs"],
+)
+def test_each_kernel_writes_its_elements_only(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, step: int, elements: int, few: int
+) -> None:
+    monkeypatch.setattr(launch, "FEW_PROGRAMS", few)
+    values = normal(elements).relu().to(dtype)
     slopes, _ = encode_slopes(TRITON, values.to(DEVICE), 4, PAGE_BYTES)
     mask = (values > 0).to(dtype)
     two = REFERENCE.two_values(mask)
     assert two is not None
     masks, signs = pack_mask(TRITON, mask.to(DEVICE), two)[0], nonzero_bits(TRITON, values.to(DEVICE))
-    out = Embedded((2500,), dtype, step, DEVICE)
+    out = Embedded((elements,), dtype, step, DEVICE)
     decode_slopes(TRITON, slopes, out.tensor, 4)
     out.check()
     TRITON.decode_mask(out.tensor, two, masks, masks.pages)

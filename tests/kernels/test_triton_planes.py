@@ -21,6 +21,10 @@ EIGHT, FOUR, TWO, ONE = (4, None, (4, 0)), (3, SEED, (2,)), (2, None, (2,)), (1,
 TensorKind = tuple[int, "Seed | None", "tuple[int, ...]"]
 
 
+AS_LAUNCHES = pytest.mark.parametrize("few", [0, launch.FEW_PROGRAMS], ids=["two launches", "one launch"])
+"""Where the last program is not full."""
+
+
 class InTwo(Selector):
     """Takes the last of the ways there are."""
 
@@ -68,10 +72,12 @@ def test_pages_of_any_size(row: int, page_bytes: int) -> None:
     check(normal(1200 // row, row), (4, None, (4, 2)), page_bytes)
 
 
+@AS_LAUNCHES
 @pytest.mark.parametrize("row", [256, 192, 50])
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-def test_full_programs_and_a_rest(row: int, dtype: torch.dtype) -> None:
-    """More elements than a program takes, which are looked at without asking whether they exist."""
+def test_full_programs_and_a_rest(monkeypatch: pytest.MonkeyPatch, row: int, dtype: torch.dtype, few: int) -> None:
+    """More elements than a program takes; those of many programs are not asked whether they exist."""
+    monkeypatch.setattr(launch, "FEW_PROGRAMS", few)
     values = normal(20000 // row, row).to(dtype)
     assert values.numel() > launch.blocks_of_program(dtype.itemsize, PAGE_BYTES, 4) * 256
     check(values, (4, SEED, (4, 1)))
@@ -122,7 +128,9 @@ def test_decoding_writes_its_elements_only(row: int, step: int) -> None:
     out.check()
 
 
-def test_a_nan_anywhere_is_reported() -> None:
+@AS_LAUNCHES
+def test_a_nan_anywhere_is_reported(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr(launch, "FEW_PROGRAMS", few)
     for index in (0, 8191, 8192, 8999):
         values = normal(9000)
         values[index] = torch.nan

@@ -91,6 +91,7 @@ CHOSEN = (
     Case("range_from_chunks", "fp32", group=10000),
     Case("range_atomic", "bf16", group=10000),
     Case("range_of_keys", "fp32", group=10000),
+    Case("encode_slopes", "fp32", planes=4),
 )
 """One of each kind, and each type, precision and group size with some kernel: all would take minutes."""
 

@@ -7,9 +7,9 @@ from typing import Any
 from tests.kernels_compile.cases import Case
 
 MOST_REGISTERS = 168
-"""Three programs of 4 warps then share an SM: it has 65536 registers, given out by 8 a thread. An end is a single
-program, which has one to itself; AMD's compiler keeps its 64 masks in 128 scalar registers, and spills some of those to
-vector registers."""
+"""Three programs of 4 warps then share an SM: it has 65536 registers, given out by 8 a thread. Ends are few
+(`FEW_PROGRAMS`), and two share one; AMD's compiler keeps their 64 masks in 128 scalar registers, and spills some of
+those to vector registers."""
 
 READ_ROWS = {"encode_fused", "encode_blocks", "encode_mask", "encode_nonzero", "encode_slopes", "rectify"}
 WRITE_ROWS = {"decode_fused", "decode_mask", "decode_slopes", "rectify"}

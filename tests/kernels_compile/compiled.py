@@ -89,6 +89,7 @@ def _launched(case: Case) -> tuple[Any, float]:
 
     launch._compiled.clear()
     with (
+        mock.patch.object(launch, "FEW_PROGRAMS", 0),
         mock.patch.object(launch, "launch", only_the_case),
         mock.patch.object(backend, "launch", only_the_case),
         mock.patch.object(reduction, "launch", only_the_case),

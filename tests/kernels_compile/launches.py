@@ -83,7 +83,16 @@ def scenarios(machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "none of them", machine.count(nonzero())
     yield "no programs", machine.count(lambda: launch.launch(encode_nonzero, 0, (VALUES, TABLE), (0, 0), **BLOCKS))
     # Of bfloat16, a program takes 32 blocks.
-    for name, programs in (("full", 2.0), ("full and end", 2.25), ("end", 0.25)):
+    few = launch.FEW_PROGRAMS
+    sizes = {
+        "full": 2.0,
+        "few": 2.25,
+        "end": 0.25,
+        "most of few": few - 0.75,
+        "many": few + 0.25,
+        "many full": few + 1.0,
+    }
+    for name, programs in sizes.items():
         values = torch.zeros(int(programs * 32 * 256), dtype=torch.bfloat16)
         over_blocks = partial(launch_over_blocks, encode_nonzero, (values, TABLE), (), 4096, 1)
         machine.count(over_blocks)

@@ -109,12 +109,18 @@ def test_no_programs_are_no_launch(found: Found) -> None:
     ("name", "expected"),
     [
         ("full", [(2, 16384, 0, False)]),
-        ("full and end", [(2, 18432, 0, False), (1, 18432, 2, True)]),
+        ("few", [(3, 18432, 0, True)]),
         ("end", [(1, 2048, 0, True)]),
+        ("most of few", [(192, 191 * 8192 + 2048, 0, True)]),
+        ("many", [(192, 192 * 8192 + 2048, 0, False), (1, 192 * 8192 + 2048, 192, True)]),
+        ("many full", [(193, 193 * 8192, 0, False)]),
     ],
 )
 def test_full_programs_and_the_end(name: str, expected: list[tuple[int, ...]], found: Found) -> None:
-    """Programs, elements, number of the first program, and whether elements are asked whether they exist."""
+    """Programs, elements, number of the first program, and whether elements are asked whether they exist.
+
+    A few programs with an end are one launch.
+    """
     launches = [(given["grid"][0], given["arguments"]) for given in found[name]["launches"]]
     assert [(programs, *given[2:4], given[-1]) for programs, given in launches] == expected
     assert [given[4:6] for _, given in launches] == [[32, 12]] * len(expected)

@@ -22,6 +22,9 @@ def runs(numbers: Pages, cuts: Pages | None = None) -> Iterator[slice]:
 class FreeList:
     """A stack of page numbers: what was given back last is taken first, while it is in the cache.
 
+    A step gives back in another order than it takes, and the next one would take other pages. After `sort`, a step that
+    does as the last one gets the pages of the last one.
+
     Taking and giving a page is one copy of its number. Every number is known to be free or taken, so that giving one
     back twice is an error and not a page with two owners.
     """
@@ -104,6 +107,10 @@ class FreeList:
         self._stack = np.concatenate([kept, np.empty(total - kept.size, np.int64)])
         self._taken = self._taken[:total].copy()
         self._last = np.empty(total, np.int64)
+
+    def sort(self) -> None:
+        """Has the lowest free numbers taken first, whatever the order in which they were given back."""
+        self._stack[: self.count] = np.flatnonzero(~self._taken)[::-1]
 
     def free_from(self, first: int) -> bool:
         """Says whether all pages from number `first` on are free."""

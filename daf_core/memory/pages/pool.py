@@ -87,6 +87,8 @@ class PagePool:
     def finish_step(self, peak: int | None = None) -> int:
         """Ends a step: regions that only a peak needed which did not return go back to the system.
 
+        A next step that takes and gives back as this one gets the pages of this one, in the same order.
+
         Args:
             peak: Bytes of the pages that were in use at once, where not all that were taken were.
 
@@ -98,6 +100,7 @@ class PagePool:
             self._peak_pages = self._free.used
             keep = self._watch.worth_keeping(self._free.total * self.page_bytes)
             self._shrink(keep)
+            self._free.sort()
             return keep
 
     def can_shrink_to(self, keep: int) -> bool:

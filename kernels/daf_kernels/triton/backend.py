@@ -26,11 +26,13 @@ from daf_kernels.reference import codec as reference
 from daf_kernels.reference.backend import ReferenceBackend, sample_groups
 from daf_kernels.reference.gelu_derivative import inputs_of_codes
 from daf_kernels.triton.autotune import Selector, cuda_timer, default_file, problem_class
+from daf_kernels.triton.flags import Flags
 from daf_kernels.triton.gelu_derivative import decode_slopes, encode_slopes
 from daf_kernels.triton.groups import decode_groups, encode_blocks, encode_groups
 from daf_kernels.triton.launch import launch, launch_over_blocks
 from daf_kernels.triton.masks import decode_mask, encode_mask, encode_nonzero, rectify
 from daf_kernels.triton.numerics import INTERPRETED
+from daf_kernels.triton.page_tables import PageTables
 from daf_kernels.triton.planes import decode_fused, encode_fused
 from daf_kernels.triton.reduction import group_ranges, strategies
 
@@ -46,30 +48,6 @@ program costs 40 ms whatever its size."""
 _NO_SEED: Seed = (0, 0, 0, 0)
 
 
-class AsyncFlag:
-    """Yes, unless kernels that were started before now set a flag of a GPU.
-
-    Args:
-        flag: The flag, of shape (1,).
-    """
-
-    def __init__(self, flag: Tensor) -> None:
-        # In pinned memory, to which a GPU copies without being waited for.
-        self._flag = flag.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(flag.device))
-
-    @property
-    def is_known(self) -> bool:
-        """See `DeviceFlag.is_known`."""
-        return self._copied.query()
-
-    def __bool__(self) -> bool:
-        """See `DeviceFlag.__bool__`."""
-        self._copied.synchronize()
-        return not self._flag.item()
-
-
 class TritonBackend:
     """Triton kernels. Tensors with holes go through dense copies.
 
@@ -80,6 +58,8 @@ class TritonBackend:
     def __init__(self, selector: Selector | None = None) -> None:
         self._torch = ReferenceBackend()
         self._selector = selector or Selector(torch.device("cpu"))
+        self._tables = PageTables()
+        self._flags = Flags()
 
     def limit_threads(self, count: int) -> None:
         """See `Backend.limit_threads`; kernels run on the GPU."""
@@ -103,19 +83,19 @@ class TritonBackend:
     ) -> bool | DeviceFlag:
         """See `Backend.encode`."""
         values = _flat(values)
-        flag = _new_flag(values.device)
-        arguments = (values, _table(memory, pages, values.device), flag, layout, planes, memory.page_bytes, seed)
+        table, flag = self._tables.table(memory, pages, values.device), self._flags.take(values.device)
+        arguments = (values, table, flag.pointer, layout, planes, memory.page_bytes, seed)
         ways = {"two kernels": partial(_encode_in_two, *arguments)}
         if layout.group in FUSED_GROUPS:
             ways = {"fused": partial(_encode_fused, *arguments), **ways}
         # Pages of a rehearsal are so small that a program has a few blocks, which says nothing of those of training.
         name = f"encode {planes} on {memory.page_bytes}" + (" stochastic" if seed else "")
         ways[self._selector.choose(problem_class(name, values.dtype, layout.groups, layout.group), ways)]()
-        return _unless(flag)
+        return flag.unless()
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode`."""
-        table, limit = _table(memory, pages, out.device), torch.finfo(out.dtype).max
+        table, limit = self._tables.table(memory, pages, out.device), torch.finfo(out.dtype).max
         headers = {"PLANES": planes, "PER_PAGE": layout.headers_per_page, "LIMIT": limit}
         with _dense(out) as dense:
             if layout.group in FUSED_GROUPS:
@@ -138,15 +118,15 @@ class TritonBackend:
     ) -> bool | DeviceFlag:
         """See `Backend.encode_slopes`."""
         values = _flat(values)
-        table, flag = _table(memory, pages, values.device), _new_flag(values.device)
-        pointers = (values, table, flag)
+        table, flag = self._tables.table(memory, pages, values.device), self._flags.take(values.device)
+        pointers = (values, table, flag.pointer)
         launch_over_blocks(encode_slopes, pointers, _starts(layout), memory.page_bytes, planes, PLANES=planes)
-        return _unless(flag)
+        return flag.unless()
 
     def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_slopes`."""
         inputs = _inputs_of_codes(out.device)[planes]
-        table = _table(memory, pages, out.device)
+        table = self._tables.table(memory, pages, out.device)
         with _dense(out) as dense:
             pointers = (dense, table, inputs)
             launch_over_blocks(decode_slopes, pointers, _starts(layout), memory.page_bytes, planes, PLANES=planes)
@@ -170,25 +150,25 @@ class TritonBackend:
         if values.dtype is torch.bool:
             self.encode_nonzero(bits, memory, pages)
             return True
-        table, flag = _table(memory, pages, values.device), _new_flag(values.device)
-        launch_over_blocks(encode_mask, (bits, table, flag), signed_words(two), memory.page_bytes, 1)
-        return not flag.item()
+        table, flag = self._tables.table(memory, pages, values.device), self._flags.take(values.device)
+        launch_over_blocks(encode_mask, (bits, table, flag.pointer), signed_words(two), memory.page_bytes, 1)
+        return bool(flag.unless())
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
-        table = _table(memory, pages, out.device)
+        table = self._tables.table(memory, pages, out.device)
         with _dense(out) as dense:
             bits = bits_of_elements(dense)
             launch_over_blocks(decode_mask, (bits, table), signed_words(two), memory.page_bytes, 1)
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
-        table = _table(memory, pages, values.device)
+        table = self._tables.table(memory, pages, values.device)
         launch_over_blocks(encode_nonzero, (_flat(values), table), (), memory.page_bytes, 1)
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.rectify`."""
-        table, tiny = _table(memory, pages, out.device), torch.finfo(out.dtype).tiny
+        table, tiny = self._tables.table(memory, pages, out.device), torch.finfo(out.dtype).tiny
         with _dense(out, load=True) as dense:
             launch_over_blocks(rectify, (dense, table), (), memory.page_bytes, 1, TINY=tiny)
 
@@ -267,23 +247,9 @@ def _dense(out: Tensor, load: bool = False) -> Generator[Tensor]:
     out.copy_(dense.view(out.shape))
 
 
-def _table(memory: PageMemory, pages: Pages, device: torch.device) -> Tensor:
-    """Returns the addresses of pages, where kernels read them."""
-    return torch.from_numpy(memory.addresses(pages)).to(device, non_blocking=True)
-
-
-def _new_flag(device: torch.device) -> Tensor:
-    """Returns a number that kernels set where they find what they do not encode."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def _unless(flag: Tensor) -> bool | DeviceFlag:
-    """Returns whether kernels have not set a flag, or will not."""
-    return AsyncFlag(flag) if flag.is_cuda else not flag.item()
-
-
+@lru_cache(maxsize=4096)
 def _starts(layout: PlaneLayout) -> tuple[int, ...]:
-    """Returns where the pages of each plane start."""
+    """Returns where the pages of each plane start; to find them is a fifth of what the host does for a tensor."""
     return tuple(layout.plane_start(plane) for plane in range(len(PLANE_WIDTHS)))
 
 

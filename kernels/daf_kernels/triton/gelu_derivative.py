@@ -46,8 +46,10 @@ def _slope_code(value, negative):
 def _is_negative(value):
     """Whether the sign is set, of NaNs too."""
     if value.dtype == tl.float32:
-        return value.to(tl.int32, bitcast=True) < 0
-    return value.to(tl.int16, bitcast=True) < 0
+        bits = value.to(tl.int32, bitcast=True)
+    else:  # Triton compiles what follows a return, too
+        bits = value.to(tl.int16, bitcast=True)
+    return bits < 0
 
 
 @kernel

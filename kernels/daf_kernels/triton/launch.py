@@ -24,6 +24,11 @@ OPTIONS = {"enable_fp_fusion": False}
 NEAR_BYTES = 2**31 - 1
 """Triton addresses the elements of a tensor of so many bytes at most by 32 bits where it compiles for AMD's GPUs."""
 
+FEW_PROGRAMS = 192
+"""Programs at most of which all look whether elements exist, which saves a launch. An A100 (108 multiprocessors) and an
+H100 (132) run so many at once, as two fit on each even with the most registers: so they take hardly longer than the one
+that has to look. No GPU has measured this."""
+
 _compiled: dict[Hashable, Any] = {}
 
 
@@ -73,12 +78,18 @@ def _assumed(pointer: Tensor) -> tuple[bool, bool]:
     return pointer.data_ptr() % 16 == 0, pointer.nbytes <= NEAR_BYTES
 
 
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """Returns the stream on which the calling thread launches kernels on a device; None for a CPU, which has none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def launch_over_blocks(
     kernel: Any, pointers: Sequence[Tensor], numbers: Sequence[int], page_bytes: int, planes: int, **constants: Any
 ) -> None:
     """Runs a kernel over all packing blocks of its first tensor: programs that are full, and one that may not be.
 
-    That one is a launch of its own, since looking whether an element exists makes loads and stores slower.
+    Looking whether an element exists makes loads and stores slower. So where that one is needed, it is a launch of its
+    own, unless there are no more than `FEW_PROGRAMS`.
 
     Args:
         kernel: See `launch`; its first integers are the elements and the number of the first program, its last
@@ -92,9 +103,13 @@ def launch_over_blocks(
     elements = pointers[0].numel()
     blocks = blocks_of_program(pointers[0].element_size(), page_bytes, planes)
     full, rest = divmod(elements, blocks * BLOCK)
+    if rest and full < FEW_PROGRAMS:
+        full, rest = 0, full + 1
+    else:
+        rest = int(rest > 0)
     constants |= {"BLOCKS": blocks, "SHIFT": page_bytes.bit_length() - 1}
     launch(kernel, full, pointers, (elements, 0, *numbers), MASKED=False, **constants)
-    launch(kernel, int(rest > 0), pointers, (elements, full, *numbers), MASKED=True, **constants)
+    launch(kernel, rest, pointers, (elements, full, *numbers), MASKED=True, **constants)
 
 
 def blocks_of_program(element_size: int, page_bytes: int, planes: int) -> int:

@@ -8,7 +8,7 @@ Arguments that all kernels of planes and masks have:
 
 - ``table``: Addresses of the activation's pages.
 - ``elements``: How many there are.
-- ``first_program``: Number of the launch's first program; a second launch does the end, with ``MASKED``.
+- ``first_program``: Number of the launch's first program; of many, a second launch does the end, with ``MASKED``.
 - ``start0`` to ``start3``: Index of the first page of each plane.
 - ``key_low``, ``key_high``, ``counter_low``, ``counter_high``: The words of a `reference.Seed`.
 - ``flag``: int32, set to 1 where a group is not finite.

@@ -21,7 +21,7 @@ from daf_core.saved_tensors import backends
 from daf_kernels import PlaneLayout, Seed
 from daf_kernels.backend import PageMemory, Pages
 from daf_kernels.reference.backend import ReferenceBackend
-from daf_kernels.triton.backend import AsyncFlag
+from daf_kernels.triton.flags import AsyncFlag
 from tests.core.harness import LARGE, MODELS, Scale, assert_empty, assert_same, make_model, normal, train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -32,7 +32,10 @@ class LateAnswer:
     """Known when it is waited for, or when it is told to everybody."""
 
     def __init__(self, yes: bool) -> None:
-        self.yes, self.is_known, self.waits = yes, False, 0
+        self.yes, self.is_known, self.waits, self.asked = yes, False, 0, 0
+
+    def ask(self) -> None:
+        self.asked += 1
 
     def __bool__(self) -> bool:
         self.waits += not self.is_known
@@ -150,6 +153,24 @@ def test_no_more_than_a_window_waits(late: LateBackend, monkeypatch: pytest.Monk
     monkeypatch.setattr(deferred_check, "PENDING_BYTES", SIZE // 2)
     nodes.append(saved_by(model, engine, normal(*LARGE, seed=8)))  # larger than all that may wait
     assert [answer.waits for answer in late.answers] == [1] * 9
+    del nodes
+    assert_empty(engine)
+
+
+def test_a_device_is_asked_once_for_many(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as enough bytes wait, for all that were not asked for: they may be of several devices."""
+    monkeypatch.setattr(deferred_check, "ASKED_BYTES", 3 * SIZE)
+    model = Scale()
+    engine = engine_for(model)
+    nodes, asked = [], []
+    for seed in range(7):
+        nodes.append(saved_by(model, engine, normal(*LARGE, seed=seed)))
+        asked.append([answer.asked for answer in late.answers])
+    assert asked[1] == [0, 0]
+    assert asked[2] == asked[4][:3] == [1, 1, 1]
+    assert asked[4][3:] == [0, 0]
+    assert asked[6] == [1] * 6 + [0]
+    assert late.waits == 0
     del nodes
     assert_empty(engine)
 
@@ -274,15 +295,3 @@ def test_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         loss.backward()
         model.zero_grad()
         engine.finish_step()
-
-
-@needs_gpu
-def test_answers_of_a_gpu() -> None:
-    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-    torch.cuda._sleep(100_000_000)
-    late = AsyncFlag(flag)
-    assert not late.is_known
-    flag.fill_(1)  # after it was asked
-    assert late
-    assert late.is_known
-    assert not AsyncFlag(flag)

@@ -254,6 +254,40 @@ def test_used_pages_are_used_again_first() -> None:
     free.check()
 
 
+def test_steps_that_are_alike_get_the_same_pages() -> None:
+    """Though each gives them back in an order of its own making: a GPU then keeps the addresses that it has."""
+    pool = PagePool(CPU, GROWTH, PAGE)
+    kept = pool.take(2)
+
+    def step() -> list[list[int]]:
+        taken = [pool.take(count) for count in (3, 1, 4, 2)]
+        for index in (1, 3, 0):
+            pool.give(taken[index])
+        taken.append(pool.take(5))
+        for pages in taken[2::2]:
+            pool.give(pages)
+        pool.finish_step()
+        pool.check()
+        return [pages.tolist() for pages in taken]
+
+    first = step()
+    assert [step() for _ in range(3)] == [first] * 3
+    pool.give(kept)
+    pool.finish_step()
+    assert step()[0] == [0, 1, 2]
+
+
+def test_sorting_leaves_fresh_pages_for_last() -> None:
+    free = FreeList()
+    free.extend(6)
+    free.give(free.take(4)[[2, 0, 3, 1]])
+    free.sort()
+    free.check()
+    assert free.untouched == 2
+    assert [free.take(1).tolist() for _ in range(4)] == [[0], [1], [2], [3]]
+    assert free.untouched == 2
+
+
 @pytest.mark.parametrize(
     ("refused", "message"),
     [

@@ -1,0 +1,136 @@
+"""Flags that kernels set where they find what they do not encode, and how the host learns of them."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf_kernels.backend import DeviceFlag
+from daf_kernels.triton.launch import stream_of
+
+FLAGS = 1024
+"""Flags of an array: zeros for so many activations are one call. A report copies 16 kB for them."""
+
+WORDS = 4
+"""Numbers of 32 bits of a flag: kernels are compiled for addresses that 16 divides, as those of tensors are."""
+
+
+class _Report:
+    """A copy of an array on the host, of which all flags are answered whose kernels were launched before.
+
+    Attributes:
+        numbers: The copy, of shape (FLAGS, WORDS); None as long as nobody has asked for it.
+        copied: When it is there.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+
+
+class _Array:
+    """Flags of one stream, each of which is used once: no answer has to be read before another kernel may run.
+
+    Zeros, kernels and copies are given to the same stream, so they happen in this order without being waited for. Torch
+    gives the memory of an array that is no longer used to what the stream does after them.
+
+    Attributes:
+        flags: A tensor of shape (WORDS,) for each flag.
+        taken: How many are in use.
+        report: The next one.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._numbers = torch.zeros(FLAGS, WORDS, dtype=torch.int32, device=device)
+        self._stream = stream
+        self._lock = threading.Lock()
+        self.flags = self._numbers.unbind()
+        self.taken = 0
+        self.report = _Report()
+
+    def send(self, report: _Report) -> torch.cuda.Event:
+        """Has the device copy the flags, unless it has done so for this report; returns when they are there."""
+        with self._lock:
+            if report.copied is None:
+                self.report = _Report()  # first, so that whoever launches meanwhile does not rely on this copy
+                with torch.cuda.stream(self._stream):
+                    # To pinned memory, to which a GPU copies without being waited for.
+                    report.numbers = self._numbers.to("cpu", non_blocking=True, copy=True)
+                    copied = torch.cuda.Event()
+                    copied.record(self._stream)
+                report.copied = copied
+            return report.copied
+
+
+class AsyncFlag:
+    """Yes, unless kernels have set a flag of a GPU; made after they were launched.
+
+    Args:
+        array: Has the flag.
+        number: Which one it is.
+    """
+
+    def __init__(self, array: _Array, number: int) -> None:
+        self._array = array
+        self._number = number
+        self._report = array.report
+
+    def ask(self) -> None:
+        """See `DeviceFlag.ask`; all flags of its stream that were not asked for are sent with it."""
+        if self._report.copied is None:
+            self._array.send(self._report)
+
+    @property
+    def is_known(self) -> bool:
+        """See `DeviceFlag.is_known`."""
+        copied = self._report.copied
+        return copied is not None and copied.query()
+
+    def __bool__(self) -> bool:
+        """See `DeviceFlag.__bool__`."""
+        self._array.send(self._report).synchronize()
+        assert self._report.numbers is not None
+        return not self._report.numbers[self._number, 0].item()
+
+
+class Flag(NamedTuple):
+    """A flag that is not set yet.
+
+    Attributes:
+        pointer: What kernels set to 1, an int32.
+        array: Has the flag; None where the device is waited for with each kernel.
+        number: Which one of the array it is.
+    """
+
+    pointer: Tensor
+    array: _Array | None = None
+    number: int = 0
+
+    def unless(self) -> bool | DeviceFlag:
+        """Returns whether the kernels that were launched with it have not set it, or will not."""
+        return not self.pointer.item() if self.array is None else AsyncFlag(self.array, self.number)
+
+
+class Flags:
+    """The flags of all devices and streams. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[torch.device, int], _Array] = {}
+        self._lock = threading.Lock()
+
+    def take(self, device: torch.device) -> Flag:
+        """Returns a flag for kernels that the calling thread launches."""
+        stream = stream_of(device)
+        if stream is None:
+            return Flag(torch.zeros(1, dtype=torch.int32, device=device))
+        key = device, stream.cuda_stream
+        with self._lock:
+            array = self._arrays.get(key)
+            if array is None or array.taken == FLAGS:
+                array = self._arrays[key] = _Array(device, stream)
+            number = array.taken
+            array.taken += 1
+        return Flag(array.flags[number], array, number)

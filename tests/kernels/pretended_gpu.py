@@ -1,0 +1,137 @@
+"""What a host does for a GPU, where there is none: tensors of the CPU count as a GPU's, and work is written down.
+
+Kernels are interpreted at once, and copies made; that they are done is known later, as with a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from daf_kernels.triton import backend, flags, launch, page_tables
+
+VIEWS = {"aten.view", "aten.unbind", "aten.select", "aten.alias", "aten.detach", "aten._unsafe_view"}
+"""Operations that a GPU is not given anything to do for."""
+
+
+class Stream:
+    """A stream with a number."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+
+
+class Operations(TorchDispatchMode):
+    """Writes down torch's operations that a GPU has something to do for, or memory to give.
+
+    Attributes:
+        names: Those so far.
+        outside: Whether what is done now does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.outside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if name not in VIEWS and not self.outside:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class PretendedGpu:
+    """Counts what a host gives a GPU to do.
+
+    Attributes:
+        launches: Names of the kernels that were launched.
+        events: Numbers of the streams that events were recorded on.
+        uploads: Bytes of each tensor that was put into pinned memory, to be copied to the GPU.
+        done: Whether events have come.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+        self.events: list[int] = []
+        self.uploads: list[int] = []
+        self.done = True
+        self._current = threading.local()
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """What ``torch.cuda.stream`` is."""
+        before, self._current.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of the calling thread."""
+        return getattr(self._current, "stream", _DEFAULT)
+
+    def event(self) -> Event:
+        """What ``torch.cuda.Event`` is."""
+        return Event(self)
+
+    def given(self) -> tuple[int, int, int]:
+        """Returns how many launches, events and uploads there were."""
+        return len(self.launches), len(self.events), len(self.uploads)
+
+
+class Event:
+    """Comes when the GPU is done, or when it is waited for."""
+
+    def __init__(self, gpu: PretendedGpu) -> None:
+        self._gpu = gpu
+        self._waited = False
+
+    def record(self, stream: Stream) -> None:
+        assert stream is self._gpu.stream
+        self._gpu.events.append(stream.cuda_stream)
+
+    def query(self) -> bool:
+        return self._waited or self._gpu.done
+
+    def synchronize(self) -> None:
+        self._waited = True
+
+
+_DEFAULT = Stream(0)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, operations: Operations | None = None) -> PretendedGpu:
+    """Has the Triton backend take this machine's CPU for a GPU; what launching does is not among the operations."""
+    gpu, run = PretendedGpu(), launch.launch
+
+    def counted(
+        kernel: Any, programs: int, pointers: Sequence[Tensor], numbers: Sequence[int], **constants: Any
+    ) -> None:
+        gpu.launches += [kernel.__name__] * (programs > 0)
+        if operations is not None:
+            operations.outside = True
+        run(kernel, programs, pointers, numbers, **constants)
+        if operations is not None:
+            operations.outside = False
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        gpu.uploads.append(tensor.nbytes)
+        return tensor
+
+    for module in (backend, launch):
+        monkeypatch.setattr(module, "launch", counted)
+    for module in (flags, page_tables):
+        monkeypatch.setattr(module, "stream_of", lambda _: gpu.stream)
+    monkeypatch.setattr(torch.cuda, "stream", gpu.on)
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    return gpu
