@@ -28,17 +28,11 @@ NORMALIZED = 2
 
 
 class Site(NamedTuple):
-    """The place an activation is saved at.
+    """The place an activation is saved at."""
 
-    Attributes:
-        module: Qualified name of the innermost module whose forward is running; "" for the model or outside of it.
-        op: Name of the autograd node that made the tensor, or "leaf".
-        save: Number of the save within this call of the module.
-    """
-
-    module: str
-    op: str
-    save: int
+    module: str  # qualified name of the innermost module whose forward is running; "" for the model or outside of it
+    op: str  # name of the autograd node that made the tensor, or "leaf"
+    save: int  # number of the save within this call of the module
 
     @property
     def number(self) -> int:
@@ -203,16 +197,10 @@ class ModuleScopes(threading.local):
 
 
 class Followed(NamedTuple):
-    """A module that is followed.
+    """A module that is followed."""
 
-    Attributes:
-        name: Its qualified name.
-        normalizes: Whether it is a normalization, by the name of its class.
-        hooks: Its hooks.
-    """
-
-    name: str
-    normalizes: bool
+    name: str  # its qualified name
+    normalizes: bool  # whether it is a normalization, by the name of its class
     hooks: ForwardHooks
 
 

@@ -90,37 +90,25 @@ class Sources(Protocol):
 
 @dataclass(slots=True)
 class EncodeContext:
-    """What a codec encodes, and what it encodes with.
+    """What a codec encodes, and what it encodes with."""
 
-    Attributes:
-        values: The saved tensor in its compact form (`Geometry.compact`), on the device of the backend.
-        pager: Where pages come from.
-        backend: Kernels.
-        groups: Scaling groups of the values; None where the values cannot be grouped.
-        require_finite: Whether a lossy codec declines values with a NaN or an infinity. Otherwise the scaling groups
-            that have one decode to NaN.
-        precision: Bits of a code at most: 8, 4, 2, 1, or 0 for the means of scaling groups alone.
-        seed: Random stream of stochastic rounding; None rounds to nearest.
-        errors: Squared error of the gradient at 0 bits and at each of `PRECISIONS`, in a unit that all activations
-            share; None estimates it from the range of the values, where there is a budget.
-        checks: Keeps values while a device works out whether they are finite; None waits for the device.
-        lossy: Chooses the precision of codes.
-        sources: Earlier tensors of the pass.
-        codecs: The registry.
-    """
-
-    values: Tensor
-    pager: Pager
+    values: Tensor  # the saved tensor in its compact form (`Geometry.compact`), on the device of the backend
+    pager: Pager  # where pages come from
     backend: Backend
-    groups: Grouping | None = None
+    groups: Grouping | None = None  # scaling groups of the values; None where the values cannot be grouped
+    # Whether a lossy codec declines values with a NaN or an infinity. Otherwise the scaling groups that have one decode
+    # to NaN.
     require_finite: bool = True
-    precision: int = 8
-    seed: Seed | None = None
+    precision: int = 8  # bits of a code at most: 8, 4, 2, 1, or 0 for the means of scaling groups alone
+    seed: Seed | None = None  # random stream of stochastic rounding; None rounds to nearest
+    # Squared error of the gradient at 0 bits and at each of `PRECISIONS`, in a unit that all activations share; None
+    # estimates it from the range of the values, where there is a budget.
     errors: Sequence[float] | None = None
+    # Keeps values while a device works out whether they are finite; None waits for the device.
     checks: PendingChecks | None = None
-    lossy: LossyStore | None = None
-    sources: Sources | None = None
-    codecs: tuple[type[StoredActivation], ...] = ()
+    lossy: LossyStore | None = None  # chooses the precision of codes
+    sources: Sources | None = None  # earlier tensors of the pass
+    codecs: tuple[type[StoredActivation], ...] = ()  # the registry
 
 
 def encode_first(

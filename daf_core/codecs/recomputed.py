@@ -47,25 +47,15 @@ class ProductActivation(StoredActivation):
 
 @dataclass(frozen=True)
 class Normalization:
-    """What a normalization does to its input.
+    """What a normalization does to its input."""
 
-    Attributes:
-        shape: Shape in which its values are seen.
-        statistics: That of the mean and of the reciprocal deviation, to be broadcast.
-        parameters: That of weight and bias, to be broadcast.
-        mean: Gives the mean.
-        scale: Gives the reciprocal deviation.
-        weight: Gives the weight.
-        bias: Gives the bias.
-    """
-
-    shape: tuple[int, ...]
-    statistics: tuple[int, ...]
-    parameters: tuple[int, ...]
-    mean: Unpack
-    scale: Unpack
-    weight: Unpack
-    bias: Unpack
+    shape: tuple[int, ...]  # shape in which its values are seen
+    statistics: tuple[int, ...]  # that of the mean and of the reciprocal deviation, to be broadcast
+    parameters: tuple[int, ...]  # that of weight and bias, to be broadcast
+    mean: Unpack  # gives the mean
+    scale: Unpack  # gives the reciprocal deviation
+    weight: Unpack  # gives the weight
+    bias: Unpack  # gives the bias
 
 
 class NormalizedActivation(StoredActivation):

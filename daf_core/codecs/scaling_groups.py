@@ -23,19 +23,12 @@ _ON_ANYTHING = ("Relu", "Add", "Mul", "Silu", "Gelu", "Hardtanh", "Hardswish", "
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows along any dimension of flat values.
+    """Rows along any dimension of flat values."""
 
-    Attributes:
-        outer: Product of the dimensions before it.
-        length: Its length.
-        inner: Product of the dimensions after it.
-        dim: The dimension, counted from the end.
-    """
-
-    outer: int
+    outer: int  # product of the dimensions before it
     length: int
-    inner: int
-    dim: int
+    inner: int  # product of the dimensions after it
+    dim: int  # the dimension, counted from the end
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -45,19 +38,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The order in which flat values are taken for scaling groups.
+    """The order in which flat values are taken for scaling groups."""
 
-    Attributes:
-        row: Elements in a row; scaling groups are rows, or equal pieces of rows.
-        shape: Shape of the values in that order; None where it is theirs.
-        strides: Its strides.
-        logarithms: Rows of logarithms whose probabilities sum to 1; None where they are anything else.
-    """
-
-    row: int
-    shape: tuple[int, ...] | None = None
+    row: int  # elements in a row; scaling groups are rows, or equal pieces of rows
+    shape: tuple[int, ...] | None = None  # shape of the values in that order; None where it is theirs
     strides: tuple[int, ...] = ()
-    logarithms: Rows | None = None
+    logarithms: Rows | None = None  # rows of logarithms whose probabilities sum to 1; None where they are anything else
 
     def arrange(self, values: Tensor) -> Tensor:
         """Returns flat values in that order, a view."""

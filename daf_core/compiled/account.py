@@ -28,17 +28,11 @@ Polynomial = list[tuple[float, list[int]]]
 
 @dataclass
 class Saved:
-    """What a graph saves, while it is traced.
+    """What a graph saves, while it is traced."""
 
-    Attributes:
-        raw: Bytes of the tensors as they are, an expression in the sizes of the graph.
-        held: Bytes of what is saved in their place.
-        stored_as: How many tensors each code stores.
-    """
-
-    raw: Any = 0
-    held: Any = 0
-    stored_as: Counter[str] = field(default_factory=Counter)
+    raw: Any = 0  # bytes of the tensors as they are, an expression in the sizes of the graph
+    held: Any = 0  # bytes of what is saved in their place
+    stored_as: Counter[str] = field(default_factory=Counter)  # how many tensors each code stores
 
     def text(self, sizes: Sequence[Any]) -> str:
         """Returns the account as the operator gets it, with the sizes that it gets as its variables."""

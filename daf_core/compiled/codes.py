@@ -54,20 +54,14 @@ class Shape:
 
     Codes of rows that lie far apart share bytes: a loop along a row then reads and writes whole vectors, and decoding
     needs no memory of its own where a loop reads what is decoded.
-
-    Attributes:
-        order: Its dimensions by falling stride.
-        group: Elements in a group.
-        split: The place in `order` of the dimension that is cut into parts; None where groups themselves are.
-        inner: The place in `order` where rows of whole groups begin.
-        padded: Whether the last group is filled up.
     """
 
-    order: tuple[int, ...]
-    group: int
+    order: tuple[int, ...]  # its dimensions by falling stride
+    group: int  # elements in a group
+    # The place in `order` of the dimension that is cut into parts; None where groups themselves are.
     split: int | None = None
-    inner: int = 0
-    padded: bool = False
+    inner: int = 0  # the place in `order` where rows of whole groups begin
+    padded: bool = False  # whether the last group is filled up
 
     def rows(self, values: Tensor, parts: int) -> Tensor:
         """Returns the values in the order of memory, of shape (outer, parts, rows, groups in a row, group).
@@ -150,14 +144,10 @@ def hint(size: Any) -> int:
 
 @dataclass(frozen=True)
 class Planes:
-    """Codes between the extremes of a group, which keeps its mean and its deviation.
+    """Codes between the extremes of a group, which keeps its mean and its deviation."""
 
-    Attributes:
-        bits: Of a code: 8, 4, 2 or 1.
-        signs: Whether values above 0 stay above 0 and others do not come above it, for one bit an element more.
-    """
-
-    bits: int
+    bits: int  # of a code: 8, 4, 2 or 1
+    # Whether values above 0 stay above 0 and others do not come above it, for one bit an element more.
     signs: bool = False
     name: ClassVar[str] = "planes"
     lossy: ClassVar[bool] = True
@@ -223,12 +213,9 @@ class Logarithms:
 
     Steps grow with the distance from the largest value: what is far below it adds little. Minus infinity comes back as
     `DEEPEST` below the largest, or as itself where a group has nothing else.
-
-    Attributes:
-        bits: Of a code: 8, 4, 2 or 1.
     """
 
-    bits: int
+    bits: int  # of a code: 8, 4, 2 or 1
     name: ClassVar[str] = "logarithms"
     lossy: ClassVar[bool] = True
 
@@ -262,13 +249,9 @@ class Logarithms:
 
 @dataclass(frozen=True)
 class Slopes:
-    """Codes of GELU's derivative, equal steps of the range that it has: no header.
+    """Codes of GELU's derivative, equal steps of the range that it has: no header."""
 
-    Attributes:
-        bits: Of a code: 8, 4, 2 or 1.
-    """
-
-    bits: int
+    bits: int  # of a code: 8, 4, 2 or 1
     name: ClassVar[str] = "slopes"
     lossy: ClassVar[bool] = True
 
@@ -287,15 +270,10 @@ class Slopes:
 
 @dataclass(frozen=True)
 class Sides:
-    """On which side of a bound each value lies.
-
-    Attributes:
-        bound: The bound.
-        closed: Whether the bound itself counts as above.
-    """
+    """On which side of a bound each value lies."""
 
     bound: float
-    closed: bool
+    closed: bool  # whether the bound itself counts as above
     name: ClassVar[str] = "sides"
     lossy: ClassVar[bool] = False
 
@@ -313,17 +291,11 @@ class Sides:
 
 @dataclass(frozen=True)
 class Like:
-    """What a tensor was before it was encoded.
+    """What a tensor was before it was encoded."""
 
-    Attributes:
-        sizes: Its sizes; some may be symbols.
-        dtype: Its type.
-        shape: How it is cut into groups.
-    """
-
-    sizes: Sequence[Any]
+    sizes: Sequence[Any]  # its sizes; some may be symbols
     dtype: torch.dtype
-    shape: Shape
+    shape: Shape  # how it is cut into groups
 
 
 Code = Planes | Bits | Logarithms | Slopes | Sides

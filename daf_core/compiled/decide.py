@@ -35,18 +35,13 @@ _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution",
 
 @dataclass(frozen=True)
 class Decision:
-    """How one saved tensor is stored.
+    """How one saved tensor is stored."""
 
-    Attributes:
-        code: Its code; None keeps it as it is.
-        instead: Operators that the backward graph applied to the tensor alone, and that the forward graph applies now:
-            their result is what is stored. Empty where it is the tensor itself.
-        unread: Whether the backward graph reads nothing of it, and nothing is stored.
-    """
-
-    code: Code | None
+    code: Code | None  # its code; None keeps it as it is
+    # Operators that the backward graph applied to the tensor alone, and that the forward graph applies now: their
+    # result is what is stored. Empty where it is the tensor itself.
     instead: tuple[fx.Node, ...] = ()
-    unread: bool = False
+    unread: bool = False  # whether the backward graph reads nothing of it, and nothing is stored
 
 
 KEPT = Decision(None)

@@ -27,19 +27,12 @@ StoreAgain = Callable[[Any, Any, Reading | None], None]
 
 
 class Sighting(NamedTuple):
-    """What is known of a tensor when it is saved.
+    """What is known of a tensor when it is saved."""
 
-    Attributes:
-        place: Where; None where nothing has to be learned of it.
-        number: The number of the autograd node that saves it.
-        reading: What that reads; None where it is not known yet.
-        fresh: Whether the place was not known before, or its reader may read otherwise this time.
-    """
-
-    place: Place | None
-    number: int
-    reading: Reading | None
-    fresh: bool
+    place: Place | None  # where; None where nothing has to be learned of it
+    number: int  # the number of the autograd node that saves it
+    reading: Reading | None  # what that reads; None where it is not known yet
+    fresh: bool  # whether the place was not known before, or its reader may read otherwise this time
 
 
 EXACT_MODE = Sighting(None, 0, None, False)

@@ -22,19 +22,12 @@ Those of RoBERTa-base at batch 8 x 128 are of 4 kB, and to count one by itself t
 
 
 class Part(NamedTuple):
-    """What a part of a storage was stored as.
+    """What a part of a storage was stored as."""
 
-    Attributes:
-        key: Where it lies, and how.
-        version: Its version then.
-        stored: What it was stored as.
-        before: The part that was stored before it.
-    """
-
-    key: tuple[object, ...]
-    version: int
-    stored: weakref.ref[StoredActivation]
-    before: Part | None
+    key: tuple[object, ...]  # where it lies, and how
+    version: int  # its version then
+    stored: weakref.ref[StoredActivation]  # what it was stored as
+    before: Part | None  # the part that was stored before it
 
 
 class MetStorage:
@@ -68,15 +61,10 @@ class MetStorage:
 
 
 class Meeting(NamedTuple):
-    """A storage that a tensor was met in.
+    """A storage that a tensor was met in."""
 
-    Attributes:
-        known: What its parts were stored as.
-        new: Whether no tensor of it was met before in this pass.
-    """
-
-    known: MetStorage
-    new: bool
+    known: MetStorage  # what its parts were stored as
+    new: bool  # whether no tensor of it was met before in this pass
 
 
 class StorageTable:

@@ -53,34 +53,21 @@ class SavedItem:
 
 @dataclass
 class _Entry:
-    """An item, and how long it lives.
-
-    Attributes:
-        item: The item.
-        packed: What autograd keeps.
-        holder: What holds the item's bytes as long as it exists, also for other items.
-        device: Where they are counted.
-        end: How many items had been stored when the bytes were given back; None where they were not.
-    """
+    """An item, and how long it lives."""
 
     item: SavedItem
-    packed: weakref.ref[Packed]
-    device: torch.device
-    holder: weakref.ref[Any] | None = None
-    end: int | None = None
+    packed: weakref.ref[Packed]  # what autograd keeps
+    device: torch.device  # where they are counted
+    holder: weakref.ref[Any] | None = None  # what holds the item's bytes as long as it exists, also for other items
+    end: int | None = None  # how many items had been stored when the bytes were given back; None where they were not
 
 
 @dataclass
 class _Peak:
-    """When a device held the most.
+    """When a device held the most."""
 
-    Attributes:
-        size: Bytes.
-        place: Number of the item that was being stored then.
-    """
-
-    size: int = 0
-    place: int = 0
+    size: int = 0  # bytes
+    place: int = 0  # number of the item that was being stored then
 
 
 class Items:

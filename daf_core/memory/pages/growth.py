@@ -23,15 +23,10 @@ class Growth(Protocol):
 
 @dataclass(frozen=True)
 class AdaptiveGrowth:
-    """Grows by a share of what is reserved, so that the last step wastes no more than that share.
+    """Grows by a share of what is reserved, so that the last step wastes no more than that share."""
 
-    Attributes:
-        share: Step over reserved bytes.
-        least: Smallest step in bytes.
-    """
-
-    share: float = 1 / 8
-    least: int = 1 << 20
+    share: float = 1 / 8  # step over reserved bytes
+    least: int = 1 << 20  # smallest step in bytes
 
     def step(self, reserved: int) -> int:
         """See `Growth.step`."""
@@ -40,13 +35,9 @@ class AdaptiveGrowth:
 
 @dataclass(frozen=True)
 class FixedGrowth:
-    """Grows by the same number of bytes each time.
+    """Grows by the same number of bytes each time."""
 
-    Attributes:
-        size: The step in bytes; DAF's paper (arXiv 2507.07149) uses 100 MB.
-    """
-
-    size: int = 100_000_000
+    size: int = 100_000_000  # the step in bytes; DAF's paper (arXiv 2507.07149) uses 100 MB
 
     def step(self, reserved: int) -> int:
         """See `Growth.step`."""
