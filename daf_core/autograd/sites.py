@@ -52,28 +52,18 @@ _numbers = count()
 
 
 class ModuleCall:
-    """A running forward of a module.
-
-    Attributes:
-        number: Tells calls apart.
-        name: Qualified name of the module.
-        kept: Whether its activations stay as they are.
-        normalizes: Whether it is a normalization, by the name of its class.
-        saves: Activations saved so far.
-        largest: Elements of the largest of them.
-        saved_at: How many were saved by each instruction of the program, by its name.
-    """
+    """A running forward of a module."""
 
     __slots__ = ("kept", "largest", "name", "normalizes", "number", "saved_at", "saves")
 
     def __init__(self, name: str, kept: bool = False, normalizes: bool = False) -> None:
-        self.number = next(_numbers)
-        self.name = name
-        self.kept = kept
-        self.normalizes = normalizes
-        self.saves = 0
-        self.largest = 0
-        self.saved_at: dict[object, int] = {}
+        self.number = next(_numbers)  # tells calls apart
+        self.name = name  # qualified name of the module
+        self.kept = kept  # whether its activations stay as they are
+        self.normalizes = normalizes  # whether it is a normalization, by the name of its class
+        self.saves = 0  # activations saved so far
+        self.largest = 0  # elements of the largest of them
+        self.saved_at: dict[object, int] = {}  # how many were saved by each instruction of the program, by its name
 
     def next_site(self, tensor: Tensor) -> Site:
         """Names the place at which `tensor` is being saved."""
@@ -215,13 +205,10 @@ class ModuleFollower:
     Args:
         model: The model.
         scopes: What is kept up to date.
-
-    Attributes:
-        followed: The modules, by their `id`.
     """
 
     def __init__(self, model: nn.Module, scopes: ModuleScopes) -> None:
-        self.followed: dict[int, Followed] = {}
+        self.followed: dict[int, Followed] = {}  # the modules, by their `id`
         self._following: set[int] = set()
         self._lock = threading.Lock()
         # Torch.compile looks at the number of a hook that is always called: with one for each, equal blocks are

@@ -28,23 +28,17 @@ if TYPE_CHECKING:
 
 
 class StoredActivation(ABC):
-    """The values of one activation, encoded. It holds its bytes as long as it lives.
+    """The values of one activation, encoded. It holds its bytes as long as it lives."""
 
-    Attributes:
-        name: Name of the codec in statistics.
-        readable_by_any_op: Whether it gives its values to every operator. Others keep only what the backward of the
-            operator makes of the values that saved them.
-        lossy: Whether it may decode to other bits than those that were stored. A lossy codec that accepts a tensor and
-            declines its values leaves them to exact codecs.
-        values_gone: Whether nothing is left to decode, since backward computes the values otherwise.
-        direct: Decodes a dense tensor in one call, as `decode_to`; None where that takes more.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # name of the codec in statistics
+    # Whether it gives its values to every operator. Others keep only what the backward of the operator makes of the
+    # values that saved them.
     readable_by_any_op: bool = True
+    # Whether it may decode to other bits than those that were stored. A lossy codec that accepts a tensor and declines
+    # its values leaves them to exact codecs.
     lossy: bool = True
-    values_gone: bool = False
-    direct: DirectCodec | None = None
+    values_gone: bool = False  # whether nothing is left to decode, since backward computes the values otherwise
+    direct: DirectCodec | None = None  # decodes a dense tensor in one call, as `decode_to`; None where that takes more
 
     @classmethod
     def accepts(cls, saved: SavedTensor) -> bool:
@@ -132,19 +126,14 @@ def encode_first(
 
 
 class PagedActivation(StoredActivation):
-    """An activation that lies on pages of the pool, or in the next tier.
+    """An activation that lies on pages of the pool, or in the next tier."""
 
-    Attributes:
-        pager: Leases the pages.
-        lease: The pages. They are given back when the activation dies, also while it is being encoded.
-        two: The two values of a mask.
-    """
-
+    # The pages. They are given back when the activation dies, also while it is being encoded.
     lease: Lease
-    two: TwoValues = (0, 0)
+    two: TwoValues = (0, 0)  # the two values of a mask
 
     def __init__(self, pager: Pager) -> None:
-        self.pager = pager
+        self.pager = pager  # leases the pages
 
     def _new_pages(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> WriteLease:
         """Leases the activation's pages; the arguments and errors are those of `Pager.writing`."""

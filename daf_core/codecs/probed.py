@@ -27,10 +27,6 @@ class ProbedActivation(StoredActivation):
         values: The values in their compact form.
         encode: Encodes them.
         reads: Gets the activation each time an operator reads it, directly or through what is derived from it.
-
-    Attributes:
-        precision: Code bits to encode them with; None gives them exactly.
-        variant: The codec that encodes them.
     """
 
     name: ClassVar[str] = "rehearsed"
@@ -39,8 +35,8 @@ class ProbedActivation(StoredActivation):
         self._values = values
         self._reads = reads
         self._encode = encode
-        self.precision: int | None = None
-        self.variant: Variant = None
+        self.precision: int | None = None  # code bits to encode them with; None gives them exactly
+        self.variant: Variant = None  # the codec that encodes them
 
     @override
     def serves(self, reading: Reading) -> bool:

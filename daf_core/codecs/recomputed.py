@@ -84,17 +84,13 @@ class NormalizedActivation(StoredActivation):
 
 
 class SumActivation(StoredActivation):
-    """The sum of two activations, as of a residual connection; its error is theirs.
-
-    Attributes:
-        sums: Sums that are computed to decode it: one of them may be a sum itself.
-    """
+    """The sum of two activations, as of a residual connection; its error is theirs."""
 
     name: ClassVar[str] = "sum"
 
     def __init__(self, first: StoredActivation, second: StoredActivation, sums: int) -> None:
         self._first, self._second = first, second
-        self.sums = sums
+        self.sums = sums  # sums that are computed to decode it: one of them may be a sum itself
 
     @override
     def decode_into(self, out: Tensor) -> None:

@@ -94,9 +94,6 @@ class GraphAccount(threading.local):
 
     Args:
         room: Returns the bytes that the budget leaves to graphs, with what they hold; None where nothing limits them.
-
-    Attributes:
-        pass_raw_bytes: Bytes that the graphs of the last forward pass would have saved.
     """
 
     def __init__(self, room: Callable[[], int | None] = lambda: None) -> None:
@@ -104,7 +101,7 @@ class GraphAccount(threading.local):
         self._held: list[tuple[Any, int]] = []
         self._stored_as: Counter[str] = Counter()
         self._peak_bytes = 0
-        self.pass_raw_bytes = 0
+        self.pass_raw_bytes = 0  # bytes that the graphs of the last forward pass would have saved
 
     @property
     def held_bytes(self) -> int:

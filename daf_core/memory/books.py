@@ -16,22 +16,15 @@ from daf_kernels import Pages
 
 
 class PagerBooks:
-    """The books of a `Pager`, which alone changes them.
-
-    Attributes:
-        pool: Where the pages come from.
-        budget: Bytes that may be held at once, pages and outside tensors together; None for no limit.
-        held_bytes: Bytes that are held, without what was released since they were counted.
-        account: What was done so far in this step; it goes on counting.
-    """
+    """The books of a `Pager`, which alone changes them."""
 
     def __init__(
         self, pool: PagePool, budget: int | None, least_planes: int, spill: Tier | None, clock: ReleaseClock | None
     ) -> None:
-        self.pool = pool
-        self.budget = budget
-        self.held_bytes = 0
-        self.account = PagerAccount()
+        self.pool = pool  # where the pages come from
+        self.budget = budget  # bytes that may be held at once, pages and outside tensors together; None for no limit
+        self.held_bytes = 0  # bytes that are held, without what was released since they were counted
+        self.account = PagerAccount()  # what was done so far in this step; it goes on counting
         self._spill = spill
         self._outside_bytes = 0
         self._peak_on_pages = 0

@@ -36,7 +36,6 @@ class DevicePagers:
     Attributes:
         budget: Bytes that may be held at once on each device, "auto" for what is available, None for no limit.
         clock: The time of releases.
-        links: See above.
         place: On which pages the calling thread encodes.
 
     Raises:

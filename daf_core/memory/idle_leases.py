@@ -20,13 +20,10 @@ class IdleLeases:
     Args:
         pool: Where the pages come from.
         least_planes: Leading planes that are never dropped.
-
-    Attributes:
-        pages: Pages of idle leases.
     """
 
     def __init__(self, pool: PagePool, least_planes: int) -> None:
-        self.pages = 0
+        self.pages = 0  # pages of idle leases
         self._pool = pool
         self._least_planes = least_planes
         self._kinds: dict[tuple[object, ...], LeaseKind] = {}

@@ -21,24 +21,17 @@ class LeaseIndex:
 
     Without pressure nobody asks for an order. So a resident lease is sorted in when somebody does: that takes 5 us, and
     most leases come and go without.
-
-    Attributes:
-        spilled: The spilled leases by serial number.
-        resident_pages: Pages of resident leases.
-        droppable_pages: Those of them that may be dropped.
-        copied_pages: Pages of copied leases.
-        unsorted: Resident leases that are not sorted in yet, by serial number.
     """
 
     def __init__(self) -> None:
         self._order: SortedList[Entry] = SortedList()
         self._resident: SortedDict[int, Lease] = SortedDict()
-        self.unsorted: dict[int, Lease] = {}
+        self.unsorted: dict[int, Lease] = {}  # resident leases that are not sorted in yet, by serial number
         self._copied: SortedDict[int, Lease] = SortedDict()
-        self.spilled: SortedDict[int, Lease] = SortedDict()
-        self.resident_pages = 0
-        self.droppable_pages = 0
-        self.copied_pages = 0
+        self.spilled: SortedDict[int, Lease] = SortedDict()  # the spilled leases by serial number
+        self.resident_pages = 0  # pages of resident leases
+        self.droppable_pages = 0  # those of them that may be dropped
+        self.copied_pages = 0  # pages of copied leases
 
     def add(self, lease: Lease) -> None:
         """Enters a lease where it belongs."""

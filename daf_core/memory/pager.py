@@ -34,10 +34,6 @@ class Pager(LeasesAtEase):
         least_planes: Leading planes that are never dropped.
         spill: Where activations move that do not fit; None for nowhere.
         clock: Says which releases count already; by default all do.
-
-    Attributes:
-        spills: Whether activations on pages may move.
-        set_aside: Bytes of the budget for what will lie outside of the pool, which keeps pages that it had once.
     """
 
     def __init__(
@@ -49,7 +45,8 @@ class Pager(LeasesAtEase):
         clock: ReleaseClock | None = None,
     ) -> None:
         super().__init__(pool, budget, least_planes, spill, clock)
-        self.spills = spill is not None
+        self.spills = spill is not None  # whether activations on pages may move
+        # Bytes of the budget for what will lie outside of the pool, which keeps pages that it had once.
         self.set_aside = 0
         self._least_planes = least_planes
         self._read_ahead = ReadAhead(self._load_next, spill is not None and spill.queued, pool.device)

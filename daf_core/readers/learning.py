@@ -93,20 +93,16 @@ class Readers:
     Args:
         model: Where a part of it is compiled nothing is watched: a graph would be compiled again without the watch.
         wanted: Whether anything is stored that is not exact.
-
-    Attributes:
-        changes: How often something was learned: as long as it is the same, so is what is known.
-        looks: Says when softmaxes are looked at again.
     """
 
     def __init__(self, model: nn.Module, wanted: bool) -> None:
-        self.changes = 0
+        self.changes = 0  # how often something was learned: as long as it is the same, so is what is known
         self._model = model
         self._wanted = wanted
         self._places = Places()
         self._readings: dict[Place, Reading] = {}
         self._unread: dict[Place, int] = {}
-        self.looks = Looks()
+        self.looks = Looks()  # says when softmaxes are looked at again
         self._own = _Own()
 
     @property

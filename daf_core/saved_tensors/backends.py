@@ -26,10 +26,6 @@ class Backends(Mapping[torch.device, Backend]):
         model: The model, which may be moved later.
         config: Which kernels are wanted, and on which side of a link.
 
-    Attributes:
-        links: Connect devices, whose activations are packed by their host, with it.
-        devices: Those that the parameters lie on now.
-
     Raises:
         UnsupportedDeviceError: A part of the model is on device "meta".
     """
@@ -39,8 +35,9 @@ class Backends(Mapping[torch.device, Backend]):
         self._name = config.backend
         self._linked = config.packing == "workers"
         self._loaded: dict[torch.device, Backend] = {}
+        # Connect devices, whose activations are packed by their host, with it.
         self.links: dict[torch.device, HostBridge] = {}
-        self.devices: set[torch.device] = set()
+        self.devices: set[torch.device] = set()  # those that the parameters lie on now
         self.follow()
 
     def follow(self, parameters: Sequence[Tensor] | None = None) -> None:

@@ -48,9 +48,6 @@ class BackgroundPacker:
         store: Packs a tensor.
         prepare: Is called first on the worker.
         pagers: Where activations are stored.
-
-    Attributes:
-        seconds: Time that the worker has packed.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class BackgroundPacker:
         prepare: Callable[[], None],
         pagers: DevicePagers,
     ) -> None:
-        self.seconds = 0.0
+        self.seconds = 0.0  # time that the worker has packed
         self._store = store
         self._prepare = prepare
         self._clock = pagers.clock

@@ -30,15 +30,12 @@ class Eligibility:
     Args:
         model: The model with the parameters.
         least_elements: Tensors with fewer stay as they are.
-
-    Attributes:
-        least_elements: See above.
-        storages: Those of parameters and buffers, by their `storage_id`.
     """
 
     def __init__(self, model: nn.Module, least_elements: int = LEAST_ELEMENTS) -> None:
         self._model = model
         self.least_elements = least_elements
+        # Those of parameters and buffers, by their `storage_id`.
         self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._numbers: list[int] = []
         self._wide: list[torch.Size] = []

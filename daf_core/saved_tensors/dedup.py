@@ -31,20 +31,14 @@ class Part(NamedTuple):
 
 
 class MetStorage:
-    """A storage that was met in a pass, and what its parts were stored as, the last one first.
-
-    Attributes:
-        storage: The storage.
-        last: The last part; None where none was stored.
-        counted: Whether its bytes are among those of the pass's small ones.
-    """
+    """A storage that was met in a pass, and what its parts were stored as, the last one first."""
 
     __slots__ = ("counted", "last", "storage")
 
     def __init__(self, storage: UntypedStorage) -> None:
         self.storage = weakref.ref(storage)
-        self.last: Part | None = None
-        self.counted = False
+        self.last: Part | None = None  # the last part; None where none was stored
+        self.counted = False  # whether its bytes are among those of the pass's small ones
 
     def find(self, key: tuple[object, ...], version: int) -> StoredActivation | None:
         """Returns the live stored activation of the same values: same place in the storage at the same version."""
@@ -72,13 +66,10 @@ class StorageTable:
 
     A storage is known by the address of its control block, which another one may have when it is freed. So the table
     keeps a weak reference to each storage it has seen.
-
-    Attributes:
-        met: By the `storage_id` that each had then.
     """
 
     def __init__(self) -> None:
-        self.met: dict[int, MetStorage] = {}
+        self.met: dict[int, MetStorage] = {}  # by the `storage_id` that each had then
         self._kept = KeptStorages()
         self._small: dict[Pager, tuple[KeptStorage, Outside]] = {}
 

@@ -26,15 +26,10 @@ class Handle:
         geometry: Shape and strides of the tensor.
         dtype: Its type.
         device: Where it lies.
-        place: See below.
-        reading: See below.
-        saved: The tensor itself.
-        version: Its version when it was saved.
-
-    Attributes:
-        stored: The stored activation.
         place: Where the tensor was saved; None where that is of no use.
         reading: What the operator reads that has saved it; None where that is not known yet.
+        saved: The tensor itself.
+        version: Its version when it was saved.
     """
 
     __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "place", "reading", "stored")

@@ -67,12 +67,6 @@ class Packer:
         store: Stores activations.
         recorder: Counts what is done.
         readers: Knows what the operators read of what they save.
-
-    Attributes:
-        eligibility: See above, as the others.
-        scopes: See above.
-        recorder: See above.
-        readers: See above.
     """
 
     def __init__(

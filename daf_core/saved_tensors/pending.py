@@ -22,27 +22,21 @@ class PackJob(Pending):
     Args:
         saved: The tensor.
         time: When it was saved, by the clock of its thread (`ReleaseClock`).
-
-    Attributes:
-        saved: The tensor; its memory goes when it is packed. Its autograd node goes when the saving thread settles the
-            job: what else goes with a node must not depend on the clock.
-        time: See above.
-        packed: What it was packed as; None until then, and when nobody wants it any more.
-        counter: Has the version of the tensor, where that is not kept; None until it is packed.
-        held_bytes: Bytes that were held when it was packed.
-        error: What packing it failed with.
-        done: Set when it is packed, or has failed.
     """
 
     def __init__(self, saved: SavedTensor, time: int) -> None:
+        # The tensor; its memory goes when it is packed. Its autograd node goes when the saving thread settles the job:
+        # what else goes with a node must not depend on the clock.
         self.saved: SavedTensor | None = saved
         self.time = time
         self.size = saved.tensor.untyped_storage().nbytes()
+        # What it was packed as; None until then, and when nobody wants it any more.
         self.packed: Handle | RawActivation | None = None
+        # Has the version of the tensor, where that is not kept; None until it is packed.
         self.counter: Tensor | None = None
-        self.held_bytes = 0
-        self.error: BaseException | None = None
-        self.done = Signal()
+        self.held_bytes = 0  # bytes that were held when it was packed
+        self.error: BaseException | None = None  # what packing it failed with
+        self.done = Signal()  # set when it is packed, or has failed
 
     def run(self, store: Callable[[SavedTensor], Handle | RawActivation]) -> None:
         """Packs the tensor. It may go then, and is watched for changes in place all the same."""
@@ -75,10 +69,6 @@ class PendingActivation:
     Args:
         job: Packs the tensor.
         wait: Returns when the job is done, and the tensor may be read.
-
-    Attributes:
-        place: Where the tensor was saved; None where that is of no use.
-        elements: Number of its elements.
     """
 
     __slots__ = ("__weakref__", "_job", "_last", "_version", "_wait", "elements", "place")
@@ -88,8 +78,8 @@ class PendingActivation:
         self._job = job
         self._wait: Callable[[PackJob], None] | None = wait
         self._version = self._last = job.saved.version
-        self.place = job.saved.place
-        self.elements = job.saved.tensor.numel()
+        self.place = job.saved.place  # where the tensor was saved; None where that is of no use
+        self.elements = job.saved.tensor.numel()  # number of its elements
 
     @property
     def packed(self) -> Handle | RawActivation | None:

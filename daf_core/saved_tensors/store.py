@@ -58,9 +58,6 @@ class ActivationStore:
         pagers: Where they are stored.
         lossy: Chooses the precision of what may lose precision.
         recorder: Counts what is done.
-
-    Attributes:
-        shelf: Where the tensors of a pass are stored.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class ActivationStore:
         self._pagers = pagers
         self._lossy = lossy
         self._recorder = recorder
-        self.shelf = Shelf(recorder, lossy)
+        self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:

@@ -21,13 +21,9 @@ _FIRST_ON_HOST = 1 << 40
 
 
 class Place(threading.local):
-    """Where the calling thread encodes.
+    """Where the calling thread encodes."""
 
-    Attributes:
-        on_host: Whether it takes pages in host memory.
-    """
-
-    on_host = False
+    on_host = False  # whether it takes pages in host memory
 
 
 class LinkedPool(PagePool):

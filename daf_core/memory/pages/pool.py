@@ -29,11 +29,6 @@ class PagePool:
         page_bytes: Bytes in a page, a power of two.
         reserve: Returns so many uninitialized bytes there; by default as suits the device.
         before_free: Is called before memory goes back to the system, to wait for what may still read it.
-
-    Attributes:
-        device: See above.
-        page_bytes: See above.
-        uniform: Whether any page serves an activation as well as any other.
     """
 
     def __init__(
@@ -46,7 +41,7 @@ class PagePool:
     ) -> None:
         self.page_bytes = page_bytes
         self.device = device
-        self.uniform = True
+        self.uniform = True  # whether any page serves an activation as well as any other
         self._reserve = reserve
         self._before_free = before_free
         self._growth = growth or AdaptiveGrowth()
