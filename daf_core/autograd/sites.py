@@ -110,9 +110,6 @@ class ModuleScopes(threading.local):
 
         Their forward ends without a word, as hooks that are registered in the middle of it are not called: until then
         they are looked for on the stack.
-
-        Args:
-            followed: The modules, by their `id`.
         """
         calls, self._followed = self._calls, followed
         assert calls is not None
@@ -153,12 +150,7 @@ class ModuleScopes(threading.local):
         return self._calls[-1] if self._calls else ModuleCall("")
 
     def enter(self, name: str, normalizes: bool) -> None:
-        """A module's forward begins.
-
-        Args:
-            name: Its qualified name.
-            normalizes: Whether it is a normalization.
-        """
+        """A module's forward begins."""
         calls = self._calls
         if calls is not None:
             self._let_go(begins=True)
@@ -171,11 +163,7 @@ class ModuleScopes(threading.local):
         return [result for result in results if result is not None]
 
     def leave(self, normalized: object = None) -> None:
-        """The innermost module's forward ended.
-
-        Args:
-            normalized: Its result, if it is a normalization that others may follow from.
-        """
+        """The innermost module's forward ended; `normalized` is its result, if others may follow from that."""
         calls = self._calls
         if calls is None:
             return

@@ -108,14 +108,7 @@ class EncodeContext:
 def encode_first(
     codecs: Sequence[type[StoredActivation]], saved: SavedTensor, ctx: EncodeContext, lossy: bool = True
 ) -> StoredActivation | None:
-    """Returns a tensor in the form of the first codec that accepts and holds it; None keeps the tensor itself.
-
-    Args:
-        codecs: The codecs, in order.
-        saved: The tensor.
-        ctx: Its values, and what they are encoded with.
-        lossy: Whether lossy codecs may take part.
-    """
+    """Returns a tensor in the form of the first codec that accepts and holds it; None keeps the tensor itself."""
     for codec in codecs:
         if (lossy or not codec.lossy) and codec.accepts(saved):
             stored = codec.encode(saved, ctx)

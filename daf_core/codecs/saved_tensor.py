@@ -79,16 +79,7 @@ class SavedTensor:
 def capture(
     tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, normalizes: bool, scopes: ModuleScopes
 ) -> SavedTensor:
-    """Returns what is to be known of a tensor that is being saved.
-
-    Args:
-        tensor: The tensor as autograd saves it.
-        form: The form that it may take.
-        site: Where it is saved.
-        sighting: What is known of its reader.
-        normalizes: Whether a normalization is saving it.
-        scopes: Knows the latest results of normalizations.
-    """
+    """Returns what is to be known of a tensor that is being saved."""
     normalized: list[NormalizedResult] = []
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]

@@ -66,15 +66,11 @@ def logarithms_of(geometry: Geometry, dim: int) -> Grouping | None:
 
 @lru_cache(maxsize=4096)
 def grouping_of(geometry: Geometry, op: str) -> Grouping:
-    """Returns the grouping of a tensor.
+    """Returns the grouping of a tensor; `op` is the name of the autograd node that made it.
 
     The channels of a convolution differ in mean and deviation, and a normalization of the batch undoes that: a group
     of several channels has the error of the widest of them, a group of a channel's own restores its moments. Small maps
     fill a group with the same channel of several images.
-
-    Args:
-        geometry: How the tensor lies in memory.
-        op: Name of the autograd node that made it.
     """
     shape, strides = geometry.shape, geometry.strides
     maps = len(shape) > 2 if op.startswith(_ON_MAPS) else op.startswith(_ON_ANYTHING) and len(shape) in (4, 5)

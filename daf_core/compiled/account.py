@@ -116,13 +116,7 @@ class GraphAccount(threading.local):
         return None if room is None else room - self.held_bytes
 
     def add(self, kept: Tensor, raw: int, held: int, stored_as: Mapping[str, int]) -> None:
-        """Counts what a graph has saved.
-
-        Args:
-            kept: A tensor that is gone when all of it is.
-            raw: Bytes that it would have saved.
-            held: Bytes that it has saved.
-            stored_as: How many tensors each code has stored.
+        """Counts what a graph has saved; `kept` is a tensor that is gone when all of it is.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.

@@ -111,8 +111,7 @@ class Shape:
 def shape_of(values: Tensor) -> Shape:
     """Returns how a tensor is cut into groups: those of `group_size`, where eight codes of them fill whole bytes.
 
-    Args:
-        values: The tensor, without holes in memory; its sizes may be symbols.
+    The tensor has no holes in memory; its sizes may be symbols.
     """
     strides = [(hint(values.stride(dim)), hint(values.shape[dim]), dim) for dim in range(values.dim())]
     order = tuple(dim for _, _, dim in sorted(strides, reverse=True))

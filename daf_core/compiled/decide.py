@@ -83,12 +83,7 @@ class Decisions:
         return self._of_values(reader, values)
 
     def fit(self, names: Sequence[str], levels: Sequence[int], room: int) -> None:
-        """Takes the most bits for which saved tensors fit.
-
-        Args:
-            names: Names of the tensors.
-            levels: The bits that are allowed, falling.
-            room: Bytes that the budget leaves.
+        """Takes the most bits, of falling `levels`, for which saved tensors of these names fit in `room` bytes.
 
         Raises:
             ActivationBudgetError: They fit in none.

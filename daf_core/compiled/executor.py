@@ -65,10 +65,7 @@ class CompiledGraphs:
 
     @contextmanager
     def installed(self, pack: Callable[[Tensor], Any]) -> Generator[None]:
-        """Installs the hooks for a forward pass.
-
-        Args:
-            pack: The pack hook where there are no graphs.
+        """Installs the hooks for a forward pass; `pack` is the pack hook where there are no graphs.
 
         Raises:
             HooksActiveError: Hooks that were entered inside were not left.

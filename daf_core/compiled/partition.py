@@ -27,10 +27,7 @@ def with_hints(
 ) -> fx.GraphModule:
     """Marks what is to be worked out again in backward, or saved, in a graph of forward and backward together.
 
-    Args:
-        joint: The graph.
-        inputs: Its inputs.
-        before: A pass of somebody else, which comes first.
+    `before` is a pass of somebody else, which comes first.
     """
     if before is not None:
         joint = before(joint, inputs)

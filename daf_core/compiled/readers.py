@@ -138,11 +138,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def needs_of(saved: fx.Node) -> Needs:
-    """Returns what the backward needs of a saved tensor.
-
-    Args:
-        saved: Its placeholder in the backward graph.
-    """
+    """Returns what the backward needs of a saved tensor, given its placeholder in the backward graph."""
     found, seen, pending = Needs.NOTHING, {saved}, [saved]
     while pending:
         source = pending.pop()

@@ -79,11 +79,9 @@ class DevicePagers:
         return sum(limited) if budgets and len(limited) == len(budgets) else None
 
     def set_budget(self, budget: int | str | None, set_aside: int = 0) -> None:
-        """Changes the budget of every device; "auto" follows what is available.
+        """Changes the budget of every device; "auto" follows what is available, and None is no limit.
 
-        Args:
-            budget: Bytes, "auto", or None for no limit.
-            set_aside: The part of it for activations that stay as they are.
+        `set_aside` is the part of it for activations that stay as they are.
 
         Raises:
             ActivationBudgetError: What a device holds does not fit even if everything is given up that may be; its

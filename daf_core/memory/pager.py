@@ -103,10 +103,7 @@ class Pager(LeasesAtEase):
     def hold(self, size: int, owner: object | None = None, outside: Outside | None = None) -> Outside:
         """Counts `size` bytes of an activation outside the pool: until `let_go`, or until their owner dies.
 
-        Args:
-            size: How many.
-            owner: Their owner, if they have one.
-            outside: Bytes of an owner to which they are added; by default they are counted by themselves.
+        `outside` are bytes of the owner to which they are added; by default they are counted by themselves.
 
         Raises:
             ActivationBudgetError: They do not fit even if everything is given up that may be.

@@ -46,13 +46,7 @@ class Places:
         self._codes: dict[int, CodeType] = {}
 
     def name(self, frame: FrameType | None, call: ModuleCall, op: str) -> Place:
-        """Names the place of the next save.
-
-        Args:
-            frame: The innermost Python function that is running, but for DAF's.
-            call: The call of a module that is running.
-            op: Name of the autograd node that made what is saved.
-        """
+        """Names the place of the next save; `frame` is the innermost function that is running, but for DAF's."""
         inner = calling_function(unwatched(frame))
         outer = None if inner is None else calling_function(unwatched(inner.f_back))
         codes = (0 if inner is None else self._code(inner.f_code)), (0 if outer is None else self._code(outer.f_code))

@@ -314,9 +314,7 @@ CHECKPOINT = Reading(Kind.APPROXIMATE, "checkpoint")
 def has_pole(node: Node, is_large: Callable[[str], bool]) -> bool:
     """Says whether a node's gradient is without bound where a value that it has read is small, or at an edge.
 
-    Args:
-        node: Any autograd node.
-        is_large: As for `reading_of`.
+    For `is_large` see `reading_of`.
     """
     name = node.name()
     if name in _POLES:

@@ -40,13 +40,7 @@ class AttentionAgain(threading.local):
         self._held: dict[str, Tensor] = {}
 
     def unpack(self, packed: object, unpack: Unpack, decode: Callable[[], Tensor]) -> Tensor:
-        """Returns the tensor that a packed one stands for.
-
-        Args:
-            packed: The packed one.
-            unpack: The unpack hook that was called for it.
-            decode: Decodes it, where it is no result of an attention that runs again.
-        """
+        """Returns the tensor that a packed one stands for; `decode` decodes what no attention computes again."""
         node = running_node()
         kernel = None if node is None else kernel_of(node.name())
         result = None if kernel is None else _result(node, unpack)

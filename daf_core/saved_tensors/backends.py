@@ -41,10 +41,7 @@ class Backends(Mapping[torch.device, Backend]):
         self.follow()
 
     def follow(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Looks where the model lies now, and loads what it has not been on before.
-
-        Args:
-            parameters: Those of the model; by default they are looked for.
+        """Looks where the model, with these parameters, lies now, and loads what it has not been on before.
 
         Raises:
             UnsupportedDeviceError: A part of it is on device "meta".

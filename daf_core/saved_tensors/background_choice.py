@@ -57,13 +57,7 @@ class PackingChoice:
         return idle if background else 0
 
     def add(self, threads: int, seconds: float, raw_bytes: int) -> None:
-        """Takes the time of a pass.
-
-        Args:
-            threads: What `threads` said.
-            seconds: How long it took.
-            raw_bytes: What plain training would have kept of it.
-        """
+        """Takes the time of a pass with so many threads, of which plain training would have kept so many bytes."""
         if self._chosen is not None or not raw_bytes or not self._backends.packs_on_host or idle_cores() <= 0:
             return
         self._passes += 1

@@ -93,20 +93,14 @@ class Packer:
     def pack_in_background(self, prepare: Callable[[], None], pagers: DevicePagers) -> None:
         """Has activations packed in the background until this thread's forward pass ends.
 
-        Args:
-            prepare: Is called first on the thread that packs.
-            pagers: Where activations are stored.
+        The thread that packs calls `prepare` first.
         """
         store = partial(self._store.store, derivation=Derivation(self.unpack))
         self._own.background = BackgroundPacker(store, prepare, pagers)
 
     @contextmanager
     def itemized(self, pagers: DevicePagers) -> Generator[Items]:
-        """Lists what is packed inside.
-
-        Args:
-            pagers: Where activations are stored.
-        """
+        """Lists what is packed inside."""
         store, items = self._store, Items(self.unpack)
         assert isinstance(store, ActivationStore)
         self._store = ItemizingStore(store, pagers, self.recorder, items)
@@ -297,14 +291,7 @@ class Packer:
 
 
 def _refusal(stored: StoredActivation, reading: Reading | None, name: str | None, own: bool) -> str:
-    """Returns the message for a backward that gets no values.
-
-    Args:
-        stored: What is there.
-        reading: Whom it was stored for.
-        name: The node that asks; None where it is none.
-        own: Whether it asks for what it has saved itself.
-    """
+    """Returns the message for a node, if one asks, that gets no values; `own` says whether it has saved them."""
     if name is None:
         reader = "something outside of backward"
     elif not own:

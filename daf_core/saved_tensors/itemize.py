@@ -83,14 +83,7 @@ class Items:
         self._peaks: dict[torch.device, _Peak] = {}
 
     def add(self, item: SavedItem, packed: Packed, device: torch.device, peak: int) -> None:
-        """Takes the next item.
-
-        Args:
-            item: The item.
-            packed: What autograd keeps of it.
-            device: Where its bytes are counted.
-            peak: The most bytes that were held there at once so far.
-        """
+        """Takes the next item, after whose saving `peak` bytes were the most that were held at once so far."""
         entry, place = _Entry(item, weakref.ref(packed), device), len(self._entries)
         holder = packed.holder
         if item.held_bytes and holder is not None:

@@ -77,11 +77,7 @@ class ActivationStore:
         self._sharing = self.shelf.sharing
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:
-        """Begins a forward pass that may be replayed.
-
-        Args:
-            parameters: Storages of parameters and buffers, by their `storage_id`.
-        """
+        """Begins a forward pass that may be replayed, given storages of parameters and buffers by `storage_id`."""
         self.shelf.parameters, self.shelf.token = parameters, self._lossy.token
 
     def finish_pass(self) -> None:
@@ -90,10 +86,6 @@ class ActivationStore:
 
     def store(self, saved: SavedTensor, derivation: Derivation) -> Packed:
         """Stores an activation in the first form that can hold it: shared, derived, a codec's, or raw.
-
-        Args:
-            saved: The activation.
-            derivation: Recognizes what follows from what is stored.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
@@ -134,10 +126,6 @@ class ActivationStore:
     def keep(self, tensor: Tensor, site: Site) -> RawActivation:
         """Keeps an activation as it is.
 
-        Args:
-            tensor: The activation.
-            site: Where it is saved.
-
         Raises:
             ActivationBudgetError: It does not fit in the budget.
             SpillError: The next tier takes nothing more.
@@ -150,13 +138,6 @@ class ActivationStore:
         self, decision: Decision, look: Look, tensor: Tensor, derivation: Derivation, scopes: ModuleScopes
     ) -> Packed | None:
         """Stores an activation as another one was stored; None where `store` is to decide.
-
-        Args:
-            decision: How the other was stored.
-            look: What is known of the activation.
-            tensor: The activation as autograd saves it.
-            derivation: Recognizes what follows from what is stored.
-            scopes: Knows the latest results of normalizations.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
@@ -263,12 +244,7 @@ class ActivationStore:
         return sys.maxsize if pager.budget is None else max(pager.budget - pager.settle(), 0)
 
     def store_again(self, saved: SavedTensor, handle: Handle, reading: Reading | None) -> None:
-        """Stores a tensor otherwise, now that it is known who reads it.
-
-        Args:
-            saved: The tensor.
-            handle: What autograd has got.
-            reading: What the reader reads; None keeps the tensor as it is.
+        """Stores a tensor otherwise, now that it is known who reads it; None keeps the tensor as it is.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.

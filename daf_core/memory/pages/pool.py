@@ -54,11 +54,7 @@ class PagePool:
         self._lock = forks.lock(forks.Level.POOL)
 
     def take(self, count: int, limit: int | None = None) -> Pages:
-        """Takes `count` pages off the pool.
-
-        Args:
-            count: How many.
-            limit: Bytes that may be reserved, unless more are needed for these pages.
+        """Takes `count` pages off the pool, which reserves `limit` bytes at most unless these pages need more.
 
         Raises:
             MemoryError: The system has no memory for another region; the pool is as before.
@@ -82,8 +78,7 @@ class PagePool:
     def finish_step(self, peak: int | None = None) -> int:
         """Ends a step: regions that only a peak needed which did not return go back to the system.
 
-        Args:
-            peak: Bytes of the pages that were in use at once, where not all that were taken were.
+        `peak` are the bytes of the pages that were in use at once, where not all that were taken were.
 
         Returns:
             Bytes that are worth keeping.
@@ -100,11 +95,7 @@ class PagePool:
         return bool(self._first_page) and self._first_page[-1] * self.page_bytes >= keep
 
     def release(self, keep: int = 0) -> None:
-        """Gives regions back to the system, the last one first, as long as no page of theirs is in use.
-
-        Args:
-            keep: Bytes that stay.
-        """
+        """Gives regions back, the last one first, as long as `keep` bytes and the pages in use are left."""
         with self._lock:
             self._shrink(keep)
 
