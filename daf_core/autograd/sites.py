@@ -189,10 +189,6 @@ class ModuleFollower:
 
     What a graph of torch.compile saves belongs to the module that is compiled, or to the one that calls it. Inside
     there are no hooks, or, where the model is compiled from outside, hooks that do nothing.
-
-    Args:
-        model: The model.
-        scopes: What is kept up to date.
     """
 
     def __init__(self, model: nn.Module, scopes: ModuleScopes) -> None:

@@ -23,10 +23,7 @@ Encode = Callable[[Tensor, int, Variant], StoredActivation | None]
 class ProbedActivation(StoredActivation):
     """Keeps the values, and encodes them each time they are asked for.
 
-    Args:
-        values: The values in their compact form.
-        encode: Encodes them.
-        reads: Gets the activation each time an operator reads it, directly or through what is derived from it.
+    `reads` gets the activation each time an operator reads it, directly or through what is derived from it.
     """
 
     name: ClassVar[str] = "rehearsed"

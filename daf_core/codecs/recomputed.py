@@ -20,11 +20,7 @@ class ProductActivation(StoredActivation):
     """The result of a dropout: another activation times its mask.
 
     It is exact where the other one is; otherwise its error is the other one's, seen through the mask.
-
-    Args:
-        factor: The other activation.
-        mask: The mask.
-        scale: What the elements that a mask of bools keeps are multiplied with; None where the mask has that in it.
+    `scale` is what the elements that a mask of bools keeps are multiplied with; None where the mask has that in it.
     """
 
     name: ClassVar[str] = "product"

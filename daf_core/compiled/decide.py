@@ -51,10 +51,7 @@ UNREAD = Decision(None, unread=True)
 class Decisions:
     """The decisions for a pair of graphs.
 
-    Args:
-        forward: The forward graph.
-        backward: The backward graph; what it works out of one saved tensor alone is taken out of it.
-        bits: Code bits of approximate values.
+    What the backward graph works out of one saved tensor alone is taken out of it.
     """
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph, bits: int) -> None:

@@ -23,11 +23,7 @@ BEFORE_LAST = 3
 
 
 class Late(CustomSchedulerPass):
-    """Puts loops that need nothing, or only what such loops have made, right before the first that reads their results.
-
-    Args:
-        version: Of this pass, for torch's cache.
-    """
+    """Puts loops that need nothing, or only what such loops have made, right before the first that reads from them."""
 
     def __init__(self, version: str) -> None:
         self._version = version

@@ -16,10 +16,6 @@ class IdleLeases:
 
     To take pages off the pool and to give them back takes 10 us an activation, and those of the next step are as large
     as those of this one. Whoever else needs pages has the idle ones first.
-
-    Args:
-        pool: Where the pages come from.
-        least_planes: Leading planes that are never dropped.
     """
 
     def __init__(self, pool: PagePool, least_planes: int) -> None:

@@ -140,11 +140,7 @@ class WriteLease:
 
     A class, as is `ReadLease`: a generator would cost 20 us each with cold caches, a tenth of what storing an
     activation takes in Python.
-
-    Args:
-        lease: The lease.
-        publish: Is called at the end.
-        release: Is called then, where the block has raised an error.
+    `publish` is called at the end, and then `release` where the block has raised an error.
     """
 
     __slots__ = ("_publish", "_release", "lease")
@@ -164,9 +160,7 @@ class WriteLease:
 class ReadLease:
     """Context manager inside which the pages and planes of a lease stay as they are.
 
-    Args:
-        lease: The lease.
-        unpin: Is called at the end.
+    `unpin` is called at the end.
     """
 
     __slots__ = ("_lease", "_unpin")

@@ -90,9 +90,8 @@ class _Own(threading.local):
 class Readers:
     """Knows what the operators of a model read of what they save.
 
-    Args:
-        model: Where a part of it is compiled nothing is watched: a graph would be compiled again without the watch.
-        wanted: Whether anything is stored that is not exact.
+    Where a part of the model is compiled nothing is watched: a graph would be compiled again without the watch.
+    Nothing is known where nothing is `wanted`, as all is exact.
     """
 
     def __init__(self, model: nn.Module, wanted: bool) -> None:

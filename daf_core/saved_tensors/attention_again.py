@@ -28,9 +28,7 @@ class AttentionAgain(threading.local):
     """Gives the backward that this thread is running a result and a logsumexp of what it gets as query, key and value.
 
     Backward unpacks all that it needs in one go, inputs first. What this keeps of it goes with the last result.
-
-    Args:
-        learn: Is told now and then how sharp an attention is, with the place of its query, or of its key.
+    `learn` is told now and then how sharp an attention is, with the place of its query, or of its key.
     """
 
     def __init__(self, learn: Callable[[Place, float], None]) -> None:

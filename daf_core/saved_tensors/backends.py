@@ -22,10 +22,6 @@ on_meta: ContextVar[Backend | None] = ContextVar("on_meta", default=None)
 class Backends(Mapping[torch.device, Backend]):
     """Kernels by device, of all devices that the model has lain on.
 
-    Args:
-        model: The model, which may be moved later.
-        config: Which kernels are wanted, and on which side of a link.
-
     Raises:
         UnsupportedDeviceError: A part of the model is on device "meta".
     """

@@ -43,11 +43,7 @@ class BackgroundPacker:
     Nothing that is decided here depends on the clock. A pending tensor counts against the memory budget in full, and so
     do its pages; what is held besides is known as of the last job that was waited for. All pending tensors are of one
     device.
-
-    Args:
-        store: Packs a tensor.
-        prepare: Is called first on the worker.
-        pagers: Where activations are stored.
+    `prepare` is called first on the worker.
     """
 
     def __init__(

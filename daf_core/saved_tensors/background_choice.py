@@ -27,10 +27,6 @@ class PackingChoice:
     With ``packing="auto"`` and idle cores, the first passes are packed in both ways by turns, and timed against the
     bytes that they save. It changes nothing but the time.
 
-    Args:
-        config: Says what was asked for.
-        backends: Know whether the host can pack what the model saves.
-
     Raises:
         ConfigError: LOCAL_WORLD_SIZE is no number of processes.
     """

@@ -27,9 +27,7 @@ _VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0
 class Eligibility:
     """Tells activations from parameters, their casts and small exact things.
 
-    Args:
-        model: The model with the parameters.
-        least_elements: Tensors with fewer stay as they are.
+    Tensors with fewer than `least_elements` stay as they are.
     """
 
     def __init__(self, model: nn.Module, least_elements: int = LEAST_ELEMENTS) -> None:

@@ -47,11 +47,7 @@ LONGEST_SUM = 2
 
 
 class Derivation:
-    """Recognizes tensors that follow from others.
-
-    Args:
-        unpack: The unpack hook whose packed tensors are looked at; other people's are left alone.
-    """
+    """Recognizes tensors that follow from others, among those whose unpack hook is `unpack`."""
 
     def __init__(self, unpack: UnpackHook) -> None:
         self._unpack = unpack

@@ -59,15 +59,7 @@ class _Own(threading.local):
 
 
 class Packer:
-    """A pair of saved-tensor hooks.
-
-    Args:
-        eligibility: Tells activations from parameters.
-        scopes: Knows which module is running.
-        store: Stores activations.
-        recorder: Counts what is done.
-        readers: Knows what the operators read of what they save.
-    """
+    """A pair of saved-tensor hooks."""
 
     def __init__(
         self,

@@ -71,11 +71,7 @@ class _Peak:
 
 
 class Items:
-    """The tensors that are saved, in the order of saving.
-
-    Args:
-        unpack: The unpack hook of those who save.
-    """
+    """The tensors that are saved, in the order of saving."""
 
     def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
         self._unpack = unpack
@@ -131,14 +127,7 @@ class Items:
 
 
 class ItemizingStore:
-    """Stores activations as another store does, and lists them.
-
-    Args:
-        store: The other one.
-        pagers: Where it stores them.
-        recorder: What it counts with.
-        items: Takes the list.
-    """
+    """Stores activations as another store does, and lists them."""
 
     def __init__(self, store: ActivationStore, pagers: DevicePagers, recorder: StepRecorder, items: Items) -> None:
         self._store = store

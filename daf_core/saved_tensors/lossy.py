@@ -42,13 +42,7 @@ class RandomStreams:
 
 
 class TrainingStore(threading.local):
-    """Stores activations at the present precision of their site; a `LossyStore`.
-
-    Args:
-        policy: Knows that precision.
-        streams: Random numbers.
-        doubts: Keeps values that may not be finite.
-    """
+    """Stores activations at the present precision of their site; a `LossyStore`."""
 
     def __init__(self, policy: PrecisionPolicy, streams: RandomStreams, doubts: PendingChecks) -> None:
         self._policy = policy
@@ -95,12 +89,7 @@ class TrainingStore(threading.local):
 
 
 class RehearsalStore:
-    """Keeps activations as they are, and how they would be stored; a `LossyStore`.
-
-    Args:
-        policy: Knows the codec that a calibration has chosen for a site.
-        streams: Random numbers.
-    """
+    """Keeps activations as they are, and how they would be stored; a `LossyStore`."""
 
     def __init__(self, policy: PrecisionPolicy, streams: RandomStreams) -> None:
         self._policy = policy

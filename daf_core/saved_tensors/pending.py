@@ -17,18 +17,13 @@ from daf_core.saved_tensors.handle import Handle
 
 
 class PackJob(Pending):
-    """What the worker does with a saved tensor.
-
-    Args:
-        saved: The tensor.
-        time: When it was saved, by the clock of its thread (`ReleaseClock`).
-    """
+    """What the worker does with a saved tensor."""
 
     def __init__(self, saved: SavedTensor, time: int) -> None:
         # The tensor; its memory goes when it is packed. Its autograd node goes when the saving thread settles the job:
         # what else goes with a node must not depend on the clock.
         self.saved: SavedTensor | None = saved
-        self.time = time
+        self.time = time  # when it was saved, by the clock of its thread (`ReleaseClock`)
         self.size = saved.tensor.untyped_storage().nbytes()
         # What it was packed as; None until then, and when nobody wants it any more.
         self.packed: Handle | RawActivation | None = None
@@ -65,10 +60,7 @@ class PendingActivation:
 
     It is read at some time after it was saved. Whether a change in place came before or after that depends on the
     clock, so all changes until the forward pass ends are errors, as they are without DAF.
-
-    Args:
-        job: Packs the tensor.
-        wait: Returns when the job is done, and the tensor may be read.
+    `wait` returns when the job is done, and the tensor may be read.
     """
 
     __slots__ = ("__weakref__", "_job", "_last", "_version", "_wait", "elements", "place")

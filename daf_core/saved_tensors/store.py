@@ -51,13 +51,6 @@ class ActivationStore:
 
     The form of a tensor depends on those before it. So the tensors of a pass must come in the order in which autograd
     saves them, one at a time, on whatever thread.
-
-    Args:
-        config: The options; `precision` matters only in being "exact" or not.
-        backends: Kernels of the devices that activations are compressed on.
-        pagers: Where they are stored.
-        lossy: Chooses the precision of what may lose precision.
-        recorder: Counts what is done.
     """
 
     def __init__(

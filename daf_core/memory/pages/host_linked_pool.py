@@ -30,13 +30,6 @@ class LinkedPool(PagePool):
     """Pages on a device, and, for threads that encode on its host, in memory there that the device can read.
 
     All pages of one activation lie in the same memory.
-
-    Args:
-        device: The device.
-        growth: How much is reserved on it when no page is free there.
-        page_bytes: Bytes in a page, a power of two.
-        link: Connects it with its host.
-        place: Says which pages a thread takes.
     """
 
     def __init__(self, device: torch.device, growth: Growth, page_bytes: int, link: HostBridge, place: Place) -> None:

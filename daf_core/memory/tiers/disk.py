@@ -34,10 +34,6 @@ class SpillFile:
 
     A forked child has a file of its own, and cannot read what its parent has written.
 
-    Args:
-        folder: Where the file lies.
-        page_bytes: Bytes in a page.
-
     Raises:
         SpillError: The folder takes no file.
     """

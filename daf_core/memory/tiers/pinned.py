@@ -54,9 +54,6 @@ class SideStream:
     A device is taken to compute on one stream, which is current in each thread that saves activations or reads them
     back; autograd sees to that in backward. The copies share one stream, in either direction: so no slot is written
     before it was read, nor read before it was written, and only computations are to be waited for.
-
-    Args:
-        device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,13 +98,7 @@ class PinnedFirst:
 
 
 class HostMemory:
-    """A `Tier` in the host's memory.
-
-    Args:
-        device: Whose pages it keeps.
-        slots: Pages of the host; a GPU copies to and from those that are pinned behind what is computed.
-        copies: Makes the copies.
-    """
+    """A `Tier` in the host's memory: a GPU copies to and from pinned slots behind what is computed."""
 
     queued = True
 
