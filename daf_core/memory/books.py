@@ -58,19 +58,6 @@ class PagerBooks:
         self.settle()
         return self.pool.used_pages - self._idle.pages
 
-    def check(self) -> None:
-        """Raises AssertionError where a page, byte or lease is lost or miscounted; not while one is being read back."""
-        with self._lock:
-            self._collect()
-            self.pool.check()
-            self._index.check()
-            used = self.pool.used_pages - self._idle.pages
-            if self.held_bytes != self._outside_bytes + used * self.pool.page_bytes:
-                raise AssertionError("the bytes that are held are not those of the pages in use and outside of them")
-            if not self._writing and used != self._index.resident_pages + self._index.copied_pages:
-                raise AssertionError("the pages in use are not those of the leases")
-            self._count(0)
-
     def _collect(self) -> None:
         """Counts what was released; pages go back in one go, as each trip to the pool costs 50 us with cold caches."""
         self._collect_at_ease()

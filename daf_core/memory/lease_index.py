@@ -97,24 +97,6 @@ class LeaseIndex:
         position = self.spilled.bisect_left(serial) - 1
         return None if position < 0 else self.spilled.peekitem(position)[1]
 
-    def check(self) -> None:
-        """Raises AssertionError where a lease is in the wrong place or a count is off."""
-        self._sort()
-        resident, copied, spilled = list(self._resident.values()), list(self._copied.values()), self.spilled.values()
-        facts = {
-            "order": list(self._order) == sorted(_entry(lease) for lease in resident if lease.drops),
-            "resident pages": self.resident_pages == sum(lease.size for lease in resident),
-            "droppable pages": self.droppable_pages == sum(lease.size - lease.least for lease in resident),
-            "copied pages": self.copied_pages == sum(lease.size for lease in copied),
-            "page lists": all(lease.pages.size == lease.size for lease in [*resident, *copied]),
-            "resident": all(lease.slots is None for lease in resident),
-            "copied": all(lease.slots is not None for lease in copied),
-            "spilled": all(not lease.resident and lease.slots is not None for lease in spilled),
-        }
-        wrong = [name for name, holds in facts.items() if not holds]
-        if wrong:
-            raise AssertionError(f"the pager's books are wrong: {', '.join(wrong)}")
-
     def _sort(self) -> None:
         if self.unsorted:
             self._resident.update(self.unsorted)

@@ -91,11 +91,6 @@ class LinkedPool(PagePool):
         else:
             super().write(pages, content)
 
-    @override
-    def check(self) -> None:
-        super().check()
-        self._host.check()
-
 
 def _on_host(pages: Pages) -> bool:
     return pages.size > 0 and int(pages[0]) >= _FIRST_ON_HOST

@@ -156,13 +156,6 @@ class PagePool:
             inside = start - int(first[owner])
             yield rows, regions[owner].run(inside, inside + count)
 
-    def check(self) -> None:
-        """Raises AssertionError where a page is lost or free twice."""
-        with self._lock:
-            self._free.check()
-            if self._addresses.size != self._free.total:
-                raise AssertionError("the regions do not hold every page")
-
     def _by_region(self, pages: Pages) -> list[tuple[FixedPages, Tensor, Pages]]:
         """Splits pages into (region, their rows in `pages`, their numbers inside the region)."""
         with self._lock:

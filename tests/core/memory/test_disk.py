@@ -23,6 +23,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.tiers import disk
 from daf_core.memory.tiers.disk import SpillFile
 from daf_kernels import FixedPages, Pages
+from tests.core.books import check_pager
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -286,7 +287,7 @@ def test_full_disk_in_a_forward_pass_loses_nothing(room: int, tmp_path: Path) ->
     whole, file._file = file._file, Disk(file._file, room)
     with pytest.raises(SpillError, match="Free space there"):
         backward(model, loss_of, engine)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     file._file = whole
     assert_same(backward(model, loss_of, engine), expected)
     output.backward()
@@ -311,7 +312,7 @@ def test_full_disk_leaves_the_budget_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(SpillError):
         engine.set_memory_budget(held // 2)
     assert (pager_of(engine).budget, engine.held_bytes, file.used_slots) == (1_000_000, held, 0)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     assert all(torch.equal(node._saved_self, x) for node, x in zip(nodes, inputs, strict=True))
 
 
@@ -342,7 +343,7 @@ def test_truncated_file_is_an_error_and_no_wrong_gradient(size: int, precision: 
     with pytest.raises(SpillError, match=r"cannot read activations back .* bytes early.* This step is lost") as raised:
         loss.backward()
     assert str(tmp_path) in str(raised.value)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     del loss, raised
     assert_empty(engine)
     assert file.used_slots == 0
@@ -363,7 +364,7 @@ def test_disk_that_recovers_gives_the_right_gradient(tmp_path: Path) -> None:
     os.ftruncate(file._file.fileno(), 0)
     with pytest.raises(SpillError):
         loss.backward(retain_graph=True)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     os.pwrite(file._file.fileno(), content, 0)
     model.zero_grad()
     loss.backward()

@@ -30,6 +30,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.system.mortal import SWEPT, WeakValues
 from daf_core.plan.observe.meter import TensorMeter
 from daf_kernels import Backend, load_backend
+from tests.core.books import check_pager
 from tests.core.harness import LARGE, assert_empty, normal
 from tests.core.interrupts import interrupted
 
@@ -121,7 +122,7 @@ def test_interrupt_while_bytes_are_counted_loses_none(stop: int) -> None:
     assert interrupted(stop, keep)
     keep()
     assert pager.settle() == 0
-    pager.check()
+    check_pager(pager)
 
 
 LEAVE = WriteLease.__exit__.__code__
@@ -148,6 +149,6 @@ def test_interrupt_while_encoding_loses_no_page(encode: Callable[[Pager, Backend
     event = 1
     while interrupted(event, lambda: encode(pager, backend), outside_of_the_pager):
         assert (pager.settle(), pager.leased_pages) == (0, 0)
-        pager.check()
+        check_pager(pager)
         event += 1
     assert event > 10

@@ -20,6 +20,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.tiers import pinned
 from daf_core.memory.tiers.pinned import HostMemory, PinnedFirst, SideStream, host_memory_of
 from daf_kernels import Pages
+from tests.core.books import check_pager
 from tests.core.late_copies import CPU, LateCopies, copies_of, host_memory
 from tests.core.leases import PAGE, content, write
 
@@ -233,7 +234,7 @@ def test_next_to_move_is_copied_before_its_room_is_needed() -> None:
     assert not leases[0].resident
     assert [lease.slots is not None for lease in leases] == [True, True, False, False]
     assert pager.finish_step().spilled_bytes == 4 * PAGE
-    pager.check()
+    check_pager(pager)
 
 
 def test_what_may_be_dropped_is_not_copied_ahead() -> None:
@@ -252,7 +253,7 @@ def test_full_main_memory_is_no_error_before_room_is_needed(monkeypatch: pytest.
     leases = [write(pager, 2) for _ in range(3)]
     with pytest.raises(SpillError):
         write(pager, 2)
-    pager.check()
+    check_pager(pager)
     for lease in leases:
         read(pager, lease)
 
@@ -268,7 +269,7 @@ def test_backward_finds_the_next_on_its_way() -> None:
         pager.release(leases[number])
     assert pager._read_ahead._executor is None
     assert (pager.settle(), memory.used_slots) == (0, 0)
-    pager.check()
+    check_pager(pager)
 
 
 def test_release_of_what_is_on_its_way_leaves_its_pages_to_others() -> None:
