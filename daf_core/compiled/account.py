@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from daf_core.errors import ActivationBudgetError
+from daf_core.memory.pager_stats import PagerAccount
 
 Polynomial = list[tuple[float, list[int]]]
 """Terms of a polynomial in the sizes of a graph: a coefficient, and the exponent of each size."""
@@ -136,10 +137,10 @@ class GraphAccount(threading.local):
         stored, self._stored_as = dict(self._stored_as), Counter()
         return stored
 
-    def take_peak(self) -> int:
-        """Returns the most bytes that were held at once since the last call."""
+    def finish_step(self) -> PagerAccount:
+        """Returns what graphs have held since the last call, and begins to count another step."""
         peak, self._peak_bytes = self._peak_bytes, self.held_bytes
-        return peak
+        return PagerAccount(peak_bytes=peak)
 
 
 class _Active(threading.local):

@@ -54,13 +54,6 @@ class MetStorage:
         self.last = Part(key, version, weakref.ref(stored), self.last)
 
 
-class Meeting(NamedTuple):
-    """A storage that a tensor was met in."""
-
-    known: MetStorage  # what its parts were stored as
-    new: bool  # whether no tensor of it was met before in this pass
-
-
 class StorageTable:
     """Finds the stored activation of a tensor that was saved before, in the same forward pass.
 

@@ -143,16 +143,12 @@ class Derivation:
         for _ in range(LONGEST_BLOCK):
             following = node.next_functions[0] if node.next_functions else (None, 0)
             if following == start:
-                return self._source(node, "input", tensor) if self._keeps_unchanged(node, "input") else None
+                packed = _packed(node, "input", self._unpack)  # perhaps gone, or changed since
+                return self._source(node, "input", tensor) if packed is not None and packed.is_unchanged else None
             if following[0] is None:
                 return None
             node = following[0]
         return None
-
-    def _keeps_unchanged(self, node: Node, name: str) -> bool:
-        """Says whether a tensor that a node has saved is still there to be looked at, and was not changed since."""
-        packed = _packed(node, name, self._unpack)
-        return packed is not None and packed.is_unchanged
 
     def _product(
         self, node: Node, saved: SavedTensor, mask: StoredActivation | None, scale: float | None, exact: bool
