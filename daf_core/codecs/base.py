@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.scaling_groups import Grouping
-from daf_core.memory.lease import Lease, WriteLease
+from daf_core.memory.lease import Lease, LeaseScope
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Kind, Reading
 from daf_kernels import Backend, DirectCodec, Seed, TwoValues
@@ -128,7 +128,7 @@ class PagedActivation(StoredActivation):
     def __init__(self, pager: Pager) -> None:
         self.pager = pager  # leases the pages
 
-    def _new_pages(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> WriteLease:
+    def _new_pages(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> LeaseScope:
         """Leases the activation's pages; the arguments and errors are those of `Pager.writing`."""
         writing = self.pager.writing_again(self.pager.kind(fixed, planes, importances), owner=self)
         self.lease = writing.lease

@@ -135,41 +135,22 @@ def plan_drops(planes: Sequence[int], importances: Sequence[float], least: int) 
 planned_drops = lru_cache(maxsize=4096)(plan_drops)
 
 
-class WriteLease:
-    """Context manager inside which the planes of a lease are written.
+class LeaseScope:
+    """Context manager inside which a lease is written, or its pages and planes stay as they are.
 
-    A class, as is `ReadLease`: a generator would cost 20 us each with cold caches, a tenth of what storing an
-    activation takes in Python.
-    `publish` is called at the end, and then `release` where the block has raised an error.
+    A class: a generator would cost 20 us with cold caches, a tenth of what storing an activation takes in Python.
+    `leave` is called at the end, and then `fail`, if there is one, where the block has raised an error.
     """
 
-    __slots__ = ("_publish", "_release", "lease")
+    __slots__ = ("_fail", "_leave", "lease")
 
-    def __init__(self, lease: Lease, publish: Callback, release: Callback) -> None:
-        self.lease, self._publish, self._release = lease, publish, release
+    def __init__(self, lease: Lease, leave: Callback, fail: Callback | None = None) -> None:
+        self.lease, self._leave, self._fail = lease, leave, fail
 
     def __enter__(self) -> Lease:
         return self.lease
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._publish(self.lease)
-        if kind is not None:
-            self._release(self.lease)
-
-
-class ReadLease:
-    """Context manager inside which the pages and planes of a lease stay as they are.
-
-    `unpin` is called at the end.
-    """
-
-    __slots__ = ("_lease", "_unpin")
-
-    def __init__(self, lease: Lease, unpin: Callback) -> None:
-        self._lease, self._unpin = lease, unpin
-
-    def __enter__(self) -> Lease:
-        return self._lease
-
-    def __exit__(self, *_: object) -> None:
-        self._unpin(self._lease)
+        self._leave(self.lease)
+        if kind is not None and self._fail is not None:
+            self._fail(self.lease)

@@ -12,7 +12,7 @@ import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
 from daf_core.memory.at_ease import LeaseOwner, LeasesAtEase
-from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, Outside, ReadLease, WriteLease, planned_drops
+from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, LeaseScope, Outside, planned_drops
 from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
@@ -55,7 +55,7 @@ class Pager(LeasesAtEase):
 
     def writing(
         self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = (), owner: object = None
-    ) -> WriteLease:
+    ) -> LeaseScope:
         """Leases pages to a new activation; inside, its planes are written. They may be fewer than asked for.
 
         An exception inside releases the lease; otherwise it is held until `release`, or until its owner dies.
@@ -70,16 +70,16 @@ class Pager(LeasesAtEase):
             ActivationBudgetError: It does not fit even if everything is given up that may be.
             SpillError: The next tier takes nothing more.
         """
-        return WriteLease(self._open(fixed, planes, importances, owner), self.finish, self.release)
+        return LeaseScope(self._open(fixed, planes, importances, owner), self.finish, self.release)
 
-    def writing_again(self, kind: LeaseKind, owner: LeaseOwner) -> WriteLease:
+    def writing_again(self, kind: LeaseKind, owner: LeaseOwner) -> LeaseScope:
         """As `writing`, for a kind of leases: without pressure one takes the pages of another that was given back."""
         if not self.at_ease or self._released.timed:
             return self.writing(kind.fixed, kind.planes, kind.importances, owner)
         self.take(kind, owner)
-        return WriteLease(owner.lease, self.finish, self.release)
+        return LeaseScope(owner.lease, self.finish, self.release)
 
-    def reading(self, lease: Lease) -> ReadLease:
+    def reading(self, lease: Lease) -> LeaseScope:
         """Brings an activation back if it was spilled; inside, its pages and planes stay as they are.
 
         Raises:
@@ -92,7 +92,7 @@ class Pager(LeasesAtEase):
             with self._lock:
                 lease.readers += 1
                 self._read.add(lease)
-        return ReadLease(lease, self._unpin)
+        return LeaseScope(lease, self._unpin)
 
     def shrink(self, keep: int = 0) -> None:
         """Gives memory back to the system that no page in use lies in, as long as `keep` bytes are left."""
@@ -169,10 +169,6 @@ class Pager(LeasesAtEase):
             self._spill.finish_step()
         return account
 
-    @property
-    def _page_budget(self) -> int | None:
-        return None if self.budget is None else self.budget - max(self.set_aside - self._outside_bytes, 0)
-
     def _begin_pressing(self) -> float:
         """Prepares for what may drop planes, without the lock yet, and returns the time."""
         started = time.perf_counter()
@@ -186,7 +182,9 @@ class Pager(LeasesAtEase):
         started = self._begin_pressing()
         with self._lock:
             self._collect()
-            lease, budget = Lease(self._serial, fixed, planes, drops), self._page_budget
+            lease, budget = Lease(self._serial, fixed, planes, drops), self.budget
+            if budget is not None:
+                budget -= max(self.set_aside - self._outside_bytes, 0)
             self._serial += 1
             self._make_room(lease.size * page, lease.least * page, budget, drop=True, incoming=lease)
             if owner is not None:
