@@ -29,10 +29,6 @@ class ReleaseClock(threading.local):
         self.now = 0  # the time in this thread
         self.horizon = math.inf  # releases up to this time count in this thread; all, unless it packs in the background
 
-    def set_back(self, time: int) -> None:
-        """This thread packs now what was saved at some time."""
-        self.now = self.horizon = time
-
 
 class OwnerReference(weakref.ref[Any]):
     """A reference to the owner of something, which is released when the owner dies."""

@@ -196,7 +196,7 @@ class BackgroundPacker:
         while (item := self._tasks.get()) is not None:
             started = time.perf_counter()
             now, task = item
-            self._clock.set_back(now)
+            self._clock.now = self._clock.horizon = now  # when what is packed now was saved
             task()
             self.seconds += time.perf_counter() - started
 

@@ -27,12 +27,8 @@ class RandomStreams:
 
     def __init__(self, config: DAFConfig) -> None:
         self._seed = None if config.rounding == "nearest" else config.seed
+        self.round_to_nearest = self._seed is None  # without random numbers
         self.passes = 0  # forward passes so far; each has streams of its own
-
-    @property
-    def round_to_nearest(self) -> bool:
-        """Whether no random numbers are drawn."""
-        return self._seed is None
 
     def seed(self, site: Site) -> Seed | None:
         """Returns the stream of a site in this pass; None rounds to nearest."""

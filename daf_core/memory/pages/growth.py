@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 WINDOW = 10
 """Steps without a peak after which the memory for it is given back."""
 
 SLACK = 1.15
 """Reserved bytes over the largest recent peak that are not worth giving back."""
-
-
-class Growth(Protocol):
-    """Decides how much is reserved when the pool has no free page left."""
-
-    def step(self, reserved: int) -> int:
-        """Returns the bytes to add to `reserved` bytes; the pool takes more where more is missing."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +20,7 @@ class AdaptiveGrowth:
     least: int = 1 << 20  # smallest step in bytes
 
     def step(self, reserved: int) -> int:
-        """See `Growth.step`."""
+        """Returns the bytes to add to `reserved` bytes; the pool takes more where more is missing."""
         return max(int(reserved * self.share), self.least)
 
 
@@ -40,8 +31,12 @@ class FixedGrowth:
     size: int = 100_000_000  # the step in bytes; DAF's paper (arXiv 2507.07149) uses 100 MB
 
     def step(self, reserved: int) -> int:
-        """See `Growth.step`."""
+        """See `AdaptiveGrowth.step`."""
         return self.size
+
+
+Growth = AdaptiveGrowth | FixedGrowth
+"""Decides how much is reserved when the pool has no free page left."""
 
 
 class PeakWatch:
