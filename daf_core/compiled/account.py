@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from daf_core.errors import ActivationBudgetError
-from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.books import PagerAccount
 
 Polynomial = list[tuple[float, list[int]]]
 """Terms of a polynomial in the sizes of a graph: a coefficient, and the exponent of each size."""

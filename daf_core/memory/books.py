@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from daf_core.memory import forks
 from daf_core.memory.idle_leases import IdleLeases
 from daf_core.memory.lease import NOWHERE, Lease, Outside
 from daf_core.memory.lease_index import LeaseIndex
-from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.release_clock import ReleaseClock, Releases
 from daf_core.memory.tiers.base import Tier
 from daf_kernels import Pages
+
+
+@dataclass
+class PagerAccount:
+    """What the pager did during a step."""
+
+    peak_bytes: int = 0  # the most bytes that were held at once
+    dropped_planes: int = 0  # planes given up under pressure, before or after they were written
+    dropped_bytes: int = 0  # bytes of their pages
+    spilled_bytes: int = 0  # bytes copied to the next tier
+    # Time spent on leases and drops, and on writing to the next tier and waiting for it; what a GPU waits for copies is
+    # not in it.
+    seconds: float = 0.0
 
 
 class PagerBooks:

@@ -9,8 +9,8 @@ import torch
 
 from daf_core.config import DAFConfig
 from daf_core.memory import forks
+from daf_core.memory.books import PagerAccount
 from daf_core.memory.pager import Pager
-from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.growth import AdaptiveGrowth, FixedGrowth
 from daf_core.memory.pages.host_linked_pool import LinkedPool, Place
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
@@ -33,11 +33,6 @@ class DevicePagers:
         links: Connect devices with their host; those of others have all their pages on the device.
         to_host: Whether a GPU's activations may move to main memory where there is no spill folder.
 
-    Attributes:
-        budget: Bytes that may be held at once on each device, "auto" for what is available, None for no limit.
-        clock: The time of releases.
-        place: On which pages the calling thread encodes.
-
     Raises:
         SpillError: The spill folder takes no file.
     """
@@ -51,10 +46,11 @@ class DevicePagers:
     ) -> None:
         self._page_bytes = page_bytes
         self.links = {} if links is None else links  # more of them may come
-        self.place = Place()
+        self.place = Place()  # on which pages the calling thread encodes
+        # Bytes that may be held at once on each device, "auto" for what is available, None for no limit.
         self.budget = config.memory_budget
         self._set_aside = 0
-        self.clock = ReleaseClock()
+        self.clock = ReleaseClock()  # the time of releases
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
         self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
         self._to_host = to_host

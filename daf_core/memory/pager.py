@@ -12,8 +12,8 @@ import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
 from daf_core.memory.at_ease import LeaseOwner, LeasesAtEase
+from daf_core.memory.books import PagerAccount
 from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, LeaseScope, Outside, planned_drops
-from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
 from daf_core.memory.release_clock import OwnerReference, ReleaseClock

@@ -33,21 +33,15 @@ PACKING = Site("", "(while packing)", 0)
 
 @dataclass(frozen=True)
 class SavedItem:
-    """A tensor that autograd has saved.
-
-    Attributes:
-        site: Where.
-        operator: Name of the autograd node that keeps it for its backward; see `Items.name_operators`.
-        codec: How it is stored; "shared" where it was stored already.
-        raw_bytes: Bytes of its storage, as `StepStatistics.raw_bytes` counts them: 0 where the storage was saved
-            before, for another tensor.
-        held_bytes: What storing it has added to the bytes that are held: its pages, or its storage where that is kept.
-    """
+    """A tensor that autograd has saved."""
 
     site: Site
-    operator: str
-    codec: str
+    operator: str  # name of the autograd node that keeps it for its backward; see `Items.name_operators`
+    codec: str  # how it is stored; "shared" where it was stored already
+    # Bytes of its storage, as `StepStatistics.raw_bytes` counts them: 0 where the storage was saved before, for another
+    # tensor.
     raw_bytes: int
+    # What storing it has added to the bytes that are held: its pages, or its storage where that is kept.
     held_bytes: int
 
 

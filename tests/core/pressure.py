@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
 from daf_core.codecs.saved_tensor import SavedTensor
-from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.books import PagerAccount
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import Place

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, DAFConfig, ModifiedInPlaceError
-from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.books import PagerAccount
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.saved_tensors.pending import PackJob
