@@ -101,7 +101,7 @@ class Pager(LeasesAtEase):
         self.pool.release(keep)
 
     def hold(self, size: int, owner: object | None = None, outside: Outside | None = None) -> Outside:
-        """Counts `size` bytes of an activation outside the pool: until `let_go`, or until their owner dies.
+        """Counts `size` bytes of an activation outside the pool, until their owner dies.
 
         `outside` are bytes of the owner to which they are added; by default they are counted by themselves.
 
@@ -134,10 +134,6 @@ class Pager(LeasesAtEase):
             elif held > self.account.peak_bytes:
                 self.account.peak_bytes = held
         return counted
-
-    def let_go(self, size: int) -> None:
-        """Counts `size` bytes outside the pool as freed."""
-        self._released.add(Outside(size))
 
     def set_budget(self, budget: int | None) -> None:
         """Changes the budget; if less is allowed than is held, the least important bits are given up now.

@@ -1,9 +1,12 @@
-"""Whether pages, bytes and leases are lost or counted wrongly."""
+"""Whether pages, bytes and leases are lost or counted wrongly, and what of them only tests ask for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from daf_core.memory.lease import Outside
 from daf_core.memory.lease_index import LeaseIndex
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.free_list import FreeList
@@ -51,3 +54,14 @@ def check_index(index: LeaseIndex) -> None:
     assert all(lease.slots is None for lease in resident)
     assert all(lease.slots is not None for lease in copied)
     assert all(not lease.resident and lease.slots is not None for lease in spilled)
+
+
+def let_go(pager: Pager, size: int) -> None:
+    """Counts bytes as freed that `Pager.hold` has counted for nobody."""
+    pager._released.add(Outside(size))
+
+
+def used_slots(tier: Any) -> int:
+    """Returns how many slots of a tier below the pages hold a page."""
+    slots = tier._slots
+    return slots.used if isinstance(slots, FreeList) else slots.used_pages

@@ -54,11 +54,6 @@ class SpillFile:
         if hasattr(self, "_file"):
             self._file.close()
 
-    @property
-    def used_slots(self) -> int:
-        """Slots that hold a page."""
-        return self._slots.used
-
     def write(self, memory: PageMemory, pages: Pages) -> Pages:
         """Copies pages into the file and returns their slots.
 
@@ -124,7 +119,7 @@ class SpillFile:
         """Gives slots back."""
         with self._lock:
             self._slots.give(slots)
-            if not self.used_slots:
+            if not self._slots.used:
                 self._end = 0  # a file that was cut is as good as new
 
     def _open(self) -> None:

@@ -110,11 +110,6 @@ class HostMemory:
         self._arrivals: dict[int, Mark] = {}
         self._lock = forks.lock(forks.Level.TIER)
 
-    @property
-    def used_slots(self) -> int:
-        """See `Tier.used_slots`."""
-        return self._slots.used_pages
-
     def write(self, memory: PageMemory, pages: Pages) -> Pages:
         """See `Tier.write`."""
         with self._lock:

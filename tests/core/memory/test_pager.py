@@ -23,7 +23,7 @@ from daf_core.memory.pages.growth import AdaptiveGrowth
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.tiers.base import Tier
 from daf_core.memory.tiers.disk import SpillFile
-from tests.core.books import check_pager
+from tests.core.books import check_pager, let_go, used_slots
 from tests.core.harness import wait_for_read_ahead as wait
 from tests.core.late_copies import host_memory
 from tests.core.leases import PAGE, content, write
@@ -198,7 +198,7 @@ class PagerMachine(RuleBasedStateMachine):
 
     @rule(size=consumes(holds))
     def let_go(self, size: int) -> None:
-        self.pager.let_go(size)
+        let_go(self.pager, size)
         self.model.outside -= size
 
     @rule(budget=st.none() | st.integers(0, 60 * PAGE))
@@ -242,7 +242,7 @@ class PagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "pager"):
             wait(self.pager)
-            self.pager.let_go(self.model.outside)
+            let_go(self.pager, self.model.outside)
             self.model.outside = 0
             for serial in [*self.live]:
                 self.read(serial)
@@ -252,7 +252,7 @@ class PagerMachine(RuleBasedStateMachine):
 
 def assert_nothing_is_left(pager: Pager) -> None:
     assert (pager.settle(), pager.pool.used_pages) == (0, 0)
-    assert pager._spill is None or pager._spill.used_slots == 0
+    assert pager._spill is None or used_slots(pager._spill) == 0
     check_pager(pager)
 
 
@@ -401,7 +401,7 @@ def test_pages_that_are_in_the_file_too_go_first(tmp_path: Path) -> None:
     first, second = write(pager, 3), write(pager, 3)
     pager.hold(6 * PAGE)
     assert (first.resident, second.resident) == (False, True)
-    pager.let_go(6 * PAGE)
+    let_go(pager, 6 * PAGE)
     with pager.reading(first):
         assert intact(pager, first)
     third = write(pager, 1, [3], [0.0])

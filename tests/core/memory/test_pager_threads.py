@@ -26,7 +26,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
 from daf_core.memory.tiers.disk import SpillFile
 from daf_kernels import PageMemory, Pages
-from tests.core.books import check_index, check_pager, check_pool
+from tests.core.books import check_index, check_pager, check_pool, let_go, used_slots
 from tests.core.harness import wait_for_read_ahead as wait
 from tests.core.leases import PAGE, content, write
 
@@ -67,7 +67,7 @@ def read(pager: Pager, lease: Lease) -> None:
 
 def assert_nothing_is_left(pager: Pager) -> None:
     assert (pager.settle(), pager.pool.used_pages) == (0, 0)
-    assert pager._spill is None or pager._spill.used_slots == 0
+    assert pager._spill is None or used_slots(pager._spill) == 0
     check_pager(pager)
 
 
@@ -77,7 +77,7 @@ def spilled_pager(spill: SpillFile, room: int) -> tuple[Pager, list[Lease]]:
     leases = [write(pager, 2) for _ in range(5)]
     pager.hold(12 * PAGE)
     assert not any(lease.resident for lease in leases)
-    pager.let_go(room * PAGE)
+    let_go(pager, room * PAGE)
     return pager, leases
 
 
@@ -93,7 +93,7 @@ def test_reading_ahead_fills_the_budget(room: int, tmp_path: Path) -> None:
         read(pager, lease)
         pager.release(lease)
     wait(pager)
-    pager.let_go((12 - room) * PAGE)
+    let_go(pager, (12 - room) * PAGE)
     assert_nothing_is_left(pager)
 
 
@@ -107,7 +107,7 @@ def test_release_of_what_is_being_read_ahead(tmp_path: Path) -> None:
     assert pager.settle() == (8 + 2) * PAGE
     spill.gate.set()
     wait(pager)
-    pager.let_go(8 * PAGE)
+    let_go(pager, 8 * PAGE)
     assert_nothing_is_left(pager)
 
 
@@ -136,7 +136,7 @@ def test_failed_read_ahead_is_left_to_the_reader(error: Exception, release: bool
     for lease in leases[:3] if release else leases:
         read(pager, lease)
     wait(pager)
-    assert spill.used_slots == (8 if release else 10)
+    assert used_slots(spill) == (8 if release else 10)
 
 
 def test_failed_read_is_counted_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def history(pager: Pager, steps: list[Step], waiting: bool) -> list[object]:
             live.append(write(pager, size, [1, size], [importance + 1.0, importance]))
         elif action == "hold":
             pager.hold(8 * size * PAGE)
-            pager.let_go(8 * size * PAGE)
+            let_go(pager, 8 * size * PAGE)
         for lease in reversed(live[len(live) - size :] if action == "backward" else []):
             read(pager, lease)
             pager.release(live.pop())
@@ -302,7 +302,7 @@ class Crew:
         assert lease.planes <= planes_before
         if numbers.random() < 0.2:
             self.pager.hold(100)
-            self.pager.let_go(100)
+            let_go(self.pager, 100)
         if numbers.random() < 0.05:
             self.accounts.append(self.pager.finish_step())
         if numbers.random() < 0.05:
