@@ -155,7 +155,7 @@ class DAFConfig(_Options):
             _check_steps("audit_every", self.audit_every, ", or None")
         _check_min_precision(self.min_precision, self.precision)
         if self.spill_dir is not None:
-            object.__setattr__(self, "spill_dir", _folder("spill_dir", self.spill_dir))
+            object.__setattr__(self, "spill_dir", _spill_dir(self.spill_dir))
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget, "auto"))
         object.__setattr__(self, "pool_growth", parse_size("pool_growth", self.pool_growth, "adaptive"))
@@ -301,12 +301,12 @@ def _check_steps(name: str, steps: object, otherwise: str = "") -> None:
         )
 
 
-def _folder(name: str, folder: object) -> str:
+def _spill_dir(folder: object) -> str:
     if not isinstance(folder, str | os.PathLike):
-        raise ConfigError(f"{name}={shown(folder)} is not allowed; give the path of a folder")
+        raise ConfigError(f"spill_dir={shown(folder)} is not allowed; give the path of a folder")
     path = os.fsdecode(cast("str | os.PathLike[str]", folder))
     if not os.path.isdir(path):
-        raise ConfigError(f"{name}={shown(path)} is no folder; make it, or name another")
+        raise ConfigError(f"spill_dir={shown(path)} is no folder; make it, or name another")
     return path
 
 
