@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from typing_extensions import Self
+
 from daf_core.errors import ConfigError, shown
 from daf_core.state_checks import MOST
 
@@ -24,8 +26,22 @@ BudgetScope = Literal["step", "activations"]
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]?b?|[kmgtp]ib|bytes?)\s*", re.IGNORECASE)
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Refuses what a generated constructor would with a bare TypeError: values without names, unknown options."""
+
+    def __new__(cls, /, *values: object, **options: object) -> Self:
+        if values:
+            raise ConfigError(
+                f"{cls.__name__} takes options by name alone, got {shown(values[0])}; name them, as in precision=4, or "
+                "call DAFConfig.from_dict with a mapping, or DAFConfig.from_yaml with a file"
+            )
+        _check_names(options, cls)
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ElasticConfig:
+class ElasticConfig(_Options):
     """How much of each step is left when a model is trained elastically: what reduces the loss most for its cost.
 
     Blocks below the lowest one that a step trains build no graph: they take no time in backward and hold nothing for
@@ -48,12 +64,6 @@ class ElasticConfig:
     memory: float | None = None
     refresh: int = 50
 
-    def __new__(cls, /, *values: object, **options: object) -> ElasticConfig:
-        """Refuses what the generated constructor would with a bare TypeError: values without names, unknown options."""
-        _check_named(cls.__name__, values)
-        _check_names(options, [field.name for field in fields(cls)], "elastic.")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         _check_share("elastic.time", self.time)
         _check_share("elastic.memory", self.memory)
@@ -61,7 +71,7 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DAFConfig:
+class DAFConfig(_Options):
     """How activations are stored. All fields are keywords; `to_dict` and `from_dict` are inverse.
 
     Attributes:
@@ -132,12 +142,6 @@ class DAFConfig:
     elastic: ElasticConfig | None = None
     plan_file: str | None = None
 
-    def __new__(cls, /, *values: object, **options: object) -> DAFConfig:
-        """Refuses what the generated constructor would with a bare TypeError: values without names, unknown options."""
-        _check_named(cls.__name__, values)
-        _check_names(options, [field.name for field in fields(cls)])
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         _check_choice("precision", self.precision, get_args(Precision))
         _check_choice("rounding", self.rounding, get_args(Rounding))
@@ -151,7 +155,7 @@ class DAFConfig:
             _check_steps("audit_every", self.audit_every, ", or None")
         _check_min_precision(self.min_precision, self.precision)
         if self.spill_dir is not None:
-            object.__setattr__(self, "spill_dir", _folder("spill_dir", self.spill_dir))
+            object.__setattr__(self, "spill_dir", _spill_dir(self.spill_dir))
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_size("memory_budget", self.memory_budget, "auto"))
         object.__setattr__(self, "pool_growth", parse_size("pool_growth", self.pool_growth, "adaptive"))
@@ -187,7 +191,7 @@ class DAFConfig:
                 'give one such as {"precision": 4}'
             )
         named = cast("Mapping[Any, Any]", options)
-        _check_names(named, [field.name for field in fields(cls)])
+        _check_names(named, cls)  # which need not be texts
         return cls(**named)
 
     def to_dict(self) -> dict[str, Any]:
@@ -297,12 +301,12 @@ def _check_steps(name: str, steps: object, otherwise: str = "") -> None:
         )
 
 
-def _folder(name: str, folder: object) -> str:
+def _spill_dir(folder: object) -> str:
     if not isinstance(folder, str | os.PathLike):
-        raise ConfigError(f"{name}={shown(folder)} is not allowed; give the path of a folder")
+        raise ConfigError(f"spill_dir={shown(folder)} is not allowed; give the path of a folder")
     path = os.fsdecode(cast("str | os.PathLike[str]", folder))
     if not os.path.isdir(path):
-        raise ConfigError(f"{name}={shown(path)} is no folder; make it, or name another")
+        raise ConfigError(f"spill_dir={shown(path)} is no folder; make it, or name another")
     return path
 
 
@@ -329,7 +333,7 @@ def _elastic(value: object) -> ElasticConfig | None:
     if not isinstance(value, Mapping):
         raise ConfigError(f'elastic={shown(value)} is not allowed; give a mapping such as {{"time": 0.6}}, or None')
     options = cast("Mapping[str, Any]", value)
-    _check_names(options, [field.name for field in fields(ElasticConfig)], "elastic.")
+    _check_names(options, ElasticConfig)
     return ElasticConfig(**options)
 
 
@@ -340,15 +344,8 @@ def _check_share(name: str, share: object) -> None:
         raise ConfigError(f"{name}={shown(share)} is not allowed; give a share above 0 and below 1")
 
 
-def _check_named(class_name: str, values: tuple[object, ...]) -> None:
-    if values:
-        raise ConfigError(
-            f"{class_name} takes options by name alone, got {shown(values[0])}; name them, as in precision=4, or call "
-            "DAFConfig.from_dict with a mapping, or DAFConfig.from_yaml with a file"
-        )
-
-
-def _check_names(options: Mapping[Any, object], known: list[str], prefix: str = "") -> None:
+def _check_names(options: Mapping[Any, object], kind: type[_Options]) -> None:
+    known, prefix = [field.name for field in fields(kind)], "elastic." if kind is ElasticConfig else ""
     for name in options:
         if name not in known:
             full = prefix + (name if isinstance(name, str) else shown(name))

@@ -120,7 +120,7 @@ class ActivationEngine:
             with self._graphs.installed(own), self._readers.watching():
                 yield
             self._packer.finish()
-            self._recorder.add_raw(self._graphs.pass_raw_bytes)
+            self._recorder.add_raw(self._graphs.account.pass_raw_bytes)
             self._choice.add(threads, time.perf_counter() - started, self._recorder.scope_raw_bytes)
             complete = True
         finally:
@@ -256,8 +256,8 @@ class ActivationEngine:
         """Returns the statistics since the last call, and starts counting anew."""
         self._packer.drain()
         self._auditor.finish_step()
-        self._recorder.stored_as.update(self._graphs.take_stored())
-        return self._recorder.finish([*self._pagers.finish_step(), self._graphs.finish_step()])
+        self._recorder.stored_as.update(self._graphs.account.take_stored())
+        return self._recorder.finish([*self._pagers.finish_step(), self._graphs.account.finish_step()])
 
     def look_again(self) -> None:
         """Has the next forward pass in this thread look who reads each tensor, as a first one does."""
@@ -302,7 +302,7 @@ class ActivationEngine:
     def held_bytes(self) -> int:
         """Bytes that saved activations hold now; 0 after a step."""
         self._packer.drain()
-        return self._pagers.held_bytes + self._graphs.held_bytes
+        return self._pagers.held_bytes + self._graphs.account.held_bytes
 
     @property
     def lossy_bytes(self) -> int:

@@ -7,20 +7,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.books import PagerAccount
 
 
 @dataclass(frozen=True)
 class GradientError:
-    """How a gradient differs from the exact one.
+    """How a gradient differs from the exact one."""
 
-    Attributes:
-        error: Length of the difference over the length of the exact gradient.
-        cosine: Of the angle between the two.
-    """
-
-    error: float
-    cosine: float
+    error: float  # length of the difference over the length of the exact gradient
+    cosine: float  # of the angle between the two
 
     @property
     def finite(self) -> bool:

@@ -38,11 +38,7 @@ def register() -> None:
 
 
 class ImportWatcher(MetaPathFinder):
-    """Acts on modules right after their import; it finds none itself.
-
-    Args:
-        actions: What to do, by the full name of the module.
-    """
+    """Acts on modules, given by their full names, right after their import; it finds none itself."""
 
     def __init__(self, actions: dict[str, Action]) -> None:
         self._actions = dict(actions)

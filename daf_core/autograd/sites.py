@@ -28,17 +28,11 @@ NORMALIZED = 2
 
 
 class Site(NamedTuple):
-    """The place an activation is saved at.
+    """The place an activation is saved at."""
 
-    Attributes:
-        module: Qualified name of the innermost module whose forward is running; "" for the model or outside of it.
-        op: Name of the autograd node that made the tensor, or "leaf".
-        save: Number of the save within this call of the module.
-    """
-
-    module: str
-    op: str
-    save: int
+    module: str  # qualified name of the innermost module whose forward is running; "" for the model or outside of it
+    op: str  # name of the autograd node that made the tensor, or "leaf"
+    save: int  # number of the save within this call of the module
 
     @property
     def number(self) -> int:
@@ -58,28 +52,18 @@ _numbers = count()
 
 
 class ModuleCall:
-    """A running forward of a module.
-
-    Attributes:
-        number: Tells calls apart.
-        name: Qualified name of the module.
-        kept: Whether its activations stay as they are.
-        normalizes: Whether it is a normalization, by the name of its class.
-        saves: Activations saved so far.
-        largest: Elements of the largest of them.
-        saved_at: How many were saved by each instruction of the program, by its name.
-    """
+    """A running forward of a module."""
 
     __slots__ = ("kept", "largest", "name", "normalizes", "number", "saved_at", "saves")
 
     def __init__(self, name: str, kept: bool = False, normalizes: bool = False) -> None:
-        self.number = next(_numbers)
-        self.name = name
-        self.kept = kept
-        self.normalizes = normalizes
-        self.saves = 0
-        self.largest = 0
-        self.saved_at: dict[object, int] = {}
+        self.number = next(_numbers)  # tells calls apart
+        self.name = name  # qualified name of the module
+        self.kept = kept  # whether its activations stay as they are
+        self.normalizes = normalizes  # whether it is a normalization, by the name of its class
+        self.saves = 0  # activations saved so far
+        self.largest = 0  # elements of the largest of them
+        self.saved_at: dict[object, int] = {}  # how many were saved by each instruction of the program, by its name
 
     def next_site(self, tensor: Tensor) -> Site:
         """Names the place at which `tensor` is being saved."""
@@ -126,9 +110,6 @@ class ModuleScopes(threading.local):
 
         Their forward ends without a word, as hooks that are registered in the middle of it are not called: until then
         they are looked for on the stack.
-
-        Args:
-            followed: The modules, by their `id`.
         """
         calls, self._followed = self._calls, followed
         assert calls is not None
@@ -169,12 +150,7 @@ class ModuleScopes(threading.local):
         return self._calls[-1] if self._calls else ModuleCall("")
 
     def enter(self, name: str, normalizes: bool) -> None:
-        """A module's forward begins.
-
-        Args:
-            name: Its qualified name.
-            normalizes: Whether it is a normalization.
-        """
+        """A module's forward begins."""
         calls = self._calls
         if calls is not None:
             self._let_go(begins=True)
@@ -187,11 +163,7 @@ class ModuleScopes(threading.local):
         return [result for result in results if result is not None]
 
     def leave(self, normalized: object = None) -> None:
-        """The innermost module's forward ended.
-
-        Args:
-            normalized: Its result, if it is a normalization that others may follow from.
-        """
+        """The innermost module's forward ended; `normalized` is its result, if others may follow from that."""
         calls = self._calls
         if calls is None:
             return
@@ -203,16 +175,10 @@ class ModuleScopes(threading.local):
 
 
 class Followed(NamedTuple):
-    """A module that is followed.
+    """A module that is followed."""
 
-    Attributes:
-        name: Its qualified name.
-        normalizes: Whether it is a normalization, by the name of its class.
-        hooks: Its hooks.
-    """
-
-    name: str
-    normalizes: bool
+    name: str  # its qualified name
+    normalizes: bool  # whether it is a normalization, by the name of its class
     hooks: ForwardHooks
 
 
@@ -223,17 +189,10 @@ class ModuleFollower:
 
     What a graph of torch.compile saves belongs to the module that is compiled, or to the one that calls it. Inside
     there are no hooks, or, where the model is compiled from outside, hooks that do nothing.
-
-    Args:
-        model: The model.
-        scopes: What is kept up to date.
-
-    Attributes:
-        followed: The modules, by their `id`.
     """
 
     def __init__(self, model: nn.Module, scopes: ModuleScopes) -> None:
-        self.followed: dict[int, Followed] = {}
+        self.followed: dict[int, Followed] = {}  # the modules, by their `id`
         self._following: set[int] = set()
         self._lock = threading.Lock()
         # Torch.compile looks at the number of a hook that is always called: with one for each, equal blocks are

@@ -44,12 +44,6 @@ def run_uncompiled(around: Around, forward: Callable[..., Any], args: tuple[Any,
     """Runs `around` in place of a forward that torch.compile may be compiling: it compiles the forward alone.
 
     Who prepares a model and compiles it then has everything that `around` does in the frames that torch.compile sees.
-
-    Args:
-        around: What is given the forward and its arguments.
-        forward: The forward.
-        args: Its arguments.
-        kwargs: Its arguments by name.
     """
     compiler = eval_frame.set_eval_frame(None)
     if compiler is None:

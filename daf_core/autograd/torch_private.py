@@ -85,12 +85,7 @@ class ForwardHooks:
     """A hook before a module's forward and one that is always called after it, which can be switched off and on.
 
     To register them anew takes ten times as long.
-
-    Args:
-        module: The module.
-        before: The hook before.
-        after: The hook after.
-        stay: Whether they stay on.
+    With `stay` they stay on.
     """
 
     def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], stay: bool) -> None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.scaling_groups import Grouping
-from daf_core.memory.lease import Lease, WriteLease
+from daf_core.memory.lease import Lease, LeaseScope
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Kind, Reading
 from daf_kernels import Backend, DirectCodec, Seed, TwoValues
@@ -28,23 +28,17 @@ if TYPE_CHECKING:
 
 
 class StoredActivation(ABC):
-    """The values of one activation, encoded. It holds its bytes as long as it lives.
+    """The values of one activation, encoded. It holds its bytes as long as it lives."""
 
-    Attributes:
-        name: Name of the codec in statistics.
-        readable_by_any_op: Whether it gives its values to every operator. Others keep only what the backward of the
-            operator makes of the values that saved them.
-        lossy: Whether it may decode to other bits than those that were stored. A lossy codec that accepts a tensor and
-            declines its values leaves them to exact codecs.
-        values_gone: Whether nothing is left to decode, since backward computes the values otherwise.
-        direct: Decodes a dense tensor in one call, as `decode_to`; None where that takes more.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # name of the codec in statistics
+    # Whether it gives its values to every operator. Others keep only what the backward of the operator makes of the
+    # values that saved them.
     readable_by_any_op: bool = True
+    # Whether it may decode to other bits than those that were stored. A lossy codec that accepts a tensor and declines
+    # its values leaves them to exact codecs.
     lossy: bool = True
-    values_gone: bool = False
-    direct: DirectCodec | None = None
+    values_gone: bool = False  # whether nothing is left to decode, since backward computes the values otherwise
+    direct: DirectCodec | None = None  # decodes a dense tensor in one call, as `decode_to`; None where that takes more
 
     @classmethod
     def accepts(cls, saved: SavedTensor) -> bool:
@@ -90,50 +84,31 @@ class Sources(Protocol):
 
 @dataclass(slots=True)
 class EncodeContext:
-    """What a codec encodes, and what it encodes with.
+    """What a codec encodes, and what it encodes with."""
 
-    Attributes:
-        values: The saved tensor in its compact form (`Geometry.compact`), on the device of the backend.
-        pager: Where pages come from.
-        backend: Kernels.
-        groups: Scaling groups of the values; None where the values cannot be grouped.
-        require_finite: Whether a lossy codec declines values with a NaN or an infinity. Otherwise the scaling groups
-            that have one decode to NaN.
-        precision: Bits of a code at most: 8, 4, 2, 1, or 0 for the means of scaling groups alone.
-        seed: Random stream of stochastic rounding; None rounds to nearest.
-        errors: Squared error of the gradient at 0 bits and at each of `PRECISIONS`, in a unit that all activations
-            share; None estimates it from the range of the values, where there is a budget.
-        checks: Keeps values while a device works out whether they are finite; None waits for the device.
-        lossy: Chooses the precision of codes.
-        sources: Earlier tensors of the pass.
-        codecs: The registry.
-    """
-
-    values: Tensor
-    pager: Pager
+    values: Tensor  # the saved tensor in its compact form (`Geometry.compact`), on the device of the backend
+    pager: Pager  # where pages come from
     backend: Backend
-    groups: Grouping | None = None
+    groups: Grouping | None = None  # scaling groups of the values; None where the values cannot be grouped
+    # Whether a lossy codec declines values with a NaN or an infinity. Otherwise the scaling groups that have one decode
+    # to NaN.
     require_finite: bool = True
-    precision: int = 8
-    seed: Seed | None = None
+    precision: int = 8  # bits of a code at most: 8, 4, 2, 1, or 0 for the means of scaling groups alone
+    seed: Seed | None = None  # random stream of stochastic rounding; None rounds to nearest
+    # Squared error of the gradient at 0 bits and at each of `PRECISIONS`, in a unit that all activations share; None
+    # estimates it from the range of the values, where there is a budget.
     errors: Sequence[float] | None = None
+    # Keeps values while a device works out whether they are finite; None waits for the device.
     checks: PendingChecks | None = None
-    lossy: LossyStore | None = None
-    sources: Sources | None = None
-    codecs: tuple[type[StoredActivation], ...] = ()
+    lossy: LossyStore | None = None  # chooses the precision of codes
+    sources: Sources | None = None  # earlier tensors of the pass
+    codecs: tuple[type[StoredActivation], ...] = ()  # the registry
 
 
 def encode_first(
     codecs: Sequence[type[StoredActivation]], saved: SavedTensor, ctx: EncodeContext, lossy: bool = True
 ) -> StoredActivation | None:
-    """Returns a tensor in the form of the first codec that accepts and holds it; None keeps the tensor itself.
-
-    Args:
-        codecs: The codecs, in order.
-        saved: The tensor.
-        ctx: Its values, and what they are encoded with.
-        lossy: Whether lossy codecs may take part.
-    """
+    """Returns a tensor in the form of the first codec that accepts and holds it; None keeps the tensor itself."""
     for codec in codecs:
         if (lossy or not codec.lossy) and codec.accepts(saved):
             stored = codec.encode(saved, ctx)
@@ -144,21 +119,16 @@ def encode_first(
 
 
 class PagedActivation(StoredActivation):
-    """An activation that lies on pages of the pool, or in the next tier.
+    """An activation that lies on pages of the pool, or in the next tier."""
 
-    Attributes:
-        pager: Leases the pages.
-        lease: The pages. They are given back when the activation dies, also while it is being encoded.
-        two: The two values of a mask.
-    """
-
+    # The pages. They are given back when the activation dies, also while it is being encoded.
     lease: Lease
-    two: TwoValues = (0, 0)
+    two: TwoValues = (0, 0)  # the two values of a mask
 
     def __init__(self, pager: Pager) -> None:
-        self.pager = pager
+        self.pager = pager  # leases the pages
 
-    def _new_pages(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> WriteLease:
+    def _new_pages(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> LeaseScope:
         """Leases the activation's pages; the arguments and errors are those of `Pager.writing`."""
         writing = self.pager.writing_again(self.pager.kind(fixed, planes, importances), owner=self)
         self.lease = writing.lease

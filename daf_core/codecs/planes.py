@@ -78,23 +78,19 @@ class PlanesActivation(PagedActivation):
 
     Its layout is `daf_kernels.layout`, its numerics `daf_kernels.reference.codec`. Planes may be dropped at any time;
     the planes that are left decode at a lower precision.
-
-    Attributes:
-        layout: Where its codes lie.
-        groups: Its scaling groups.
-        only_reader: The autograd node that alone may read the codes; "" for every node. A codec with one is taken where
-            a calibration has found no other reader, and a smaller error.
     """
 
     name: ClassVar[str] = "planes"
+    # The autograd node that alone may read the codes; "" for every node. A codec with one is taken where a calibration
+    # has found no other reader, and a smaller error.
     only_reader: ClassVar[str] = ""
     _check: PendingCheck | None = None
 
     def __init__(self, pager: Pager, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
         self.pager = pager  # `super` takes as long as the rest
         self._backend = backend
-        self.layout = layout
-        self.groups = groups
+        self.layout = layout  # where its codes lie
+        self.groups = groups  # its scaling groups
 
     @property
     def precision(self) -> int:

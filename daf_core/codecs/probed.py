@@ -23,14 +23,7 @@ Encode = Callable[[Tensor, int, Variant], StoredActivation | None]
 class ProbedActivation(StoredActivation):
     """Keeps the values, and encodes them each time they are asked for.
 
-    Args:
-        values: The values in their compact form.
-        encode: Encodes them.
-        reads: Gets the activation each time an operator reads it, directly or through what is derived from it.
-
-    Attributes:
-        precision: Code bits to encode them with; None gives them exactly.
-        variant: The codec that encodes them.
+    `reads` gets the activation each time an operator reads it, directly or through what is derived from it.
     """
 
     name: ClassVar[str] = "rehearsed"
@@ -39,8 +32,8 @@ class ProbedActivation(StoredActivation):
         self._values = values
         self._reads = reads
         self._encode = encode
-        self.precision: int | None = None
-        self.variant: Variant = None
+        self.precision: int | None = None  # code bits to encode them with; None gives them exactly
+        self.variant: Variant = None  # the codec that encodes them
 
     @override
     def serves(self, reading: Reading) -> bool:

@@ -21,9 +21,7 @@ from daf_core.readers.table import Reading
 class KeptStorage:
     """Owns the bytes of a storage that raw activations keep alive, counted once however many of them view it.
 
-    Args:
-        pager: Counts them; None where the caller has it count them.
-        size: How many.
+    `pager` counts them; None where the caller has it count them.
     """
 
     __slots__ = ("__weakref__",)

@@ -20,11 +20,7 @@ class ProductActivation(StoredActivation):
     """The result of a dropout: another activation times its mask.
 
     It is exact where the other one is; otherwise its error is the other one's, seen through the mask.
-
-    Args:
-        factor: The other activation.
-        mask: The mask.
-        scale: What the elements that a mask of bools keeps are multiplied with; None where the mask has that in it.
+    `scale` is what the elements that a mask of bools keeps are multiplied with; None where the mask has that in it.
     """
 
     name: ClassVar[str] = "product"
@@ -47,25 +43,15 @@ class ProductActivation(StoredActivation):
 
 @dataclass(frozen=True)
 class Normalization:
-    """What a normalization does to its input.
+    """What a normalization does to its input."""
 
-    Attributes:
-        shape: Shape in which its values are seen.
-        statistics: That of the mean and of the reciprocal deviation, to be broadcast.
-        parameters: That of weight and bias, to be broadcast.
-        mean: Gives the mean.
-        scale: Gives the reciprocal deviation.
-        weight: Gives the weight.
-        bias: Gives the bias.
-    """
-
-    shape: tuple[int, ...]
-    statistics: tuple[int, ...]
-    parameters: tuple[int, ...]
-    mean: Unpack
-    scale: Unpack
-    weight: Unpack
-    bias: Unpack
+    shape: tuple[int, ...]  # shape in which its values are seen
+    statistics: tuple[int, ...]  # that of the mean and of the reciprocal deviation, to be broadcast
+    parameters: tuple[int, ...]  # that of weight and bias, to be broadcast
+    mean: Unpack  # gives the mean
+    scale: Unpack  # gives the reciprocal deviation
+    weight: Unpack  # gives the weight
+    bias: Unpack  # gives the bias
 
 
 class NormalizedActivation(StoredActivation):
@@ -94,17 +80,13 @@ class NormalizedActivation(StoredActivation):
 
 
 class SumActivation(StoredActivation):
-    """The sum of two activations, as of a residual connection; its error is theirs.
-
-    Attributes:
-        sums: Sums that are computed to decode it: one of them may be a sum itself.
-    """
+    """The sum of two activations, as of a residual connection; its error is theirs."""
 
     name: ClassVar[str] = "sum"
 
     def __init__(self, first: StoredActivation, second: StoredActivation, sums: int) -> None:
         self._first, self._second = first, second
-        self.sums = sums
+        self.sums = sums  # sums that are computed to decode it: one of them may be a sum itself
 
     @override
     def decode_into(self, out: Tensor) -> None:

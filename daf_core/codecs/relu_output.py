@@ -14,17 +14,13 @@ from daf_core.readers.table import Reading
 
 
 class ReluOutputActivation(StoredActivation):
-    """Codes of the result of a ReLU, or a recipe for its argument, and the exact signs.
-
-    Attributes:
-        values: Values at any precision.
-    """
+    """Codes of the result of a ReLU, or a recipe for its argument, and the exact signs."""
 
     name: ClassVar[str] = "rectified"
 
     def __init__(self, signs: ReluSignsActivation, values: StoredActivation) -> None:
         self._signs = signs
-        self.values = values
+        self.values = values  # values at any precision
         self.readable_by_any_op = values.readable_by_any_op
 
     @override

@@ -23,10 +23,6 @@ class ReluSignsActivation(PagedActivation):
 
     Codes alone lose it: half of the elements are exactly 0 and decode to a little more or less, which let gradients
     through at random (ResNet-18: an error of 4 times the gradient at 8 bits, and 0.004 with the bit).
-
-    Attributes:
-        version: The tensor's version when its signs were taken.
-        argument: Recipe for the argument of the ReLU, where it follows from what is stored.
     """
 
     name: ClassVar[str] = "signs"
@@ -35,7 +31,8 @@ class ReluSignsActivation(PagedActivation):
     def __init__(self, pager: Pager, backend: Backend, version: int) -> None:
         super().__init__(pager)
         self._backend = backend
-        self.version = version
+        self.version = version  # the tensor's version when its signs were taken
+        # Recipe for the argument of the ReLU, where it follows from what is stored.
         self.argument: StoredActivation | None = None
 
     @override

@@ -38,54 +38,36 @@ class TensorKind(enum.Enum):
 
 
 class NormalizedResult(NamedTuple):
-    """The result of a normalization that still exists.
+    """The result of a normalization that still exists."""
 
-    Attributes:
-        node: The autograd node that its tensor has now.
-        version: Its version.
-        shape: Its shape.
-    """
-
-    node: Node
+    node: Node  # the autograd node that its tensor has now
     version: int
     shape: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class SavedTensor:
-    """What is to be packed, now or a little later.
+    """What is to be packed, now or a little later."""
 
-    Attributes:
-        tensor: The saved tensor, detached: the tensor itself would tie an operator's output to the graph that saves it,
-            and a graph that never runs backward would leak.
-        reference: Whether the saved tensor itself is still there to be looked at.
-        version: Its version.
-        node: The autograd node that made it; None for a leaf.
-        form: The form that it may take.
-        site: Where it is saved.
-        place: Where, as its reader is known by; None where that is of no use.
-        reading: What its reader reads of it; None where that is not known yet.
-        normalizes: Whether a normalization is saving it.
-        attends: Whether an attention is saving its result, and can compute it again.
-        normalized: Where it may be derived, the latest results of normalizations, the newest first.
-        ordered: Inside what it returns, the device does what this thread gives it after it has made the tensor.
-        fetch: Copies values of the tensor to where they are encoded, until the next call; None where that is in place.
-        codec: Name of the codec that a calibration has chosen for its site; None where it has chosen none.
-    """
-
+    # The saved tensor, detached: the tensor itself would tie an operator's output to the graph that saves it, and a
+    # graph that never runs backward would leak.
     tensor: Tensor
-    reference: weakref.ref[Tensor]
+    reference: weakref.ref[Tensor]  # the saved tensor itself, while it is there
     version: int
-    node: Node
-    form: TensorKind
-    site: Site
-    place: Place | None
-    reading: Reading | None
-    normalizes: bool
-    attends: bool
+    node: Node  # the autograd node that made it; None for a leaf
+    form: TensorKind  # the form that it may take
+    site: Site  # where it is saved
+    place: Place | None  # where, as its reader is known by; None where that is of no use
+    reading: Reading | None  # what its reader reads of it; None where that is not known yet
+    normalizes: bool  # whether a normalization is saving it
+    attends: bool  # whether an attention is saving its result, and can compute it again
+    # Where it may be derived, the latest results of normalizations, the newest first.
     normalized: list[NormalizedResult]
+    # Inside what it returns, the device does what this thread gives it after it has made the tensor.
     ordered: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Copies values of the tensor to where they are encoded, until the next call; None where that is in place.
     fetch: Callable[[Tensor], Tensor] | None = None
+    # Name of the codec that a calibration has chosen for its site; None where it has chosen none.
     codec: str | None = None
 
     @property
@@ -97,16 +79,7 @@ class SavedTensor:
 def capture(
     tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, normalizes: bool, scopes: ModuleScopes
 ) -> SavedTensor:
-    """Returns what is to be known of a tensor that is being saved.
-
-    Args:
-        tensor: The tensor as autograd saves it.
-        form: The form that it may take.
-        site: Where it is saved.
-        sighting: What is known of its reader.
-        normalizes: Whether a normalization is saving it.
-        scopes: Knows the latest results of normalizations.
-    """
+    """Returns what is to be known of a tensor that is being saved."""
     normalized: list[NormalizedResult] = []
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
         normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]

@@ -23,19 +23,12 @@ _ON_ANYTHING = ("Relu", "Add", "Mul", "Silu", "Gelu", "Hardtanh", "Hardswish", "
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows along any dimension of flat values.
+    """Rows along any dimension of flat values."""
 
-    Attributes:
-        outer: Product of the dimensions before it.
-        length: Its length.
-        inner: Product of the dimensions after it.
-        dim: The dimension, counted from the end.
-    """
-
-    outer: int
+    outer: int  # product of the dimensions before it
     length: int
-    inner: int
-    dim: int
+    inner: int  # product of the dimensions after it
+    dim: int  # the dimension, counted from the end
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -45,19 +38,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The order in which flat values are taken for scaling groups.
+    """The order in which flat values are taken for scaling groups."""
 
-    Attributes:
-        row: Elements in a row; scaling groups are rows, or equal pieces of rows.
-        shape: Shape of the values in that order; None where it is theirs.
-        strides: Its strides.
-        logarithms: Rows of logarithms whose probabilities sum to 1; None where they are anything else.
-    """
-
-    row: int
-    shape: tuple[int, ...] | None = None
+    row: int  # elements in a row; scaling groups are rows, or equal pieces of rows
+    shape: tuple[int, ...] | None = None  # shape of the values in that order; None where it is theirs
     strides: tuple[int, ...] = ()
-    logarithms: Rows | None = None
+    logarithms: Rows | None = None  # rows of logarithms whose probabilities sum to 1; None where they are anything else
 
     def arrange(self, values: Tensor) -> Tensor:
         """Returns flat values in that order, a view."""
@@ -80,15 +66,11 @@ def logarithms_of(geometry: Geometry, dim: int) -> Grouping | None:
 
 @lru_cache(maxsize=4096)
 def grouping_of(geometry: Geometry, op: str) -> Grouping:
-    """Returns the grouping of a tensor.
+    """Returns the grouping of a tensor; `op` is the name of the autograd node that made it.
 
     The channels of a convolution differ in mean and deviation, and a normalization of the batch undoes that: a group
     of several channels has the error of the widest of them, a group of a channel's own restores its moments. Small maps
     fill a group with the same channel of several images.
-
-    Args:
-        geometry: How the tensor lies in memory.
-        op: Name of the autograd node that made it.
     """
     shape, strides = geometry.shape, geometry.strides
     maps = len(shape) > 2 if op.startswith(_ON_MAPS) else op.startswith(_ON_ANYTHING) and len(shape) in (4, 5)

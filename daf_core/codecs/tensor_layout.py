@@ -16,22 +16,14 @@ class Geometry:
 
     The compact form has the tensor's dimensions in order of falling stride, without those of one element and those of
     stride 0 (broadcast). Where it is dense, or its elements overlap, it is the flat run of memory that it spans.
-
-    Attributes:
-        shape: Shape of the saved tensor.
-        strides: Its strides, in elements.
-        span: Elements from its first to its last one in memory.
-        compact_shape: Shape of the compact form.
-        compact_strides: Its strides.
-        row: Elements in a row: the length of the innermost dimension in memory.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    span: int
-    compact_shape: tuple[int, ...]
-    compact_strides: tuple[int, ...]
-    row: int
+    shape: tuple[int, ...]  # shape of the saved tensor
+    strides: tuple[int, ...]  # its strides, in elements
+    span: int  # elements from its first to its last one in memory
+    compact_shape: tuple[int, ...]  # shape of the compact form
+    compact_strides: tuple[int, ...]  # its strides
+    row: int  # elements in a row: the length of the innermost dimension in memory
 
     @cached_property
     def row_major(self) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from daf_core.errors import ActivationBudgetError
+from daf_core.memory.books import PagerAccount
 
 Polynomial = list[tuple[float, list[int]]]
 """Terms of a polynomial in the sizes of a graph: a coefficient, and the exponent of each size."""
@@ -28,17 +29,11 @@ Polynomial = list[tuple[float, list[int]]]
 
 @dataclass
 class Saved:
-    """What a graph saves, while it is traced.
+    """What a graph saves, while it is traced."""
 
-    Attributes:
-        raw: Bytes of the tensors as they are, an expression in the sizes of the graph.
-        held: Bytes of what is saved in their place.
-        stored_as: How many tensors each code stores.
-    """
-
-    raw: Any = 0
-    held: Any = 0
-    stored_as: Counter[str] = field(default_factory=Counter)
+    raw: Any = 0  # bytes of the tensors as they are, an expression in the sizes of the graph
+    held: Any = 0  # bytes of what is saved in their place
+    stored_as: Counter[str] = field(default_factory=Counter)  # how many tensors each code stores
 
     def text(self, sizes: Sequence[Any]) -> str:
         """Returns the account as the operator gets it, with the sizes that it gets as its variables."""
@@ -100,9 +95,6 @@ class GraphAccount(threading.local):
 
     Args:
         room: Returns the bytes that the budget leaves to graphs, with what they hold; None where nothing limits them.
-
-    Attributes:
-        pass_raw_bytes: Bytes that the graphs of the last forward pass would have saved.
     """
 
     def __init__(self, room: Callable[[], int | None] = lambda: None) -> None:
@@ -110,7 +102,7 @@ class GraphAccount(threading.local):
         self._held: list[tuple[Any, int]] = []
         self._stored_as: Counter[str] = Counter()
         self._peak_bytes = 0
-        self.pass_raw_bytes = 0
+        self.pass_raw_bytes = 0  # bytes that the graphs of the last forward pass would have saved
 
     @property
     def held_bytes(self) -> int:
@@ -125,13 +117,7 @@ class GraphAccount(threading.local):
         return None if room is None else room - self.held_bytes
 
     def add(self, kept: Tensor, raw: int, held: int, stored_as: Mapping[str, int]) -> None:
-        """Counts what a graph has saved.
-
-        Args:
-            kept: A tensor that is gone when all of it is.
-            raw: Bytes that it would have saved.
-            held: Bytes that it has saved.
-            stored_as: How many tensors each code has stored.
+        """Counts what a graph has saved; `kept` is a tensor that is gone when all of it is.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
@@ -151,10 +137,10 @@ class GraphAccount(threading.local):
         stored, self._stored_as = dict(self._stored_as), Counter()
         return stored
 
-    def take_peak(self) -> int:
-        """Returns the most bytes that were held at once since the last call."""
+    def finish_step(self) -> PagerAccount:
+        """Returns what graphs have held since the last call, and begins to count another step."""
         peak, self._peak_bytes = self._peak_bytes, self.held_bytes
-        return peak
+        return PagerAccount(peak_bytes=peak)
 
 
 class _Active(threading.local):

@@ -18,10 +18,6 @@ from daf_core.compiled.readers import ATTENTIONS, name_of
 def attend_again(forward: fx.Graph, backward: fx.Graph) -> frozenset[str]:
     """Has a backward graph work out the results of attentions that it is given the inputs of.
 
-    Args:
-        forward: The forward graph.
-        backward: The backward graph, which is changed.
-
     Returns:
         The names of the saved tensors that it reads no more.
     """

@@ -54,20 +54,14 @@ class Shape:
 
     Codes of rows that lie far apart share bytes: a loop along a row then reads and writes whole vectors, and decoding
     needs no memory of its own where a loop reads what is decoded.
-
-    Attributes:
-        order: Its dimensions by falling stride.
-        group: Elements in a group.
-        split: The place in `order` of the dimension that is cut into parts; None where groups themselves are.
-        inner: The place in `order` where rows of whole groups begin.
-        padded: Whether the last group is filled up.
     """
 
-    order: tuple[int, ...]
-    group: int
+    order: tuple[int, ...]  # its dimensions by falling stride
+    group: int  # elements in a group
+    # The place in `order` of the dimension that is cut into parts; None where groups themselves are.
     split: int | None = None
-    inner: int = 0
-    padded: bool = False
+    inner: int = 0  # the place in `order` where rows of whole groups begin
+    padded: bool = False  # whether the last group is filled up
 
     def rows(self, values: Tensor, parts: int) -> Tensor:
         """Returns the values in the order of memory, of shape (outer, parts, rows, groups in a row, group).
@@ -117,8 +111,7 @@ class Shape:
 def shape_of(values: Tensor) -> Shape:
     """Returns how a tensor is cut into groups: those of `group_size`, where eight codes of them fill whole bytes.
 
-    Args:
-        values: The tensor, without holes in memory; its sizes may be symbols.
+    The tensor has no holes in memory; its sizes may be symbols.
     """
     strides = [(hint(values.stride(dim)), hint(values.shape[dim]), dim) for dim in range(values.dim())]
     order = tuple(dim for _, _, dim in sorted(strides, reverse=True))
@@ -150,14 +143,10 @@ def hint(size: Any) -> int:
 
 @dataclass(frozen=True)
 class Planes:
-    """Codes between the extremes of a group, which keeps its mean and its deviation.
+    """Codes between the extremes of a group, which keeps its mean and its deviation."""
 
-    Attributes:
-        bits: Of a code: 8, 4, 2 or 1.
-        signs: Whether values above 0 stay above 0 and others do not come above it, for one bit an element more.
-    """
-
-    bits: int
+    bits: int  # of a code: 8, 4, 2 or 1
+    # Whether values above 0 stay above 0 and others do not come above it, for one bit an element more.
     signs: bool = False
     name: ClassVar[str] = "planes"
     lossy: ClassVar[bool] = True
@@ -223,12 +212,9 @@ class Logarithms:
 
     Steps grow with the distance from the largest value: what is far below it adds little. Minus infinity comes back as
     `DEEPEST` below the largest, or as itself where a group has nothing else.
-
-    Attributes:
-        bits: Of a code: 8, 4, 2 or 1.
     """
 
-    bits: int
+    bits: int  # of a code: 8, 4, 2 or 1
     name: ClassVar[str] = "logarithms"
     lossy: ClassVar[bool] = True
 
@@ -262,13 +248,9 @@ class Logarithms:
 
 @dataclass(frozen=True)
 class Slopes:
-    """Codes of GELU's derivative, equal steps of the range that it has: no header.
+    """Codes of GELU's derivative, equal steps of the range that it has: no header."""
 
-    Attributes:
-        bits: Of a code: 8, 4, 2 or 1.
-    """
-
-    bits: int
+    bits: int  # of a code: 8, 4, 2 or 1
     name: ClassVar[str] = "slopes"
     lossy: ClassVar[bool] = True
 
@@ -287,15 +269,10 @@ class Slopes:
 
 @dataclass(frozen=True)
 class Sides:
-    """On which side of a bound each value lies.
-
-    Attributes:
-        bound: The bound.
-        closed: Whether the bound itself counts as above.
-    """
+    """On which side of a bound each value lies."""
 
     bound: float
-    closed: bool
+    closed: bool  # whether the bound itself counts as above
     name: ClassVar[str] = "sides"
     lossy: ClassVar[bool] = False
 
@@ -313,17 +290,11 @@ class Sides:
 
 @dataclass(frozen=True)
 class Like:
-    """What a tensor was before it was encoded.
+    """What a tensor was before it was encoded."""
 
-    Attributes:
-        sizes: Its sizes; some may be symbols.
-        dtype: Its type.
-        shape: How it is cut into groups.
-    """
-
-    sizes: Sequence[Any]
+    sizes: Sequence[Any]  # its sizes; some may be symbols
     dtype: torch.dtype
-    shape: Shape
+    shape: Shape  # how it is cut into groups
 
 
 Code = Planes | Bits | Logarithms | Slopes | Sides

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from daf_core.compiled.attention import attend_again
-from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Sides, Slopes, hint
-from daf_core.compiled.readers import Needs, comparisons_of, is_view, name_of, needs_of
+from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes, hint
+from daf_core.compiled.readers import Needs, is_view, name_of, needs_of, reached, sides_of
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.sharpness import bits_for
 
@@ -28,25 +28,22 @@ FEW_RESULTS = 16
 ALIKE = 2e-3
 """How far the derivatives of torch's two GELUs, and of one in another type, may differ."""
 
-_CASTS = ("convert_element_type", "_to_copy")
+CASTS = ("convert_element_type", "_to_copy")
+_ONE_BY_ONE = (*CASTS, "view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
+"""What torch does not say of itself that each element of the result is made of one."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward"])
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How one saved tensor is stored.
+    """How one saved tensor is stored."""
 
-    Attributes:
-        code: Its code; None keeps it as it is.
-        instead: Operators that the backward graph applied to the tensor alone, and that the forward graph applies now:
-            their result is what is stored. Empty where it is the tensor itself.
-        unread: Whether the backward graph reads nothing of it, and nothing is stored.
-    """
-
-    code: Code | None
+    code: Code | None  # its code; None keeps it as it is
+    # Operators that the backward graph applied to the tensor alone, and that the forward graph applies now: their
+    # result is what is stored. Empty where it is the tensor itself.
     instead: tuple[fx.Node, ...] = ()
-    unread: bool = False
+    unread: bool = False  # whether the backward graph reads nothing of it, and nothing is stored
 
 
 KEPT = Decision(None)
@@ -56,10 +53,7 @@ UNREAD = Decision(None, unread=True)
 class Decisions:
     """The decisions for a pair of graphs.
 
-    Args:
-        forward: The forward graph.
-        backward: The backward graph; what it works out of one saved tensor alone is taken out of it.
-        bits: Code bits of approximate values.
+    What the backward graph works out of one saved tensor alone is taken out of it.
     """
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph, bits: int) -> None:
@@ -67,7 +61,7 @@ class Decisions:
         self._made = {node.name: node for node in forward.nodes}
         self._unread = attend_again(forward, backward)
         self._readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
-        self._from_gradients = _dependents(node for name, node in self._readers.items() if name.startswith("tangents"))
+        self._from_gradients = made_of_gradients(backward)
 
     def of(self, name: str) -> Decision:
         """Returns the decision for a saved tensor of a name."""
@@ -88,12 +82,7 @@ class Decisions:
         return self._of_values(reader, values)
 
     def fit(self, names: Sequence[str], levels: Sequence[int], room: int) -> None:
-        """Takes the most bits for which saved tensors fit.
-
-        Args:
-            names: Names of the tensors.
-            levels: The bits that are allowed, falling.
-            room: Bytes that the budget leaves.
+        """Takes the most bits, of falling `levels`, for which saved tensors of these names fit in `room` bytes.
 
         Raises:
             ActivationBudgetError: They fit in none.
@@ -125,10 +114,7 @@ class Decisions:
                 return Decision(
                     Slopes(code.bits) if isinstance(code, Planes) and is_gelu(reader, chain) else code, chain
                 )
-        compared = comparisons_of(reader)
-        if compared is not None:
-            return Decision(Sides(compared.bound, compared.closed))
-        return Decision(self._code(reader))
+        return Decision(sides_of(reader) or self._code(reader))
 
     def _code(self, reader: fx.Node) -> Code | None:
         needs = needs_of(reader)
@@ -156,16 +142,11 @@ class Decisions:
 
     def _behind_pointwise(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yields what reads a node, or what is made of it element by element without a gradient."""
-        seen, pending = {node}, [node]
-        while pending:
-            for user in pending.pop().users:
-                if user in seen:
-                    continue
-                seen.add(user)
-                if is_view(user) or (_is_pointwise(user) and user not in self._from_gradients):
-                    pending.append(user)
-                else:
-                    yield user
+
+        def passes(each: fx.Node) -> bool:
+            return each is node or is_view(each) or (_is_pointwise(each) and each not in self._from_gradients)
+
+        return (each for each in reached([node], lambda each: each.users if passes(each) else ()) if not passes(each))
 
 
 def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:
@@ -189,12 +170,7 @@ def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:
     last = border[0]
     if last.meta["val"].numel() != saved.meta["val"].numel():
         return ()
-    needed, pending = {last}, [last]
-    while pending:
-        for each in pending.pop().all_input_nodes:
-            if each not in needed and each is not saved:
-                needed.add(each)
-                pending.append(each)
+    needed = set(reached([last], lambda node: [each for each in node.all_input_nodes if each is not saved]))
     return tuple(each for each in inside if each in needed)
 
 
@@ -213,7 +189,7 @@ def _tried(saved: fx.Node, chain: tuple[fx.Node, ...], number: float) -> float |
     """Returns what operators make of a number; None where one of them is not known here."""
     values = {saved: number}
     for node in chain:
-        if is_view(node) or name_of(node) in _CASTS:
+        if is_view(node) or name_of(node) in CASTS:
             values[node] = values[node.all_input_nodes[0]]
             continue
         function = _ON_NUMBERS.get(name_of(node))
@@ -239,18 +215,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return False
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in (
-        "view",
-        "reshape",
-        "permute",
-        "alias",
-        "convert_element_type",
-        "_to_copy",
-        "unsqueeze",
-        "squeeze",
-        "t",
-        "transpose",
-    )
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in _ONE_BY_ONE
 
 
 def _is_result_beside(node: fx.Node) -> bool:
@@ -264,24 +229,12 @@ def elements_of(values: Tensor) -> int:
     return hint(values.numel())
 
 
-def _dependents(roots: Iterator[fx.Node]) -> set[fx.Node]:
-    found = set(roots)
-    pending = [*found]
-    while pending:
-        fresh = [user for user in pending.pop().users if user not in found]
-        found.update(fresh)
-        pending.extend(fresh)
-    return found
+def made_of_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes of a graph that work with the gradients that it is given, these among them."""
+    given = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    return set(reached(given, lambda node: node.users))
 
 
 def _follows_product(node: fx.Node) -> bool:
     """Says whether a matrix product or the like is among what a gradient was made of."""
-    seen, pending = {node}, [node]
-    while pending:
-        each = pending.pop()
-        if name_of(each) in _PRODUCTS:
-            return True
-        fresh = [source for source in each.all_input_nodes if source not in seen]
-        seen.update(fresh)
-        pending.extend(fresh)
-    return False
+    return any(name_of(each) in _PRODUCTS for each in reached([node], lambda each: each.all_input_nodes))

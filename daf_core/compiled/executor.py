@@ -13,7 +13,6 @@ from daf_core.autograd import hook_stack
 from daf_core.autograd.torch_compile import has_compiled_anything
 from daf_core.compiled.account import GraphAccount, counting
 from daf_core.config import DAFConfig
-from daf_core.memory.pager_stats import PagerAccount
 from daf_core.precision.policy import UNIFORM
 
 if TYPE_CHECKING:
@@ -47,28 +46,15 @@ class CompiledGraphs:
         self._bits = max(UNIFORM, config.min_precision or 0) if isinstance(config.precision, str) else config.precision
         self._least = config.min_precision or 1
         self._hooks: GraphHooks | None = None
-        self._account = GraphAccount(room)
+        self.account = GraphAccount(room)  # what graphs hold
 
     def hook_over(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Returns the pack hook that is installed, or would be, where `pack` serves what is not compiled."""
         return pack if self._hooks is None else self._hooks.pack
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that graphs hold now."""
-        return self._account.held_bytes
-
-    @property
-    def pass_raw_bytes(self) -> int:
-        """Bytes that the graphs of the last forward pass would have saved."""
-        return self._account.pass_raw_bytes
-
     @contextmanager
     def installed(self, pack: Callable[[Tensor], Any]) -> Generator[None]:
-        """Installs the hooks for a forward pass.
-
-        Args:
-            pack: The pack hook where there are no graphs.
+        """Installs the hooks for a forward pass; `pack` is the pack hook where there are no graphs.
 
         Raises:
             HooksActiveError: Hooks that were entered inside were not left.
@@ -81,7 +67,7 @@ class CompiledGraphs:
         from daf_core.compiled.support import compiling
 
         try:
-            with compiling(), counting(self._account), hook_stack.installed(hooks.pack, hooks.unpack):
+            with compiling(), counting(self.account), hook_stack.installed(hooks.pack, hooks.unpack):
                 yield
         finally:
             hooks.forget_graphs()
@@ -93,13 +79,5 @@ class CompiledGraphs:
             from daf_core.compiled.support import missing
 
             if missing() is None:
-                self._hooks = GraphHooks(self._bits, self._least, *self._pair, self._account)
+                self._hooks = GraphHooks(self._bits, self._least, *self._pair, self.account)
         return self._hooks
-
-    def take_stored(self) -> dict[str, int]:
-        """Returns how many tensors each code has stored since the last call."""
-        return self._account.take_stored()
-
-    def finish_step(self) -> PagerAccount:
-        """Returns what graphs have held since the last call, and begins to count another step."""
-        return PagerAccount(peak_bytes=self._account.take_peak())

@@ -21,15 +21,11 @@ from daf_kernels.layout import PRECISIONS
 
 
 class _Tracing(threading.local):
-    """What this thread compiles.
+    """What this thread compiles."""
 
-    Attributes:
-        graphs: The forward graph whose saved tensors are being packed, with its decisions.
-        last: How the tensor that was packed last is unpacked.
-    """
-
+    # The forward graph whose saved tensors are being packed, with its decisions.
     graphs: tuple[fx.Graph, _Pair] | None = None
-    last: tuple[Code, Like] | None = None
+    last: tuple[Code, Like] | None = None  # how the tensor that was packed last is unpacked
 
 
 class _Pair:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from daf_core.compiled.decide import LEAST_ELEMENTS, elements_of
+from daf_core.compiled.decide import CASTS, LEAST_ELEMENTS, elements_of, made_of_gradients
 from daf_core.compiled.readers import is_view, name_of
 
-_CASTS = ("convert_element_type", "_to_copy")
 _REGION = 0
 """The partitioner numbers regions that are worked out again; ours is one, and it saves nothing at its border."""
 
@@ -27,17 +26,14 @@ def with_hints(
 ) -> fx.GraphModule:
     """Marks what is to be worked out again in backward, or saved, in a graph of forward and backward together.
 
-    Args:
-        joint: The graph.
-        inputs: Its inputs.
-        before: A pass of somebody else, which comes first.
+    `before` is a pass of somebody else, which comes first.
     """
     if before is not None:
         joint = before(joint, inputs)
     nodes = list(joint.graph.nodes)
     if any("recompute" in node.meta for node in nodes):  # the user's own checkpoints say what is saved
         return joint
-    gradients = _gradients(nodes)
+    gradients = made_of_gradients(joint.graph)
     for node in nodes:
         if node.op != "call_function" or node in gradients:
             continue
@@ -60,7 +56,7 @@ def _policy(node: fx.Node) -> CheckpointPolicy | None:
         return again
     if name == "add" and len(node.all_input_nodes) == 2 and any(map(_is_vector, node.all_input_nodes)):
         return again if any("recompute" in each.meta for each in node.all_input_nodes) else None
-    if name in ("mul", "div", *_CASTS) and len(node.all_input_nodes) == 1:  # a dropout's scale, autocast
+    if name in ("mul", "div", *CASTS) and len(node.all_input_nodes) == 1:  # a dropout's scale, autocast
         marked = node.all_input_nodes[0].meta.get("recompute")
         return again if marked is again else None
     return None
@@ -112,7 +108,7 @@ def _is_mask(node: fx.Node) -> bool:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.dtype is torch.bool:
             return True
-        if name_of(node) not in _CASTS and not is_view(node):
+        if name_of(node) not in CASTS and not is_view(node):
             return False
         node = node.all_input_nodes[0]
 
@@ -121,16 +117,6 @@ def _is_vector(node: fx.Node) -> bool:
     """Says whether a node is a vector that the graph is given, such as a weight or a bias."""
     value = node.meta.get("val")
     return node.op == "placeholder" and isinstance(value, Tensor) and value.dim() == 1
-
-
-def _gradients(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Returns the nodes of the backward part."""
-    found: set[fx.Node] = set()
-    for node in nodes:
-        given = node.op == "placeholder" and node.name.startswith("tangents")
-        if given or any(each in found for each in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 _library = torch.library.Library("daf", "FRAGMENT")

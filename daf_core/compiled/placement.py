@@ -23,11 +23,7 @@ BEFORE_LAST = 3
 
 
 class Late(CustomSchedulerPass):
-    """Puts loops that need nothing, or only what such loops have made, right before the first that reads their results.
-
-    Args:
-        version: Of this pass, for torch's cache.
-    """
+    """Puts loops that need nothing, or only what such loops have made, right before the first that reads from them."""
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -52,9 +48,7 @@ def late(sources: Sequence[Sequence[int]]) -> list[int]:
     Steps that need nothing, or only such steps, come right before the first that needs them. Steps whose results none
     of the others needs come as soon as they can, with what is made for them alone: they encode what is saved, or end
     with the gradient of a weight.
-
-    Args:
-        sources: For each step those before it that it needs.
+    `sources` are for each step those before it that it needs.
     """
     steps = range(len(sources))
     users: list[list[int]] = [[] for _ in steps]

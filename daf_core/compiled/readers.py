@@ -7,14 +7,14 @@ operator between a saved tensor and the first sum over many of its values is loo
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from enum import Flag, auto
 from typing import Any
 
 import torch
 from torch import fx
 
+from daf_core.compiled.codes import Sides
 from daf_core.readers.table import Kind, listed
 
 aten = torch.ops.aten
@@ -60,42 +60,38 @@ _SUMS = _named(
 )
 """Operators behind which the error of one value is one of many."""
 
-_BACKWARDS: dict[str, tuple[tuple[str, str], ...]] = {
-    "convolution_backward": (("", ""), ("ConvolutionBackward0", "input"), ("ConvolutionBackward0", "weight")),
-    "native_layer_norm_backward": (("", ""), ("NativeLayerNormBackward0", "input")),
-    "native_group_norm_backward": (("", ""), ("NativeGroupNormBackward0", "input")),
-    "native_batch_norm_backward": (("", ""), ("NativeBatchNormBackward0", "input")),
-    "batch_norm_backward": (("", ""), ("BatchNormWithUpdateBackward0", "input")),
-    "_fused_rms_norm_backward": (("", ""), ("FusedRmsNormBackward0", "input")),
-    "gelu_backward": (("", ""), ("GeluBackward0", "self")),
-    "silu_backward": (("", ""), ("SiluBackward0", "self")),
-    "mish_backward": (("", ""), ("MishBackward0", "self")),
-    "softplus_backward": (("", ""), ("SoftplusBackward0", "self")),
-    "hardswish_backward": (("", ""), ("HardswishBackward0", "self")),
-    "glu_backward": (("", ""), ("GluBackward0", "self")),
-    "tanh_backward": (("", ""), ("TanhBackward0", "result")),
-    "sigmoid_backward": (("", ""), ("SigmoidBackward0", "result")),
-    "_softmax_backward_data": (("", ""), ("SoftmaxBackward0", "result")),
-    "_log_softmax_backward_data": (("", ""), ("LogSoftmaxBackward0", "result")),
-    "nll_loss_backward": (("", ""), ("NllLossBackward0", "self")),
-    "nll_loss2d_backward": (("", ""), ("NllLoss2DBackward0", "self")),
-    "max_pool2d_with_indices_backward": (("", ""), ("MaxPool2DWithIndicesBackward0", "self")),
+_ATTENDED = ("", "query", "key", "value", "output")
+_BACKWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "convolution_backward": ("ConvolutionBackward0", ("", "input", "weight")),
+    "native_layer_norm_backward": ("NativeLayerNormBackward0", ("", "input")),
+    "native_group_norm_backward": ("NativeGroupNormBackward0", ("", "input")),
+    "native_batch_norm_backward": ("NativeBatchNormBackward0", ("", "input")),
+    "batch_norm_backward": ("BatchNormWithUpdateBackward0", ("", "input")),
+    "_fused_rms_norm_backward": ("FusedRmsNormBackward0", ("", "input")),
+    "gelu_backward": ("GeluBackward0", ("", "self")),
+    "silu_backward": ("SiluBackward0", ("", "self")),
+    "mish_backward": ("MishBackward0", ("", "self")),
+    "softplus_backward": ("SoftplusBackward0", ("", "self")),
+    "hardswish_backward": ("HardswishBackward0", ("", "self")),
+    "glu_backward": ("GluBackward0", ("", "self")),
+    "tanh_backward": ("TanhBackward0", ("", "result")),
+    "sigmoid_backward": ("SigmoidBackward0", ("", "result")),
+    "_softmax_backward_data": ("SoftmaxBackward0", ("", "result")),
+    "_log_softmax_backward_data": ("LogSoftmaxBackward0", ("", "result")),
+    "nll_loss_backward": ("NllLossBackward0", ("", "self")),
+    "nll_loss2d_backward": ("NllLoss2DBackward0", ("", "self")),
+    "max_pool2d_with_indices_backward": ("MaxPool2DWithIndicesBackward0", ("", "self")),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        ("", ""),
-        *(("ScaledDotProductFlashAttentionForCpuBackward0", name) for name in ("query", "key", "value", "output")),
+        "ScaledDotProductFlashAttentionForCpuBackward0",
+        _ATTENDED,
     ),
-    "_scaled_dot_product_flash_attention_backward": (
-        ("", ""),
-        *(("ScaledDotProductFlashAttentionBackward0", name) for name in ("query", "key", "value", "output")),
-    ),
+    "_scaled_dot_product_flash_attention_backward": ("ScaledDotProductFlashAttentionBackward0", _ATTENDED),
     "_scaled_dot_product_efficient_attention_backward": (
-        ("", ""),
-        *(("ScaledDotProductEfficientAttentionBackward0", name) for name in ("query", "key", "value")),
-        ("", ""),
-        ("ScaledDotProductEfficientAttentionBackward0", "output"),
+        "ScaledDotProductEfficientAttentionBackward0",
+        ("", "query", "key", "value", "", "output"),
     ),
 }
-"""Autograd's node, and the field of it, for each argument of an operator that is a backward formula as a whole."""
+"""Autograd's node, and its field for each argument, of operators that are a backward formula as a whole."""
 
 _KINDS = {place: kind for kind, places in listed().items() for place in places}
 _NEEDS = {
@@ -105,18 +101,6 @@ _NEEDS = {
     Kind.LOGARITHMS: Needs.EXPONENTIAL,
     Kind.SHAPE: Needs.NOTHING,
 }
-
-_OVER_ZERO = frozenset(["le", "gt"])
-"""Comparisons that 0 and what is below it answer alike."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A comparison of a tensor with a number."""
-
-    bound: float
-    closed: bool
-
 
 ATTENTIONS = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -137,12 +121,19 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or name_of(node) in _VIEWS
 
 
-def needs_of(saved: fx.Node) -> Needs:
-    """Returns what the backward needs of a saved tensor.
+def reached(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yields nodes, what follows each of them, what follows that, and so on: each node once."""
+    pending = [*start]
+    seen = set(pending)
+    for node in pending:  # which grows meanwhile
+        yield node
+        fresh = [each for each in following(node) if each not in seen]
+        seen.update(fresh)
+        pending += fresh
 
-    Args:
-        saved: Its placeholder in the backward graph.
-    """
+
+def needs_of(saved: fx.Node) -> Needs:
+    """Returns what the backward needs of a saved tensor, given its placeholder in the backward graph."""
     found, seen, pending = Needs.NOTHING, {saved}, [saved]
     while pending:
         source = pending.pop()
@@ -155,29 +146,21 @@ def needs_of(saved: fx.Node) -> Needs:
     return found
 
 
-def comparisons_of(saved: fx.Node) -> Comparison | None:
+def sides_of(saved: fx.Node) -> Sides | None:
     """Returns the only bound that a backward compares a saved tensor with, where it does nothing else with it."""
-    found = {_comparison(user, saved) for user in _users_behind_views(saved)}
+    behind = reached([saved], lambda node: node.users if node is saved or is_view(node) else ())
+    readers = (node for node in behind if node is not saved and not (is_view(node) and node.users))
+    found = {_comparison(reader, saved) for reader in readers}
     return found.pop() if len(found) == 1 else None
 
 
-def _users_behind_views(saved: fx.Node) -> Iterable[fx.Node]:
-    pending = [*saved.users]
-    while pending:
-        user = pending.pop()
-        if is_view(user) and user.users:
-            pending.extend(user.users)
-        else:
-            yield user
-
-
-def _comparison(node: fx.Node, source: fx.Node) -> Comparison | None:
+def _comparison(node: fx.Node, source: fx.Node) -> Sides | None:
     """Returns the bound of a node that compares what it reads with a number; None for other nodes."""
     name, arguments = name_of(node), node.args
     if name == "threshold_backward" and len(arguments) == 3 and arguments[0] is not source:
-        return Comparison(float(arguments[2]), closed=False) if isinstance(arguments[2], int | float) else None
+        return Sides(float(arguments[2]), closed=False) if isinstance(arguments[2], int | float) else None
     if name in ("le", "gt", "lt", "ge") and len(arguments) == 2 and isinstance(arguments[1], int | float):
-        return Comparison(float(arguments[1]), closed=name in ("lt", "ge"))
+        return Sides(float(arguments[1]), closed=name in ("lt", "ge"))
     return None
 
 
@@ -206,12 +189,12 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
 
 
 def _needs_of_argument(name: str, arguments: tuple[Any, ...], source: fx.Node) -> Needs:
-    found, known = Needs.NOTHING, _BACKWARDS[name]
+    found, (node, fields) = Needs.NOTHING, _BACKWARDS[name]
     for place, argument in enumerate(arguments):
         if argument is source:
-            node = known[place] if place < len(known) else ("", "")
             if place == 0:  # the gradient, or what is multiplied by it
                 found |= Needs.VALUES
             else:
-                found |= _NEEDS.get(_KINDS.get(node, Kind.EXACT), Needs.EXACT)
+                field = fields[place] if place < len(fields) else ""
+                found |= _NEEDS.get(_KINDS.get((node, field), Kind.EXACT), Needs.EXACT)
     return found

@@ -23,13 +23,10 @@ class LeaseOwner(Protocol):
 
 
 class LeasesAtEase(PagerBooks):
-    """The part of a `Pager` that has nothing to decide: each call takes a lock, and is a few lines of arithmetic.
-
-    Attributes:
-        at_ease: Whether nothing presses, so that `take` may be called.
-    """
+    """The part of a `Pager` that has nothing to decide: each call takes a lock, and is a few lines of arithmetic."""
 
     def _look_for_pressure(self) -> None:
+        # Whether nothing presses, so that `take` may be called.
         self.at_ease = self.budget is None and self._spill is None and self.pool.uniform
 
     def kind(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> LeaseKind:

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from daf_core.memory import forks
 from daf_core.memory.idle_leases import IdleLeases
 from daf_core.memory.lease import NOWHERE, Lease, Outside
 from daf_core.memory.lease_index import LeaseIndex
-from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.release_clock import ReleaseClock, Releases
 from daf_core.memory.tiers.base import Tier
 from daf_kernels import Pages
 
 
-class PagerBooks:
-    """The books of a `Pager`, which alone changes them.
+@dataclass
+class PagerAccount:
+    """What the pager did during a step."""
 
-    Attributes:
-        pool: Where the pages come from.
-        budget: Bytes that may be held at once, pages and outside tensors together; None for no limit.
-        held_bytes: Bytes that are held, without what was released since they were counted.
-        account: What was done so far in this step; it goes on counting.
-    """
+    peak_bytes: int = 0  # the most bytes that were held at once
+    dropped_planes: int = 0  # planes given up under pressure, before or after they were written
+    dropped_bytes: int = 0  # bytes of their pages
+    spilled_bytes: int = 0  # bytes copied to the next tier
+    # Time spent on leases and drops, and on writing to the next tier and waiting for it; what a GPU waits for copies is
+    # not in it.
+    seconds: float = 0.0
+
+
+class PagerBooks:
+    """The books of a `Pager`, which alone changes them."""
 
     def __init__(
         self, pool: PagePool, budget: int | None, least_planes: int, spill: Tier | None, clock: ReleaseClock | None
     ) -> None:
-        self.pool = pool
-        self.budget = budget
-        self.held_bytes = 0
-        self.account = PagerAccount()
+        self.pool = pool  # where the pages come from
+        self.budget = budget  # bytes that may be held at once, pages and outside tensors together; None for no limit
+        self.held_bytes = 0  # bytes that are held, without what was released since they were counted
+        self.account = PagerAccount()  # what was done so far in this step; it goes on counting
         self._spill = spill
         self._outside_bytes = 0
         self._peak_on_pages = 0
@@ -64,19 +71,6 @@ class PagerBooks:
         """Pages that are in use."""
         self.settle()
         return self.pool.used_pages - self._idle.pages
-
-    def check(self) -> None:
-        """Raises AssertionError where a page, byte or lease is lost or miscounted; not while one is being read back."""
-        with self._lock:
-            self._collect()
-            self.pool.check()
-            self._index.check()
-            used = self.pool.used_pages - self._idle.pages
-            if self.held_bytes != self._outside_bytes + used * self.pool.page_bytes:
-                raise AssertionError("the bytes that are held are not those of the pages in use and outside of them")
-            if not self._writing and used != self._index.resident_pages + self._index.copied_pages:
-                raise AssertionError("the pages in use are not those of the leases")
-            self._count(0)
 
     def _collect(self) -> None:
         """Counts what was released; pages go back in one go, as each trip to the pool costs 50 us with cold caches."""

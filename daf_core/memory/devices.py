@@ -9,8 +9,8 @@ import torch
 
 from daf_core.config import DAFConfig
 from daf_core.memory import forks
+from daf_core.memory.books import PagerAccount
 from daf_core.memory.pager import Pager
-from daf_core.memory.pager_stats import PagerAccount
 from daf_core.memory.pages.growth import AdaptiveGrowth, FixedGrowth
 from daf_core.memory.pages.host_linked_pool import LinkedPool, Place
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
@@ -33,12 +33,6 @@ class DevicePagers:
         links: Connect devices with their host; those of others have all their pages on the device.
         to_host: Whether a GPU's activations may move to main memory where there is no spill folder.
 
-    Attributes:
-        budget: Bytes that may be held at once on each device, "auto" for what is available, None for no limit.
-        clock: The time of releases.
-        links: See above.
-        place: On which pages the calling thread encodes.
-
     Raises:
         SpillError: The spill folder takes no file.
     """
@@ -52,10 +46,11 @@ class DevicePagers:
     ) -> None:
         self._page_bytes = page_bytes
         self.links = {} if links is None else links  # more of them may come
-        self.place = Place()
+        self.place = Place()  # on which pages the calling thread encodes
+        # Bytes that may be held at once on each device, "auto" for what is available, None for no limit.
         self.budget = config.memory_budget
         self._set_aside = 0
-        self.clock = ReleaseClock()
+        self.clock = ReleaseClock()  # the time of releases
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
         self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
         self._to_host = to_host
@@ -80,11 +75,9 @@ class DevicePagers:
         return sum(limited) if budgets and len(limited) == len(budgets) else None
 
     def set_budget(self, budget: int | str | None, set_aside: int = 0) -> None:
-        """Changes the budget of every device; "auto" follows what is available.
+        """Changes the budget of every device; "auto" follows what is available, and None is no limit.
 
-        Args:
-            budget: Bytes, "auto", or None for no limit.
-            set_aside: The part of it for activations that stay as they are.
+        `set_aside` is the part of it for activations that stay as they are.
 
         Raises:
             ActivationBudgetError: What a device holds does not fit even if everything is given up that may be; its

@@ -16,17 +16,10 @@ class IdleLeases:
 
     To take pages off the pool and to give them back takes 10 us an activation, and those of the next step are as large
     as those of this one. Whoever else needs pages has the idle ones first.
-
-    Args:
-        pool: Where the pages come from.
-        least_planes: Leading planes that are never dropped.
-
-    Attributes:
-        pages: Pages of idle leases.
     """
 
     def __init__(self, pool: PagePool, least_planes: int) -> None:
-        self.pages = 0
+        self.pages = 0  # pages of idle leases
         self._pool = pool
         self._least_planes = least_planes
         self._kinds: dict[tuple[object, ...], LeaseKind] = {}

@@ -22,18 +22,13 @@ NOWHERE: Pages = np.empty(0, np.int64)
 
 
 class Outside:
-    """Bytes that are counted, and lie outside of the pool.
-
-    Attributes:
-        size: How many; 0 before they are counted, and when they are no longer.
-        reference: Refers to their owner, if they have one.
-    """
+    """Bytes that are counted, and lie outside of the pool."""
 
     __slots__ = ("reference", "size")
 
     def __init__(self, size: int = 0) -> None:
-        self.size = size
-        self.reference: object = None
+        self.size = size  # how many; 0 before they are counted, and when they are no longer
+        self.reference: object = None  # refers to their owner, if they have one
 
 
 class Lease:
@@ -42,21 +37,6 @@ class Lease:
     The page list begins with the pages that the activation cannot do without (its header; all of a mask), followed by
     those of its planes, most significant first. The fields belong to the pager, except that who reads or writes the
     pages inside `Pager.reading` or `Pager.writing` may rely on `pages` and `planes`.
-
-    Attributes:
-        serial: Leases count up in the order of encoding; backward needs them in the opposite order.
-        pages: Page numbers; empty while the activation is not in memory.
-        planes: How many leading planes are stored.
-        drops: What may be dropped, the next one last.
-        readers: Reads and writes in progress; nothing is taken from the lease meanwhile.
-        slots: Its place in the next tier, or None.
-        loading: Set when a read from there, now in progress, ends; None without one.
-        released: Whether its last handle died.
-        size: Pages of the planes that are stored, and of what comes before them.
-        least: Pages that are left when everything was dropped that may be.
-        kind: What leases like it have in common; None where they do not keep their pages.
-        reference: Refers to its owner, where it has a kind.
-        addresses: Addresses of its pages, and where they lie, where it has a kind.
     """
 
     __slots__ = (
@@ -67,19 +47,23 @@ class Lease:
     def __init__(self, serial: int, fixed: int, planes: Sequence[int], drops: list[Drop]) -> None:
         if fixed < 1:
             raise ValueError(f"an activation has at least one page that it cannot do without, got {fixed}")
-        self.serial = serial
-        self.pages: Pages = NOWHERE
-        self.planes = len(planes)
-        self.drops = drops
-        self.readers = 0
-        self.slots: Pages | None = None
+        self.serial = serial  # leases count up in the order of encoding; backward needs them in the opposite order
+        self.pages: Pages = NOWHERE  # page numbers; empty while the activation is not in memory
+        self.planes = len(planes)  # how many leading planes are stored
+        self.drops = drops  # what may be dropped, the next one last
+        self.readers = 0  # reads and writes in progress; nothing is taken from the lease meanwhile
+        self.slots: Pages | None = None  # its place in the next tier, or None
+        # Set when a read from there, now in progress, ends; None without one.
         self.loading: threading.Event | None = None
-        self.released = False
+        self.released = False  # whether its last handle died
+        # What leases like it have in common; None where they do not keep their pages.
         self.kind: LeaseKind | None = None
-        self.reference: object = None
+        self.reference: object = None  # refers to its owner, where it has a kind
+        # Addresses of its pages, and where they lie, where it has a kind.
         self.addresses: tuple[int, Pages] = 0, NOWHERE
         self._ends = list(accumulate(planes, initial=fixed))
-        self.size = self._ends[-1]
+        self.size = self._ends[-1]  # pages of the planes that are stored, and of what comes before them
+        # Pages that are left when everything was dropped that may be.
         self.least = self._ends[drops[0][1]] if drops else self.size
 
     @property
@@ -151,47 +135,22 @@ def plan_drops(planes: Sequence[int], importances: Sequence[float], least: int) 
 planned_drops = lru_cache(maxsize=4096)(plan_drops)
 
 
-class WriteLease:
-    """Context manager inside which the planes of a lease are written.
+class LeaseScope:
+    """Context manager inside which a lease is written, or its pages and planes stay as they are.
 
-    A class, as is `ReadLease`: a generator would cost 20 us each with cold caches, a tenth of what storing an
-    activation takes in Python.
-
-    Args:
-        lease: The lease.
-        publish: Is called at the end.
-        release: Is called then, where the block has raised an error.
+    A class: a generator would cost 20 us with cold caches, a tenth of what storing an activation takes in Python.
+    `leave` is called at the end, and then `fail`, if there is one, where the block has raised an error.
     """
 
-    __slots__ = ("_publish", "_release", "lease")
+    __slots__ = ("_fail", "_leave", "lease")
 
-    def __init__(self, lease: Lease, publish: Callback, release: Callback) -> None:
-        self.lease, self._publish, self._release = lease, publish, release
+    def __init__(self, lease: Lease, leave: Callback, fail: Callback | None = None) -> None:
+        self.lease, self._leave, self._fail = lease, leave, fail
 
     def __enter__(self) -> Lease:
         return self.lease
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._publish(self.lease)
-        if kind is not None:
-            self._release(self.lease)
-
-
-class ReadLease:
-    """Context manager inside which the pages and planes of a lease stay as they are.
-
-    Args:
-        lease: The lease.
-        unpin: Is called at the end.
-    """
-
-    __slots__ = ("_lease", "_unpin")
-
-    def __init__(self, lease: Lease, unpin: Callback) -> None:
-        self._lease, self._unpin = lease, unpin
-
-    def __enter__(self) -> Lease:
-        return self._lease
-
-    def __exit__(self, *_: object) -> None:
-        self._unpin(self._lease)
+        self._leave(self.lease)
+        if kind is not None and self._fail is not None:
+            self._fail(self.lease)

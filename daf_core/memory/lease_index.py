@@ -21,24 +21,17 @@ class LeaseIndex:
 
     Without pressure nobody asks for an order. So a resident lease is sorted in when somebody does: that takes 5 us, and
     most leases come and go without.
-
-    Attributes:
-        spilled: The spilled leases by serial number.
-        resident_pages: Pages of resident leases.
-        droppable_pages: Those of them that may be dropped.
-        copied_pages: Pages of copied leases.
-        unsorted: Resident leases that are not sorted in yet, by serial number.
     """
 
     def __init__(self) -> None:
         self._order: SortedList[Entry] = SortedList()
         self._resident: SortedDict[int, Lease] = SortedDict()
-        self.unsorted: dict[int, Lease] = {}
+        self.unsorted: dict[int, Lease] = {}  # resident leases that are not sorted in yet, by serial number
         self._copied: SortedDict[int, Lease] = SortedDict()
-        self.spilled: SortedDict[int, Lease] = SortedDict()
-        self.resident_pages = 0
-        self.droppable_pages = 0
-        self.copied_pages = 0
+        self.spilled: SortedDict[int, Lease] = SortedDict()  # the spilled leases by serial number
+        self.resident_pages = 0  # pages of resident leases
+        self.droppable_pages = 0  # those of them that may be dropped
+        self.copied_pages = 0  # pages of copied leases
 
     def add(self, lease: Lease) -> None:
         """Enters a lease where it belongs."""
@@ -103,24 +96,6 @@ class LeaseIndex:
         """Returns the spilled lease that backward needs first after lease `serial`."""
         position = self.spilled.bisect_left(serial) - 1
         return None if position < 0 else self.spilled.peekitem(position)[1]
-
-    def check(self) -> None:
-        """Raises AssertionError where a lease is in the wrong place or a count is off."""
-        self._sort()
-        resident, copied, spilled = list(self._resident.values()), list(self._copied.values()), self.spilled.values()
-        facts = {
-            "order": list(self._order) == sorted(_entry(lease) for lease in resident if lease.drops),
-            "resident pages": self.resident_pages == sum(lease.size for lease in resident),
-            "droppable pages": self.droppable_pages == sum(lease.size - lease.least for lease in resident),
-            "copied pages": self.copied_pages == sum(lease.size for lease in copied),
-            "page lists": all(lease.pages.size == lease.size for lease in [*resident, *copied]),
-            "resident": all(lease.slots is None for lease in resident),
-            "copied": all(lease.slots is not None for lease in copied),
-            "spilled": all(not lease.resident and lease.slots is not None for lease in spilled),
-        }
-        wrong = [name for name, holds in facts.items() if not holds]
-        if wrong:
-            raise AssertionError(f"the pager's books are wrong: {', '.join(wrong)}")
 
     def _sort(self) -> None:
         if self.unsorted:

@@ -12,8 +12,8 @@ import numpy as np
 
 from daf_core.errors import ActivationBudgetError, SpillError
 from daf_core.memory.at_ease import LeaseOwner, LeasesAtEase
-from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, Outside, ReadLease, WriteLease, planned_drops
-from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.books import PagerAccount
+from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, LeaseScope, Outside, planned_drops
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
 from daf_core.memory.release_clock import OwnerReference, ReleaseClock
@@ -34,10 +34,6 @@ class Pager(LeasesAtEase):
         least_planes: Leading planes that are never dropped.
         spill: Where activations move that do not fit; None for nowhere.
         clock: Says which releases count already; by default all do.
-
-    Attributes:
-        spills: Whether activations on pages may move.
-        set_aside: Bytes of the budget for what will lie outside of the pool, which keeps pages that it had once.
     """
 
     def __init__(
@@ -49,7 +45,8 @@ class Pager(LeasesAtEase):
         clock: ReleaseClock | None = None,
     ) -> None:
         super().__init__(pool, budget, least_planes, spill, clock)
-        self.spills = spill is not None
+        self.spills = spill is not None  # whether activations on pages may move
+        # Bytes of the budget for what will lie outside of the pool, which keeps pages that it had once.
         self.set_aside = 0
         self._least_planes = least_planes
         self._read_ahead = ReadAhead(self._load_next, spill is not None and spill.queued, pool.device)
@@ -58,7 +55,7 @@ class Pager(LeasesAtEase):
 
     def writing(
         self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = (), owner: object = None
-    ) -> WriteLease:
+    ) -> LeaseScope:
         """Leases pages to a new activation; inside, its planes are written. They may be fewer than asked for.
 
         An exception inside releases the lease; otherwise it is held until `release`, or until its owner dies.
@@ -73,16 +70,16 @@ class Pager(LeasesAtEase):
             ActivationBudgetError: It does not fit even if everything is given up that may be.
             SpillError: The next tier takes nothing more.
         """
-        return WriteLease(self._open(fixed, planes, importances, owner), self.finish, self.release)
+        return LeaseScope(self._open(fixed, planes, importances, owner), self.finish, self.release)
 
-    def writing_again(self, kind: LeaseKind, owner: LeaseOwner) -> WriteLease:
+    def writing_again(self, kind: LeaseKind, owner: LeaseOwner) -> LeaseScope:
         """As `writing`, for a kind of leases: without pressure one takes the pages of another that was given back."""
         if not self.at_ease or self._released.timed:
             return self.writing(kind.fixed, kind.planes, kind.importances, owner)
         self.take(kind, owner)
-        return WriteLease(owner.lease, self.finish, self.release)
+        return LeaseScope(owner.lease, self.finish, self.release)
 
-    def reading(self, lease: Lease) -> ReadLease:
+    def reading(self, lease: Lease) -> LeaseScope:
         """Brings an activation back if it was spilled; inside, its pages and planes stay as they are.
 
         Raises:
@@ -95,7 +92,7 @@ class Pager(LeasesAtEase):
             with self._lock:
                 lease.readers += 1
                 self._read.add(lease)
-        return ReadLease(lease, self._unpin)
+        return LeaseScope(lease, self._unpin)
 
     def shrink(self, keep: int = 0) -> None:
         """Gives memory back to the system that no page in use lies in, as long as `keep` bytes are left."""
@@ -104,12 +101,9 @@ class Pager(LeasesAtEase):
         self.pool.release(keep)
 
     def hold(self, size: int, owner: object | None = None, outside: Outside | None = None) -> Outside:
-        """Counts `size` bytes of an activation outside the pool: until `let_go`, or until their owner dies.
+        """Counts `size` bytes of an activation outside the pool, until their owner dies.
 
-        Args:
-            size: How many.
-            owner: Their owner, if they have one.
-            outside: Bytes of an owner to which they are added; by default they are counted by themselves.
+        `outside` are bytes of the owner to which they are added; by default they are counted by themselves.
 
         Raises:
             ActivationBudgetError: They do not fit even if everything is given up that may be.
@@ -141,10 +135,6 @@ class Pager(LeasesAtEase):
                 self.account.peak_bytes = held
         return counted
 
-    def let_go(self, size: int) -> None:
-        """Counts `size` bytes outside the pool as freed."""
-        self._released.add(Outside(size))
-
     def set_budget(self, budget: int | None) -> None:
         """Changes the budget; if less is allowed than is held, the least important bits are given up now.
 
@@ -175,10 +165,6 @@ class Pager(LeasesAtEase):
             self._spill.finish_step()
         return account
 
-    @property
-    def _page_budget(self) -> int | None:
-        return None if self.budget is None else self.budget - max(self.set_aside - self._outside_bytes, 0)
-
     def _begin_pressing(self) -> float:
         """Prepares for what may drop planes, without the lock yet, and returns the time."""
         started = time.perf_counter()
@@ -192,7 +178,9 @@ class Pager(LeasesAtEase):
         started = self._begin_pressing()
         with self._lock:
             self._collect()
-            lease, budget = Lease(self._serial, fixed, planes, drops), self._page_budget
+            lease, budget = Lease(self._serial, fixed, planes, drops), self.budget
+            if budget is not None:
+                budget -= max(self.set_aside - self._outside_bytes, 0)
             self._serial += 1
             self._make_room(lease.size * page, lease.least * page, budget, drop=True, incoming=lease)
             if owner is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -41,11 +41,11 @@ class ReadAhead:
                 return
             self._stopping = False
             if self._queued:
-                self._run(serial)
+                self._run(nullcontext(), serial)
                 return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="daf-read-ahead")
-            self._running = self._executor.submit(self._run_on, _stream_of_caller(self._device), serial)
+            self._running = self._executor.submit(self._run, _stream_of_caller(self._device), serial)
 
     def stop(self) -> None:
         """Waits until the activation that is being loaded is there, and loads no further ones."""
@@ -64,20 +64,11 @@ class ReadAhead:
         """See `Worker.revive`."""
         self._executor = self._running = None
 
-    def _run_on(self, stream: AbstractContextManager[object], serial: int) -> None:
-        with stream:
-            self._run(serial)
-
-    def _run(self, serial: int) -> None:
+    def _run(self, stream: AbstractContextManager[object], serial: int) -> None:
         following: int | None = serial
-        while following is not None and not self._stopping:
-            load_next = self._load_next()
-            if load_next is None:
-                return
-            try:
+        with stream, suppress(Exception):  # whoever needs the activation reads it again, and gets the error
+            while following is not None and not self._stopping and (load_next := self._load_next()) is not None:
                 following = load_next(following)
-            except Exception:
-                return  # whoever needs the activation reads it again, and gets the error
 
 
 def _stream_of_caller(device: torch.device | None) -> AbstractContextManager[object]:

@@ -23,30 +23,18 @@ class ReleaseClock(threading.local):
     Where activations are packed in the background, the thread that saves them is ahead of the one that packs them. What
     it releases meanwhile must not be free yet for activations that were saved before: what the pager gives up would
     depend on how far ahead it is.
-
-    Attributes:
-        now: The time in this thread.
-        horizon: Releases up to this time count in this thread; all, unless it packs in the background.
     """
 
     def __init__(self) -> None:
-        self.now = 0
-        self.horizon = math.inf
-
-    def set_back(self, time: int) -> None:
-        """This thread packs now what was saved at some time."""
-        self.now = self.horizon = time
+        self.now = 0  # the time in this thread
+        self.horizon = math.inf  # releases up to this time count in this thread; all, unless it packs in the background
 
 
 class OwnerReference(weakref.ref[Any]):
-    """A reference to the owner of something, which is released when the owner dies.
-
-    Attributes:
-        item: What is released; its `reference` is this one.
-    """
+    """A reference to the owner of something, which is released when the owner dies."""
 
     __slots__ = ("item",)
-    item: Any
+    item: Any  # what is released; its `reference` is this one
 
 
 class Releases(Generic[Item]):
@@ -54,21 +42,17 @@ class Releases(Generic[Item]):
 
     Args:
         clock: Says when it is; by default all that was added is due.
-
-    Attributes:
-        items: What was released, with the time.
-        dead: Numbers of owners that have died, with the time.
-        untimed: References to owners that have died of what counts at once, whatever the time (see `note_death`).
-        note_death: Is called by an `OwnerReference` when the owner has died; what it has as its item is due then, as
-            long as that keeps the reference.
     """
 
     def __init__(self, clock: ReleaseClock | None = None) -> None:
         self._clock = clock or ReleaseClock()
         self._now: Callable[[], int] = partial(attrgetter("now"), self._clock)
-        self.items: deque[tuple[int, Item]] = deque()
-        self.dead: deque[tuple[int, int]] = deque()
+        self.items: deque[tuple[int, Item]] = deque()  # what was released, with the time
+        self.dead: deque[tuple[int, int]] = deque()  # numbers of owners that have died, with the time
+        # References to owners that have died of what counts at once, whatever the time (see `note_death`).
         self.untimed: deque[OwnerReference] = deque()
+        # Is called by an `OwnerReference` when the owner has died; what it has as its item is due then, as long as that
+        # keeps the reference.
         self.note_death = self.untimed.append
         self._owned: dict[int, tuple[Item, object]] = {}
         self._numbers = count()

@@ -19,12 +19,8 @@ class ForwardPatch:
 
     The signature stays, as trainers read columns off it, and so do class, state_dict and pickles. A deep copy of the
     model runs its plain forward.
-
-    Args:
-        model: The model.
-        around: What runs in place of its forward.
-        hidden: Whether torch.compile, where somebody compiles the model afterwards, sees its forward alone. It compiles
-            `around` as well otherwise.
+    Where it is `hidden`, torch.compile sees the forward alone, where somebody compiles the model afterwards. It
+    compiles `around` as well otherwise.
     """
 
     def __init__(self, model: nn.Module, around: Around, hidden: bool = False) -> None:

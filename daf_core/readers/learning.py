@@ -90,23 +90,18 @@ class _Own(threading.local):
 class Readers:
     """Knows what the operators of a model read of what they save.
 
-    Args:
-        model: Where a part of it is compiled nothing is watched: a graph would be compiled again without the watch.
-        wanted: Whether anything is stored that is not exact.
-
-    Attributes:
-        changes: How often something was learned: as long as it is the same, so is what is known.
-        looks: Says when softmaxes are looked at again.
+    Where a part of the model is compiled nothing is watched: a graph would be compiled again without the watch.
+    Nothing is known where nothing is `wanted`, as all is exact.
     """
 
     def __init__(self, model: nn.Module, wanted: bool) -> None:
-        self.changes = 0
+        self.changes = 0  # how often something was learned: as long as it is the same, so is what is known
         self._model = model
         self._wanted = wanted
         self._places = Places()
         self._readings: dict[Place, Reading] = {}
         self._unread: dict[Place, int] = {}
-        self.looks = Looks()
+        self.looks = Looks()  # says when softmaxes are looked at again
         self._own = _Own()
 
     @property
@@ -144,13 +139,8 @@ class Readers:
     ) -> Sighting:  # fmt: skip
         """Returns what is known of a tensor that is being saved.
 
-        Args:
-            tensor: The tensor as autograd saves it.
-            call: The call of a module that is running.
-            site: Where it is saved.
-            frame: The innermost Python function that is running, but for DAF's.
-            unpack: The unpack hook that belongs to what autograd gets.
-            place: Where it is saved, if that has a name already.
+        `frame` is the innermost Python function that is running, but for DAF's. `place` is where the tensor is saved,
+        if that has a name already.
         """
         if not self._wanted:
             return EXACT_MODE
@@ -231,16 +221,7 @@ class Readers:
     def wait(
         self, saved: Saved, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain, room: int
     ) -> None:
-        """Has a tensor wait that was stored at a place that was not known.
-
-        Args:
-            saved: The tensor.
-            sighting: What is known of it.
-            packed: What autograd gets in its place.
-            unpack: The unpack hook that belongs to it.
-            again: Stores it as its reader needs it.
-            room: Bytes that the budget leaves.
-        """
+        """Has a tensor wait that was stored at a place that was not known."""
         own = self._own
         own.unknown |= sighting.reading is None or not sighting.reading.varies
         waiting = Waiting(saved, sighting, packed, unpack, again)
@@ -278,11 +259,7 @@ class Readers:
     def read(self, packed: object, place: Place | None, node: Node, unpack: Unpack) -> Reading | None:
         """Takes that a node's backward asks for something; returns what it reads of it, None where that is not its own.
 
-        Args:
-            packed: What it asks for.
-            place: Where it was saved; None where nothing is to be learned of that.
-            node: The node.
-            unpack: The unpack hook.
+        Where it was saved at no `place`, nothing is learned.
         """
         field = field_of(node, packed, unpack)
         if field is None:

@@ -28,20 +28,15 @@ class Place(NamedTuple):
     """A place in the program at which autograd saves a tensor.
 
     A site would be too little: a branch that is taken in a later step may save there for another operator.
-
-    Attributes:
-        module: Qualified name of the innermost module whose forward is running.
-        op: Name of the autograd node that made the tensor, or "leaf".
-        codes: Addresses of the code of the two innermost Python functions; 0 for what calls a module's forward.
-        instructions: Where they are.
-        save: Number of the save at this place, within the call of the module: C++ may make several nodes there, and a
-            loop or a helper may come there again.
     """
 
-    module: str
-    op: str
+    module: str  # qualified name of the innermost module whose forward is running
+    op: str  # name of the autograd node that made the tensor, or "leaf"
+    # Addresses of the code of the two innermost Python functions; 0 for what calls a module's forward.
     codes: tuple[int, int]
-    instructions: tuple[int, int]
+    instructions: tuple[int, int]  # where they are
+    # Number of the save at this place, within the call of the module: C++ may make several nodes there, and a loop or a
+    # helper may come there again.
     save: int
 
 
@@ -52,13 +47,7 @@ class Places:
         self._codes: dict[int, CodeType] = {}
 
     def name(self, frame: FrameType | None, call: ModuleCall, op: str) -> Place:
-        """Names the place of the next save.
-
-        Args:
-            frame: The innermost Python function that is running, but for DAF's.
-            call: The call of a module that is running.
-            op: Name of the autograd node that made what is saved.
-        """
+        """Names the place of the next save; `frame` is the innermost function that is running, but for DAF's."""
         inner = calling_function(unwatched(frame))
         outer = None if inner is None else calling_function(unwatched(inner.f_back))
         codes = (0 if inner is None else self._code(inner.f_code)), (0 if outer is None else self._code(outer.f_code))

@@ -46,12 +46,7 @@ _HEADS_LATER = ("FlashAttentionBackward0", "EfficientAttentionBackward0", "Cudnn
 
 
 def bits_for(bits: int | None, deviation: float) -> int | None:
-    """Returns the bits for a query or a key, where others get `bits`; None is exact.
-
-    Args:
-        bits: 8, 4, 2, 1, 0 or None.
-        deviation: That of the scores of one query.
-    """
+    """Returns the bits for a query or key whose scores deviate so, where others get `bits`; None is exact."""
     if not bits or deviation < (SHARP_FOR_BYTES if bits == 8 else SHARP):
         return bits
     return None if bits == 8 else 2 * bits
@@ -121,13 +116,7 @@ def _may_become_sure(reading: Reading) -> bool:
 
 
 def needs_exact_softmax(node: Node, result: Tensor, unpack: Unpack) -> bool:
-    """Says whether a node is a softmax whose gradient codes of its result would spoil.
-
-    Args:
-        node: Any autograd node.
-        result: What it has returned.
-        unpack: The unpack hook of what it saves.
-    """
+    """Says whether a node is a softmax whose gradient codes of its result would spoil."""
     if node.name() not in SOFTMAXES:
         return False
     width = width_of_scores(node, unpack)

@@ -38,17 +38,11 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where the derivative of an operator is another one than elsewhere.
+    """Where the derivative of an operator is another one than elsewhere."""
 
-    Attributes:
-        low: The lower bound, or minus infinity.
-        high: The upper bound, or infinity.
-        closed: Whether a value on a bound is inside.
-    """
-
-    low: float
-    high: float
-    closed: bool = False
+    low: float  # the lower bound, or minus infinity
+    high: float  # the upper bound, or infinity
+    closed: bool = False  # whether a value on a bound is inside
 
     def inside(self, values: Tensor) -> Tensor:
         """Returns True for each value inside."""
@@ -74,25 +68,18 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one operator reads of one tensor that it has saved.
+    """What one operator reads of one tensor that it has saved."""
 
-    Attributes:
-        kind: What it reads.
-        reader: Name of its autograd node.
-        bounds: Of `Kind.SIDES`.
-        dim: Of `Kind.LOGARITHMS`: the dimension along which the probabilities sum to 1, counted from the end. Of
-            `Kind.NORMALIZED`: that of the rows that are normalized; 0 where the module tells.
-        deviation: Of a query or a key: the deviation of the scores of one query, where that is known. Of the input of
-            a last layer of few results: infinity.
-        varies: Whether the same operator reads otherwise where it has other arguments.
-    """
-
-    kind: Kind
-    reader: str
-    bounds: Bounds | None = None
+    kind: Kind  # what it reads
+    reader: str  # name of its autograd node
+    bounds: Bounds | None = None  # of `Kind.SIDES`
+    # Of `Kind.LOGARITHMS`: the dimension along which the probabilities sum to 1, counted from the end. Of
+    # `Kind.NORMALIZED`: that of the rows that are normalized; 0 where the module tells.
     dim: int = 0
+    # Of a query or a key: the deviation of the scores of one query, where that is known. Of the input of a last layer
+    # of few results: infinity.
     deviation: float = 0.0
-    varies: bool = False
+    varies: bool = False  # whether the same operator reads otherwise where it has other arguments
 
     @property
     def takes_approximations(self) -> bool:
@@ -205,7 +192,7 @@ def _between(low: str, high: str, closed: bool = False) -> Callable[[Node], Boun
     return read
 
 
-_CLAMP_CLOSED = torch.__version__ < (2, 14)
+_CLAMP_CLOSED = torch.__version__ < "2.14"  # compared as versions are
 """Whether the gradient passes where a value is the bound itself."""
 
 _SIDES: dict[tuple[str, str], Callable[[Node], Bounds]] = {
@@ -333,9 +320,7 @@ CHECKPOINT = Reading(Kind.APPROXIMATE, "checkpoint")
 def has_pole(node: Node, is_large: Callable[[str], bool]) -> bool:
     """Says whether a node's gradient is without bound where a value that it has read is small, or at an edge.
 
-    Args:
-        node: Any autograd node.
-        is_large: As for `reading_of`.
+    For `is_large` see `reading_of`.
     """
     name = node.name()
     if name in _POLES:

@@ -27,49 +27,31 @@ StoreAgain = Callable[[Any, Any, Reading | None], None]
 
 
 class Sighting(NamedTuple):
-    """What is known of a tensor when it is saved.
+    """What is known of a tensor when it is saved."""
 
-    Attributes:
-        place: Where; None where nothing has to be learned of it.
-        number: The number of the autograd node that saves it.
-        reading: What that reads; None where it is not known yet.
-        fresh: Whether the place was not known before, or its reader may read otherwise this time.
-    """
-
-    place: Place | None
-    number: int
-    reading: Reading | None
-    fresh: bool
+    place: Place | None  # where; None where nothing has to be learned of it
+    number: int  # the number of the autograd node that saves it
+    reading: Reading | None  # what that reads; None where it is not known yet
+    fresh: bool  # whether the place was not known before, or its reader may read otherwise this time
 
 
 EXACT_MODE = Sighting(None, 0, None, False)
 
 
 class Waiting:
-    """A tensor whose values wait.
-
-    Attributes:
-        sighting: What was known of it.
-        saved: The tensor; None where its values are not needed any more.
-        size: Bytes that wait.
-        packed: What autograd has got.
-        unpack: The unpack hook that belongs to it.
-        again: Stores it otherwise.
-        resolved: Whether the reader is known.
-        exact: Whether it stays exact whoever reads it.
-    """
+    """A tensor whose values wait."""
 
     __slots__ = ("again", "exact", "packed", "resolved", "saved", "sighting", "size", "unpack")
 
     def __init__(self, saved: Saved, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain) -> None:
-        self.saved: Saved | None = saved
-        self.sighting = sighting
-        self.size = saved.tensor.untyped_storage().nbytes()
-        self.packed = weakref.ref(packed)
-        self.unpack = unpack
-        self.again = again
-        self.resolved = sighting.reading is not None and not sighting.reading.varies
-        self.exact = False
+        self.saved: Saved | None = saved  # the tensor; None where its values are not needed any more
+        self.sighting = sighting  # what was known of it
+        self.size = saved.tensor.untyped_storage().nbytes()  # bytes that wait
+        self.packed = weakref.ref(packed)  # what autograd has got
+        self.unpack = unpack  # the unpack hook that belongs to it
+        self.again = again  # stores it otherwise
+        self.resolved = sighting.reading is not None and not sighting.reading.varies  # whether the reader is known
+        self.exact = False  # whether it stays exact whoever reads it
 
     def settle(self, reading: Reading | None) -> None:
         """Takes what reads it; None has it stay as it is, whoever reads it."""

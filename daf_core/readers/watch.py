@@ -20,9 +20,7 @@ _HANDLE: CodeType = handle_torch_function.__code__
 class Watch(TorchFunctionMode):
     """Calls a function with each tensor that torch's functions return. It takes 2 us a call.
 
-    Args:
-        show: The function.
-        exact: Returns a context manager inside which everything that is saved is kept exact.
+    `exact` returns a context manager inside which everything that is saved is kept exact.
     """
 
     def __init__(self, show: Callable[[Tensor], None], exact: Callable[[], AbstractContextManager[None]]) -> None:

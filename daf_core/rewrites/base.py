@@ -17,14 +17,10 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Operators of a model that have an equal form which needs less memory, for the reason given in a few words.
+    """Operators of a model that have an equal form which needs less memory."""
 
-    `kind` is one of `registry.KINDS`; `modules` are qualified names in the model's order.
-    """
-
-    kind: str
-    modules: tuple[str, ...]
-    reason: str
+    kind: str  # one of `registry.KINDS`
+    modules: tuple[str, ...]  # qualified names in the model's order
 
 
 def qualified_name(thing: object) -> str:

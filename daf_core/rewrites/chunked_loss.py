@@ -59,34 +59,34 @@ def linear_cross_entropy_sum(
         RuntimeError: A target is outside of the vocabulary, or the gradient is to be differentiated.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignore_index, dtype, bend, smoothing)  # pyright: ignore[reportReturnType]
+        return _LinearCrossEntropy.apply(hidden, weight, bias, _Loss(targets, ignore_index, dtype, bend, smoothing))  # pyright: ignore[reportReturnType]
+
+
+class _Loss(NamedTuple):
+    """What is lost of logits; see `linear_cross_entropy_sum`."""
+
+    targets: Tensor
+    ignore_index: int
+    dtype: torch.dtype
+    bend: Bend
+    smoothing: float
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        ignore_index: int,
-        dtype: torch.dtype,
-        bend: Bend,
-        smoothing: float,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: _Loss
     ) -> Tensor:
-        scale = FLOAT16_SCALE if dtype is torch.float16 else 1.0
-        found: list[Tensor | None] = [torch.zeros_like(hidden, dtype=dtype)]
+        scale = FLOAT16_SCALE if loss.dtype is torch.float16 else 1.0
+        found: list[Tensor | None] = [torch.zeros_like(hidden, dtype=loss.dtype)]
         for tensor, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True):
             found.append(torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and needed else None)
         with torch.autocast(autocast_device(hidden), enabled=False):
-            cast_bias = None if bias is None else bias.to(dtype)
-            total = _accumulate(
-                hidden, weight.to(dtype), cast_bias, targets, ignore_index, found, scale, bend, smoothing
-            )
+            cast_bias = None if bias is None else bias.to(loss.dtype)
+            total = _accumulate(hidden, weight.to(loss.dtype), cast_bias, loss, found, scale)
         ctx.save_for_backward(*found)
         ctx.scale = scale
-        ctx.counts = bool((targets != ignore_index).any())
+        ctx.counts = bool((loss.targets != loss.ignore_index).any())
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return total
 
@@ -99,22 +99,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             (tensor * factor).to(dtype) if needed else None
             for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
         ]
-        return (*found, None, None, None, None, None)
+        return (*found, None)
 
 
 def _accumulate(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    ignore_index: int,
-    gradients: list[Any],
-    scale: float,
-    bend: Bend,
-    smoothing: float,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: _Loss, gradients: list[Any], scale: float
 ) -> Tensor:
     """Returns the sum of losses; adds `scale` times the gradients of hidden states, weight and bias to those given."""
     of_hidden, of_weight, of_bias = gradients
+    targets, ignore_index, _, bend, smoothing = loss
     rows = (targets != ignore_index).nonzero().squeeze(1)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     most = max(1, CHUNK_BYTES // (4 * len(weight)))

@@ -17,14 +17,15 @@ from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
 
 LOSS = "causal-lm-loss"
 
-REASONS = {
-    "attention-dropout": "a mask of one byte; probabilities are computed again in backward",
-    "gelu": "one operator, which saves its input alone",
-    "gated-mlp": "the gate's activation is computed again in backward",
-    LOSS: "computed in chunks, so that the logits never exist as a whole in training",
-}
-
-KINDS = frozenset(REASONS)  # what can be rewritten
+KINDS = frozenset(
+    {
+        "attention-dropout",  # a mask of one byte; probabilities are computed again in backward
+        "gelu",  # one operator, which saves its input alone
+        "gated-mlp",  # the gate's activation is computed again in backward
+        LOSS,  # computed in chunks, so that the logits never exist as a whole in training
+    }
+)
+"""What can be rewritten."""
 
 
 class OperatorRewrites:
@@ -42,7 +43,7 @@ class OperatorRewrites:
         names: dict[str, list[str]] = {}
         for kind, name, _ in self._steps:
             names.setdefault(kind, []).append(name)
-        self.found = tuple(Rewrite(kind, tuple(found), REASONS[kind]) for kind, found in names.items())
+        self.found = tuple(Rewrite(kind, tuple(found)) for kind, found in names.items())
 
     def apply(self) -> None:
         """Rewrites what was found; does nothing where that is done."""

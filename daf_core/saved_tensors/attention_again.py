@@ -28,9 +28,7 @@ class AttentionAgain(threading.local):
     """Gives the backward that this thread is running a result and a logsumexp of what it gets as query, key and value.
 
     Backward unpacks all that it needs in one go, inputs first. What this keeps of it goes with the last result.
-
-    Args:
-        learn: Is told now and then how sharp an attention is, with the place of its query, or of its key.
+    `learn` is told now and then how sharp an attention is, with the place of its query, or of its key.
     """
 
     def __init__(self, learn: Callable[[Place, float], None]) -> None:
@@ -40,13 +38,7 @@ class AttentionAgain(threading.local):
         self._held: dict[str, Tensor] = {}
 
     def unpack(self, packed: object, unpack: Unpack, decode: Callable[[], Tensor]) -> Tensor:
-        """Returns the tensor that a packed one stands for.
-
-        Args:
-            packed: The packed one.
-            unpack: The unpack hook that was called for it.
-            decode: Decodes it, where it is no result of an attention that runs again.
-        """
+        """Returns the tensor that a packed one stands for; `decode` decodes what no attention computes again."""
         node = running_node()
         kernel = None if node is None else kernel_of(node.name())
         result = None if kernel is None else _result(node, unpack)

@@ -22,14 +22,6 @@ on_meta: ContextVar[Backend | None] = ContextVar("on_meta", default=None)
 class Backends(Mapping[torch.device, Backend]):
     """Kernels by device, of all devices that the model has lain on.
 
-    Args:
-        model: The model, which may be moved later.
-        config: Which kernels are wanted, and on which side of a link.
-
-    Attributes:
-        links: Connect devices, whose activations are packed by their host, with it.
-        devices: Those that the parameters lie on now.
-
     Raises:
         UnsupportedDeviceError: A part of the model is on device "meta".
     """
@@ -39,15 +31,13 @@ class Backends(Mapping[torch.device, Backend]):
         self._name = config.backend
         self._linked = config.packing == "workers"
         self._loaded: dict[torch.device, Backend] = {}
+        # Connect devices, whose activations are packed by their host, with it.
         self.links: dict[torch.device, HostBridge] = {}
-        self.devices: set[torch.device] = set()
+        self.devices: set[torch.device] = set()  # those that the parameters lie on now
         self.follow()
 
     def follow(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Looks where the model lies now, and loads what it has not been on before.
-
-        Args:
-            parameters: Those of the model; by default they are looked for.
+        """Looks where the model, with these parameters, lies now, and loads what it has not been on before.
 
         Raises:
             UnsupportedDeviceError: A part of it is on device "meta".

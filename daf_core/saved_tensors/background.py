@@ -43,14 +43,7 @@ class BackgroundPacker:
     Nothing that is decided here depends on the clock. A pending tensor counts against the memory budget in full, and so
     do its pages; what is held besides is known as of the last job that was waited for. All pending tensors are of one
     device.
-
-    Args:
-        store: Packs a tensor.
-        prepare: Is called first on the worker.
-        pagers: Where activations are stored.
-
-    Attributes:
-        seconds: Time that the worker has packed.
+    `prepare` is called first on the worker.
     """
 
     def __init__(
@@ -59,7 +52,7 @@ class BackgroundPacker:
         prepare: Callable[[], None],
         pagers: DevicePagers,
     ) -> None:
-        self.seconds = 0.0
+        self.seconds = 0.0  # time that the worker has packed
         self._store = store
         self._prepare = prepare
         self._clock = pagers.clock
@@ -203,7 +196,7 @@ class BackgroundPacker:
         while (item := self._tasks.get()) is not None:
             started = time.perf_counter()
             now, task = item
-            self._clock.set_back(now)
+            self._clock.now = self._clock.horizon = now  # when what is packed now was saved
             task()
             self.seconds += time.perf_counter() - started
 

@@ -27,10 +27,6 @@ class PackingChoice:
     With ``packing="auto"`` and idle cores, the first passes are packed in both ways by turns, and timed against the
     bytes that they save. It changes nothing but the time.
 
-    Args:
-        config: Says what was asked for.
-        backends: Know whether the host can pack what the model saves.
-
     Raises:
         ConfigError: LOCAL_WORLD_SIZE is no number of processes.
     """
@@ -57,13 +53,7 @@ class PackingChoice:
         return idle if background else 0
 
     def add(self, threads: int, seconds: float, raw_bytes: int) -> None:
-        """Takes the time of a pass.
-
-        Args:
-            threads: What `threads` said.
-            seconds: How long it took.
-            raw_bytes: What plain training would have kept of it.
-        """
+        """Takes the time of a pass with so many threads, of which plain training would have kept so many bytes."""
         if self._chosen is not None or not raw_bytes or not self._backends.packs_on_host or idle_cores() <= 0:
             return
         self._passes += 1

@@ -27,29 +27,20 @@ _VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0
 class Eligibility:
     """Tells activations from parameters, their casts and small exact things.
 
-    Args:
-        model: The model with the parameters.
-        least_elements: Tensors with fewer stay as they are.
-
-    Attributes:
-        least_elements: See above.
-        storages: Those of parameters and buffers, by their `storage_id`.
+    Tensors with fewer than `least_elements` stay as they are.
     """
 
     def __init__(self, model: nn.Module, least_elements: int = LEAST_ELEMENTS) -> None:
         self._model = model
         self.least_elements = least_elements
+        # Those of parameters and buffers, by their `storage_id`.
         self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._numbers: list[int] = []
         self._wide: list[torch.Size] = []
         self._wide_shapes: set[tuple[int, ...]] | None = None  # of them; made when it is asked for
 
     def refresh(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Looks up the storages of parameters and buffers, which may have moved since the last step.
-
-        Args:
-            tensors: All of them; by default they are looked for.
-        """
+        """Looks up the storages of parameters and buffers, or of these; they may have moved since the last step."""
         found = [*chain(*tensors_of(self._model))] if tensors is None else tensors
         plain = [each for each in found if type(each) in _PLAIN and each.layout is torch.strided and not each.is_nested]
         numbers = [number_of(each.untyped_storage()) for each in plain]
@@ -61,11 +52,9 @@ class Eligibility:
         self._wide, self._wide_shapes = [tensor.shape for tensor in plain if tensor.dtype in _WIDE], None
 
     def form(self, tensor: Tensor, largest: int) -> TensorKind:
-        """Returns the form that a saved tensor may take.
+        """Returns the form that a saved tensor may take, as autograd saves it.
 
-        Args:
-            tensor: The tensor as autograd saves it.
-            largest: Elements of the largest activation saved so far in the same module call.
+        `largest` are the elements of the largest activation saved so far in the same module call.
         """
         if not is_plain(tensor) or _is_parameter(tensor) or self.is_of_parameter(tensor):
             return TensorKind.PARAMETER

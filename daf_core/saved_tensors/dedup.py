@@ -22,36 +22,23 @@ Those of RoBERTa-base at batch 8 x 128 are of 4 kB, and to count one by itself t
 
 
 class Part(NamedTuple):
-    """What a part of a storage was stored as.
+    """What a part of a storage was stored as."""
 
-    Attributes:
-        key: Where it lies, and how.
-        version: Its version then.
-        stored: What it was stored as.
-        before: The part that was stored before it.
-    """
-
-    key: tuple[object, ...]
-    version: int
-    stored: weakref.ref[StoredActivation]
-    before: Part | None
+    key: tuple[object, ...]  # where it lies, and how
+    version: int  # its version then
+    stored: weakref.ref[StoredActivation]  # what it was stored as
+    before: Part | None  # the part that was stored before it
 
 
 class MetStorage:
-    """A storage that was met in a pass, and what its parts were stored as, the last one first.
-
-    Attributes:
-        storage: The storage.
-        last: The last part; None where none was stored.
-        counted: Whether its bytes are among those of the pass's small ones.
-    """
+    """A storage that was met in a pass, and what its parts were stored as, the last one first."""
 
     __slots__ = ("counted", "last", "storage")
 
     def __init__(self, storage: UntypedStorage) -> None:
         self.storage = weakref.ref(storage)
-        self.last: Part | None = None
-        self.counted = False
+        self.last: Part | None = None  # the last part; None where none was stored
+        self.counted = False  # whether its bytes are among those of the pass's small ones
 
     def find(self, key: tuple[object, ...], version: int) -> StoredActivation | None:
         """Returns the live stored activation of the same values: same place in the storage at the same version."""
@@ -67,30 +54,15 @@ class MetStorage:
         self.last = Part(key, version, weakref.ref(stored), self.last)
 
 
-class Meeting(NamedTuple):
-    """A storage that a tensor was met in.
-
-    Attributes:
-        known: What its parts were stored as.
-        new: Whether no tensor of it was met before in this pass.
-    """
-
-    known: MetStorage
-    new: bool
-
-
 class StorageTable:
     """Finds the stored activation of a tensor that was saved before, in the same forward pass.
 
     A storage is known by the address of its control block, which another one may have when it is freed. So the table
     keeps a weak reference to each storage it has seen.
-
-    Attributes:
-        met: By the `storage_id` that each had then.
     """
 
     def __init__(self) -> None:
-        self.met: dict[int, MetStorage] = {}
+        self.met: dict[int, MetStorage] = {}  # by the `storage_id` that each had then
         self._kept = KeptStorages()
         self._small: dict[Pager, tuple[KeptStorage, Outside]] = {}
 

@@ -47,11 +47,7 @@ LONGEST_SUM = 2
 
 
 class Derivation:
-    """Recognizes tensors that follow from others.
-
-    Args:
-        unpack: The unpack hook whose packed tensors are looked at; other people's are left alone.
-    """
+    """Recognizes tensors that follow from others, among those whose unpack hook is `unpack`."""
 
     def __init__(self, unpack: UnpackHook) -> None:
         self._unpack = unpack
@@ -62,10 +58,7 @@ class Derivation:
         It knows the result of a dropout on something that saves its result (a softmax) or its input (a layer
         normalization), the result of a layer normalization itself, and that of a ReLU on a normalization of the batch,
         with or without a residual connection. Backward needs the sources anyway, and usually later.
-
-        Args:
-            saved: The tensor.
-            exact: Whether the recipe must give the same bits.
+        Where `exact` the recipe gives the same bits.
         """
         if saved.site.op not in DERIVABLE:
             return None
@@ -145,24 +138,17 @@ class Derivation:
     def _block_input(self, node: Node, start: tuple[Node, int], tensor: Tensor) -> StoredActivation | None:
         """Returns what the first operator of a block has saved of its input.
 
-        Args:
-            node: The last operator of the block.
-            start: What made the block's input, and which of its results that is.
-            tensor: As long as the input.
+        `node` is the last operator of the block; `start` is what made its input, and which of its results that is.
         """
         for _ in range(LONGEST_BLOCK):
             following = node.next_functions[0] if node.next_functions else (None, 0)
             if following == start:
-                return self._source(node, "input", tensor) if self._keeps_unchanged(node, "input") else None
+                packed = _packed(node, "input", self._unpack)  # perhaps gone, or changed since
+                return self._source(node, "input", tensor) if packed is not None and packed.is_unchanged else None
             if following[0] is None:
                 return None
             node = following[0]
         return None
-
-    def _keeps_unchanged(self, node: Node, name: str) -> bool:
-        """Says whether a tensor that a node has saved is still there to be looked at, and was not changed since."""
-        packed = _packed(node, name, self._unpack)
-        return packed is not None and packed.is_unchanged
 
     def _product(
         self, node: Node, saved: SavedTensor, mask: StoredActivation | None, scale: float | None, exact: bool
@@ -208,14 +194,7 @@ class Derivation:
         return None if packed is None else packed.unpack
 
     def _source(self, node: Node, name: str, like: Tensor, dtype: torch.dtype | None = None) -> StoredActivation | None:
-        """Returns what is stored for a node's saved tensor, if it is dense and as long as `like`, and of its type.
-
-        Args:
-            node: The node.
-            name: The name under which it saves the tensor.
-            like: What is to be derived from it.
-            dtype: Another type that it must have.
-        """
+        """Returns what is stored for a node's saved tensor, if dense, as long as `like`, and of its type or `dtype`."""
         packed = _packed(node, name, self._unpack)
         if packed is None or not packed.is_dense(like, dtype or like.dtype):
             return None
@@ -223,13 +202,7 @@ class Derivation:
 
 
 def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
-    """Says whether the result of a normalization was there when a tensor was saved, and as the operator made it.
-
-    Args:
-        node: The operator.
-        saved: The tensor.
-        shape: The shape that the result must have, if any.
-    """
+    """Says whether a normalization's result, of a shape if any, was there and unchanged when a tensor was saved."""
     found = [result for result in saved.normalized if result.node is node]
     return any(not result.version and (shape is None or result.shape == shape) for result in found)
 
@@ -237,10 +210,7 @@ def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None 
 def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
     """Says whether a ReLU saw just what a node before it made.
 
-    Args:
-        saved: The ReLU's result.
-        node: The node before it.
-        in_place: Operators in place that the graph shows between a normalization and the result of `node`.
+    `in_place` operators in place stand in the graph between a normalization and the result of the node.
     """
     for result in saved.normalized:
         if result.node is node:

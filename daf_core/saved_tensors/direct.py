@@ -38,48 +38,29 @@ Derive = Callable[["Look", Tensor], StoredActivation | None]
 
 @dataclass(slots=True)
 class Shelf:
-    """Where the tensors of a forward pass are stored.
+    """Where the tensors of a forward pass are stored."""
 
-    Attributes:
-        recorder: Counts what is done.
-        lossy: Chooses the precision of what may lose precision.
-        sharing: What was stored in this pass.
-        parameters: Storages of parameters and buffers, by their `storage_id`.
-        token: `LossyStore.token` when the pass began.
-    """
-
-    recorder: StepRecorder
-    lossy: LossyStore
-    sharing: StorageTable = field(default_factory=StorageTable)
+    recorder: StepRecorder  # counts what is done
+    lossy: LossyStore  # chooses the precision of what may lose precision
+    sharing: StorageTable = field(default_factory=StorageTable)  # what was stored in this pass
+    # Storages of parameters and buffers, by their `storage_id`.
     parameters: Mapping[int, object] = field(default_factory=dict[int, object])
-    token: object = None
+    token: object = None  # `LossyStore.token` when the pass began
 
 
 @dataclass(slots=True, frozen=True)
 class Direct:
-    """What a tensor of a decision is stored with.
+    """What a tensor of a decision is stored with."""
 
-    Attributes:
-        pager: Where its pages come from.
-        token: That of the precisions.
-        codec: Encodes its elements; None where nobody looks at them.
-        kind: Its pages; None where it stays as it is.
-        backend: Decodes it where that takes more than the codec.
-        layout: Where its codes lie; None for a mask.
-        groups: Its scaling groups; None for a mask.
-        sizes: Bytes of it at each precision, and as it is; nothing for a mask.
-        derive: Returns a recipe for a tensor that follows from what is stored; None where it cannot.
-    """
-
-    pager: Pager
-    token: object
-    codec: DirectCodec | None = None
-    kind: LeaseKind | None = None
-    backend: Backend | None = None
-    layout: PlaneLayout | None = None
-    groups: Grouping | None = None
-    sizes: Sequence[int] = ()
-    derive: Derive | None = None
+    pager: Pager  # where its pages come from
+    token: object  # that of the precisions
+    codec: DirectCodec | None = None  # encodes its elements; None where nobody looks at them
+    kind: LeaseKind | None = None  # its pages; None where it stays as it is
+    backend: Backend | None = None  # decodes it where that takes more than the codec
+    layout: PlaneLayout | None = None  # where its codes lie; None for a mask
+    groups: Grouping | None = None  # its scaling groups; None for a mask
+    sizes: Sequence[int] = ()  # bytes of it at each precision, and as it is; nothing for a mask
+    derive: Derive | None = None  # returns a recipe for a tensor that follows from what is stored; None where it cannot
 
     @classmethod
     def of(

@@ -20,21 +20,6 @@ class Handle:
 
     Several handles may share one stored activation. Its pages are freed when the last of them dies, which is when
     autograd releases the graph's node: after its backward, or with a graph that never runs backward.
-
-    Args:
-        stored: The stored activation.
-        geometry: Shape and strides of the tensor.
-        dtype: Its type.
-        device: Where it lies.
-        place: See below.
-        reading: See below.
-        saved: The tensor itself.
-        version: Its version when it was saved.
-
-    Attributes:
-        stored: The stored activation.
-        place: Where the tensor was saved; None where that is of no use.
-        reading: What the operator reads that has saved it; None where that is not known yet.
     """
 
     __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "place", "reading", "stored")
@@ -47,8 +32,8 @@ class Handle:
         self._geometry = geometry
         self._dtype = dtype
         self._device = device
-        self.place = place
-        self.reading = reading
+        self.place = place  # where the tensor was saved; None where that is of no use
+        self.reading = reading  # what the operator reads that has saved it; None where that is not known yet
         self._saved = saved
         self._version = version
 

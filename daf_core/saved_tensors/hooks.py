@@ -59,21 +59,7 @@ class _Own(threading.local):
 
 
 class Packer:
-    """A pair of saved-tensor hooks.
-
-    Args:
-        eligibility: Tells activations from parameters.
-        scopes: Knows which module is running.
-        store: Stores activations.
-        recorder: Counts what is done.
-        readers: Knows what the operators read of what they save.
-
-    Attributes:
-        eligibility: See above, as the others.
-        scopes: See above.
-        recorder: See above.
-        readers: See above.
-    """
+    """A pair of saved-tensor hooks."""
 
     def __init__(
         self,
@@ -99,20 +85,14 @@ class Packer:
     def pack_in_background(self, prepare: Callable[[], None], pagers: DevicePagers) -> None:
         """Has activations packed in the background until this thread's forward pass ends.
 
-        Args:
-            prepare: Is called first on the thread that packs.
-            pagers: Where activations are stored.
+        The thread that packs calls `prepare` first.
         """
         store = partial(self._store.store, derivation=Derivation(self.unpack))
         self._own.background = BackgroundPacker(store, prepare, pagers)
 
     @contextmanager
     def itemized(self, pagers: DevicePagers) -> Generator[Items]:
-        """Lists what is packed inside.
-
-        Args:
-            pagers: Where activations are stored.
-        """
+        """Lists what is packed inside."""
         store, items = self._store, Items(self.unpack)
         assert isinstance(store, ActivationStore)
         self._store = ItemizingStore(store, pagers, self.recorder, items)
@@ -303,14 +283,7 @@ class Packer:
 
 
 def _refusal(stored: StoredActivation, reading: Reading | None, name: str | None, own: bool) -> str:
-    """Returns the message for a backward that gets no values.
-
-    Args:
-        stored: What is there.
-        reading: Whom it was stored for.
-        name: The node that asks; None where it is none.
-        own: Whether it asks for what it has saved itself.
-    """
+    """Returns the message for a node, if one asks, that gets no values; `own` says whether it has saved them."""
     if name is None:
         reader = "something outside of backward"
     elif not own:

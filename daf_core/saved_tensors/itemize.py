@@ -33,62 +33,39 @@ PACKING = Site("", "(while packing)", 0)
 
 @dataclass(frozen=True)
 class SavedItem:
-    """A tensor that autograd has saved.
-
-    Attributes:
-        site: Where.
-        operator: Name of the autograd node that keeps it for its backward; see `Items.name_operators`.
-        codec: How it is stored; "shared" where it was stored already.
-        raw_bytes: Bytes of its storage, as `StepStatistics.raw_bytes` counts them: 0 where the storage was saved
-            before, for another tensor.
-        held_bytes: What storing it has added to the bytes that are held: its pages, or its storage where that is kept.
-    """
+    """A tensor that autograd has saved."""
 
     site: Site
-    operator: str
-    codec: str
+    operator: str  # name of the autograd node that keeps it for its backward; see `Items.name_operators`
+    codec: str  # how it is stored; "shared" where it was stored already
+    # Bytes of its storage, as `StepStatistics.raw_bytes` counts them: 0 where the storage was saved before, for another
+    # tensor.
     raw_bytes: int
+    # What storing it has added to the bytes that are held: its pages, or its storage where that is kept.
     held_bytes: int
 
 
 @dataclass
 class _Entry:
-    """An item, and how long it lives.
-
-    Attributes:
-        item: The item.
-        packed: What autograd keeps.
-        holder: What holds the item's bytes as long as it exists, also for other items.
-        device: Where they are counted.
-        end: How many items had been stored when the bytes were given back; None where they were not.
-    """
+    """An item, and how long it lives."""
 
     item: SavedItem
-    packed: weakref.ref[Packed]
-    device: torch.device
-    holder: weakref.ref[Any] | None = None
-    end: int | None = None
+    packed: weakref.ref[Packed]  # what autograd keeps
+    device: torch.device  # where they are counted
+    holder: weakref.ref[Any] | None = None  # what holds the item's bytes as long as it exists, also for other items
+    end: int | None = None  # how many items had been stored when the bytes were given back; None where they were not
 
 
 @dataclass
 class _Peak:
-    """When a device held the most.
+    """When a device held the most."""
 
-    Attributes:
-        size: Bytes.
-        place: Number of the item that was being stored then.
-    """
-
-    size: int = 0
-    place: int = 0
+    size: int = 0  # bytes
+    place: int = 0  # number of the item that was being stored then
 
 
 class Items:
-    """The tensors that are saved, in the order of saving.
-
-    Args:
-        unpack: The unpack hook of those who save.
-    """
+    """The tensors that are saved, in the order of saving."""
 
     def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
         self._unpack = unpack
@@ -96,14 +73,7 @@ class Items:
         self._peaks: dict[torch.device, _Peak] = {}
 
     def add(self, item: SavedItem, packed: Packed, device: torch.device, peak: int) -> None:
-        """Takes the next item.
-
-        Args:
-            item: The item.
-            packed: What autograd keeps of it.
-            device: Where its bytes are counted.
-            peak: The most bytes that were held there at once so far.
-        """
+        """Takes the next item, after whose saving `peak` bytes were the most that were held at once so far."""
         entry, place = _Entry(item, weakref.ref(packed), device), len(self._entries)
         holder = packed.holder
         if item.held_bytes and holder is not None:
@@ -151,14 +121,7 @@ class Items:
 
 
 class ItemizingStore:
-    """Stores activations as another store does, and lists them.
-
-    Args:
-        store: The other one.
-        pagers: Where it stores them.
-        recorder: What it counts with.
-        items: Takes the list.
-    """
+    """Stores activations as another store does, and lists them."""
 
     def __init__(self, store: ActivationStore, pagers: DevicePagers, recorder: StepRecorder, items: Items) -> None:
         self._store = store

@@ -23,20 +23,12 @@ from daf_kernels import Seed
 
 
 class RandomStreams:
-    """The random numbers of stochastic rounding: the same in every run with the same seed.
-
-    Attributes:
-        passes: Forward passes so far; each has streams of its own.
-    """
+    """The random numbers of stochastic rounding: the same in every run with the same seed."""
 
     def __init__(self, config: DAFConfig) -> None:
         self._seed = None if config.rounding == "nearest" else config.seed
-        self.passes = 0
-
-    @property
-    def round_to_nearest(self) -> bool:
-        """Whether no random numbers are drawn."""
-        return self._seed is None
+        self.round_to_nearest = self._seed is None  # without random numbers
+        self.passes = 0  # forward passes so far; each has streams of its own
 
     def seed(self, site: Site) -> Seed | None:
         """Returns the stream of a site in this pass; None rounds to nearest."""
@@ -46,22 +38,13 @@ class RandomStreams:
 
 
 class TrainingStore(threading.local):
-    """Stores activations at the present precision of their site; a `LossyStore`.
-
-    Args:
-        policy: Knows that precision.
-        streams: Random numbers.
-        doubts: Keeps values that may not be finite.
-
-    Attributes:
-        census: What was stored in this thread since `begin_pass`.
-    """
+    """Stores activations at the present precision of their site; a `LossyStore`."""
 
     def __init__(self, policy: PrecisionPolicy, streams: RandomStreams, doubts: PendingChecks) -> None:
         self._policy = policy
         self._streams = streams
         self._doubts = doubts
-        self.census = SiteStatistics()
+        self.census = SiteStatistics()  # what was stored in this thread since `begin_pass`
 
     def begin_pass(self) -> None:
         """Begins to count another pass."""
@@ -102,24 +85,14 @@ class TrainingStore(threading.local):
 
 
 class RehearsalStore:
-    """Keeps activations as they are, and how they would be stored; a `LossyStore`.
-
-    Args:
-        policy: Knows the codec that a calibration has chosen for a site.
-        streams: Random numbers.
-
-    Attributes:
-        activations: What was stored, with its sites.
-        reads: Gets each of them when it is read.
-        census: Bytes that they would take.
-    """
+    """Keeps activations as they are, and how they would be stored; a `LossyStore`."""
 
     def __init__(self, policy: PrecisionPolicy, streams: RandomStreams) -> None:
         self._policy = policy
         self._streams = streams
-        self.activations: list[tuple[Site, ProbedActivation]] = []
-        self.reads: list[ProbedActivation] = []
-        self.census = SiteStatistics()
+        self.activations: list[tuple[Site, ProbedActivation]] = []  # what was stored, with its sites
+        self.reads: list[ProbedActivation] = []  # gets each of them when it is read
+        self.census = SiteStatistics()  # bytes that they would take
 
     @property
     def token(self) -> object:

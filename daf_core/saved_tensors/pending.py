@@ -17,32 +17,21 @@ from daf_core.saved_tensors.handle import Handle
 
 
 class PackJob(Pending):
-    """What the worker does with a saved tensor.
-
-    Args:
-        saved: The tensor.
-        time: When it was saved, by the clock of its thread (`ReleaseClock`).
-
-    Attributes:
-        saved: The tensor; its memory goes when it is packed. Its autograd node goes when the saving thread settles the
-            job: what else goes with a node must not depend on the clock.
-        time: See above.
-        packed: What it was packed as; None until then, and when nobody wants it any more.
-        counter: Has the version of the tensor, where that is not kept; None until it is packed.
-        held_bytes: Bytes that were held when it was packed.
-        error: What packing it failed with.
-        done: Set when it is packed, or has failed.
-    """
+    """What the worker does with a saved tensor."""
 
     def __init__(self, saved: SavedTensor, time: int) -> None:
+        # The tensor; its memory goes when it is packed. Its autograd node goes when the saving thread settles the job:
+        # what else goes with a node must not depend on the clock.
         self.saved: SavedTensor | None = saved
-        self.time = time
+        self.time = time  # when it was saved, by the clock of its thread (`ReleaseClock`)
         self.size = saved.tensor.untyped_storage().nbytes()
+        # What it was packed as; None until then, and when nobody wants it any more.
         self.packed: Handle | RawActivation | None = None
+        # Has the version of the tensor, where that is not kept; None until it is packed.
         self.counter: Tensor | None = None
-        self.held_bytes = 0
-        self.error: BaseException | None = None
-        self.done = Signal()
+        self.held_bytes = 0  # bytes that were held when it was packed
+        self.error: BaseException | None = None  # what packing it failed with
+        self.done = Signal()  # set when it is packed, or has failed
 
     def run(self, store: Callable[[SavedTensor], Handle | RawActivation]) -> None:
         """Packs the tensor. It may go then, and is watched for changes in place all the same."""
@@ -71,14 +60,7 @@ class PendingActivation:
 
     It is read at some time after it was saved. Whether a change in place came before or after that depends on the
     clock, so all changes until the forward pass ends are errors, as they are without DAF.
-
-    Args:
-        job: Packs the tensor.
-        wait: Returns when the job is done, and the tensor may be read.
-
-    Attributes:
-        place: Where the tensor was saved; None where that is of no use.
-        elements: Number of its elements.
+    `wait` returns when the job is done, and the tensor may be read.
     """
 
     __slots__ = ("__weakref__", "_job", "_last", "_version", "_wait", "elements", "place")
@@ -88,8 +70,8 @@ class PendingActivation:
         self._job = job
         self._wait: Callable[[PackJob], None] | None = wait
         self._version = self._last = job.saved.version
-        self.place = job.saved.place
-        self.elements = job.saved.tensor.numel()
+        self.place = job.saved.place  # where the tensor was saved; None where that is of no use
+        self.elements = job.saved.tensor.numel()  # number of its elements
 
     @property
     def packed(self) -> Handle | RawActivation | None:

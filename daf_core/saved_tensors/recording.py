@@ -43,20 +43,13 @@ KINDS = 8
 
 
 class Look(NamedTuple):
-    """What is found of a tensor before anything looks at its values.
+    """What is found of a tensor before anything looks at its values."""
 
-    Attributes:
-        form: The form that it may take.
-        site: Where it is saved.
-        sighting: What is known of its reader.
-        normalizes: Whether a module that normalizes is saving it.
-        kept: Whether it stays as it is, whatever its form: so does what some modules save, or what is not written yet.
-    """
-
-    form: TensorKind
-    site: Site
-    sighting: Sighting
-    normalizes: bool
+    form: TensorKind  # the form that it may take
+    site: Site  # where it is saved
+    sighting: Sighting  # what is known of its reader
+    normalizes: bool  # whether a module that normalizes is saving it
+    # Whether it stays as it is, whatever its form: so does what some modules save, or what is not written yet.
     kept: bool
 
     @property
@@ -78,29 +71,17 @@ class Look(NamedTuple):
 
 @dataclass(slots=True)
 class Decision:
-    """How a tensor of one shape was stored at a save.
+    """How a tensor of one shape was stored at a save."""
 
-    Attributes:
-        kind: Class of what was stored.
-        shared: Whether another tensor had stored it before.
-        geometry: How the tensor lies in memory.
-        device: Where.
-        form: The form that it may take.
-        beside: Whether its form depends on how large others of the same call are, as it may be a statistic.
-        follows: Whether it may follow from what is stored of others, or does.
-        groups: Its scaling groups, once they are known.
-        direct: What the next one is stored with in one call; None where that takes more.
-    """
-
-    kind: type[Any]
-    shared: bool
-    geometry: Geometry
-    device: torch.device
-    form: TensorKind
-    beside: bool
-    follows: bool
-    groups: Grouping | None = None
-    direct: Direct | None = None
+    kind: type[Any]  # class of what was stored
+    shared: bool  # whether another tensor had stored it before
+    geometry: Geometry  # how the tensor lies in memory
+    device: torch.device  # where
+    form: TensorKind  # the form that it may take
+    beside: bool  # whether its form depends on how large others of the same call are, as it may be a statistic
+    follows: bool  # whether it may follow from what is stored of others, or does
+    groups: Grouping | None = None  # its scaling groups, once they are known
+    direct: Direct | None = None  # what the next one is stored with in one call; None where that takes more
 
 
 class Save:

@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 
 class Replays:
-    """The pack hooks of a model, one for each thread; all of them replay what any of them has recorded.
-
-    Args:
-        packer: Takes the full way.
-        follower: Knows which module is running, where that has to be known.
-    """
+    """The pack hooks of a model, one for each thread; all of them replay what any of them has recorded."""
 
     def __init__(self, packer: Packer, follower: ModuleFollower) -> None:
         self._arguments = packer, Recordings(), follower
@@ -54,13 +49,7 @@ class Replays:
 
 
 class Replay:
-    """The pack hook of the forward passes of one thread.
-
-    Args:
-        packer: Takes the full way.
-        recordings: The trees.
-        follower: Knows which module is running, where that has to be known.
-    """
+    """The pack hook of the forward passes of one thread."""
 
     def __init__(self, packer: Packer, recordings: Recordings, follower: ModuleFollower) -> None:
         self._packer = packer

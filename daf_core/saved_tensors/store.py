@@ -36,7 +36,7 @@ from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.table import Kind, Reading
-from daf_core.saved_tensors.dedup import Meeting, serves, sharing_key
+from daf_core.saved_tensors.dedup import MetStorage, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.direct import Derive, Direct, Shelf
 from daf_core.saved_tensors.handle import Handle, Packed
@@ -51,16 +51,6 @@ class ActivationStore:
 
     The form of a tensor depends on those before it. So the tensors of a pass must come in the order in which autograd
     saves them, one at a time, on whatever thread.
-
-    Args:
-        config: The options; `precision` matters only in being "exact" or not.
-        backends: Kernels of the devices that activations are compressed on.
-        pagers: Where they are stored.
-        lossy: Chooses the precision of what may lose precision.
-        recorder: Counts what is done.
-
-    Attributes:
-        shelf: Where the tensors of a pass are stored.
     """
 
     def __init__(
@@ -76,15 +66,11 @@ class ActivationStore:
         self._pagers = pagers
         self._lossy = lossy
         self._recorder = recorder
-        self.shelf = Shelf(recorder, lossy)
+        self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:
-        """Begins a forward pass that may be replayed.
-
-        Args:
-            parameters: Storages of parameters and buffers, by their `storage_id`.
-        """
+        """Begins a forward pass that may be replayed, given storages of parameters and buffers by `storage_id`."""
         self.shelf.parameters, self.shelf.token = parameters, self._lossy.token
 
     def finish_pass(self) -> None:
@@ -93,10 +79,6 @@ class ActivationStore:
 
     def store(self, saved: SavedTensor, derivation: Derivation) -> Packed:
         """Stores an activation in the first form that can hold it: shared, derived, a codec's, or raw.
-
-        Args:
-            saved: The activation.
-            derivation: Recognizes what follows from what is stored.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
@@ -108,7 +90,7 @@ class ActivationStore:
         met = self._meet(tensor)
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         key = sharing_key(tensor, geometry)
-        shared = met.known.find(key, saved.version)
+        shared = met.find(key, saved.version)
         if shared is not None and not serves(shared, saved.form, saved.reading):  # another block's lossy copy
             shared = None
         stored = kept = None
@@ -116,7 +98,7 @@ class ActivationStore:
             if not isinstance(shared, RawActivation):  # codes beside it would take more bytes
                 stored = shared or self._derive(saved, derivation) or self._encode(saved, geometry, derivation)
             if stored is None:
-                kept = self._sharing.keep(met.known, tensor.untyped_storage(), self._pagers.on(tensor.device))
+                kept = self._sharing.keep(met, tensor.untyped_storage(), self._pagers.on(tensor.device))
         except ActivationBudgetError:
             # Perhaps not finite, and too large to stay as it is: gradient scalers need to see that, not where.
             stored = self._encode(saved, geometry, derivation, require_finite=False)
@@ -126,20 +108,16 @@ class ActivationStore:
             self._recorder.stored_as[RawActivation.name] += 1
             if saved.place is None or saved.reading is not None:
                 raw = RawActivation(tensor, kept, saved.version)
-                met.known.add(key, saved.version, raw)
+                met.add(key, saved.version, raw)
                 return raw
             return Handle.of(_compact(saved, geometry, kept), geometry, saved)  # its reader may need less
         if stored.readable_by_any_op:  # otherwise other operators ask for more
-            met.known.add(key, saved.version, stored)
+            met.add(key, saved.version, stored)
         self._recorder.stored_as["shared" if shared else stored.name] += 1
         return Handle.of(stored, geometry, saved)
 
     def keep(self, tensor: Tensor, site: Site) -> RawActivation:
         """Keeps an activation as it is.
-
-        Args:
-            tensor: The activation.
-            site: Where it is saved.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
@@ -154,13 +132,6 @@ class ActivationStore:
     ) -> Packed | None:
         """Stores an activation as another one was stored; None where `store` is to decide.
 
-        Args:
-            decision: How the other was stored.
-            look: What is known of the activation.
-            tensor: The activation as autograd saves it.
-            derivation: Recognizes what follows from what is stored.
-            scopes: Knows the latest results of normalizations.
-
         Raises:
             ActivationBudgetError: It does not fit in the budget.
             SpillError: The next tier takes nothing more.
@@ -173,7 +144,7 @@ class ActivationStore:
         if decision.device not in self._backends or self._spares_bits(reading, decision.device):
             return None
         met = self._meet(tensor)
-        stored = None if met.new else met.known.find(sharing_key(tensor, decision.geometry), tensor._version)
+        stored = None if met.last is None else met.find(sharing_key(tensor, decision.geometry), tensor._version)
         if stored is not None and not serves(stored, look.takes, reading):
             stored = None
         raw = type(stored) is RawActivation
@@ -209,19 +180,19 @@ class ActivationStore:
         return Direct.of(decision, look, tensor, stored, backend, self._lossy.token, pager, derive)
 
     def _packed_as(
-        self, decision: Decision, look: Look, tensor: Tensor, met: Meeting, stored: StoredActivation
+        self, decision: Decision, look: Look, tensor: Tensor, met: MetStorage, stored: StoredActivation
     ) -> Packed:
         """Counts what a tensor was stored as, and returns what autograd keeps of it."""
         geometry, version = decision.geometry, tensor._version
         if stored.readable_by_any_op:
-            met.known.add(sharing_key(tensor, geometry), version, stored)
+            met.add(sharing_key(tensor, geometry), version, stored)
         self._recorder.stored_as["shared" if decision.shared else stored.name] += 1
         if type(stored) is RawActivation:
             return stored
         place, reference = look.sighting.place, weakref.ref(tensor)
         return Handle(stored, geometry, tensor.dtype, decision.device, place, look.reading, reference, version)
 
-    def _encode_as(self, decision: Decision, look: Look, tensor: Tensor, met: Meeting) -> StoredActivation | None:
+    def _encode_as(self, decision: Decision, look: Look, tensor: Tensor, met: MetStorage) -> StoredActivation | None:
         """Returns what `decision` says of the values of a tensor; None where that does not hold."""
         kind, geometry, form = decision.kind, decision.geometry, look.takes
         pager, backend = self._pagers.on(decision.device), self._backends[decision.device]
@@ -246,19 +217,19 @@ class ActivationStore:
             PlanesActivation, look, EncodeContext(values, pager, backend, groups, lossy=self._lossy)
         )
 
-    def _meet(self, tensor: Tensor) -> Meeting:
-        """Meets the storage of a tensor."""
+    def _meet(self, tensor: Tensor) -> MetStorage:
+        """Returns what is known of the storage of a tensor; one that is new in this pass is counted."""
         number, storage = storage_id(tensor), tensor.untyped_storage()
-        known = self._sharing.get(number, storage)
-        if known is not None:
-            return Meeting(known, False)
-        self._recorder.add_raw(storage.nbytes())
-        return Meeting(self._sharing.add(number, storage), True)
+        met = self._sharing.get(number, storage)
+        if met is None:
+            self._recorder.add_raw(storage.nbytes())
+            met = self._sharing.add(number, storage)
+        return met
 
-    def _keep(self, tensor: Tensor, met: Meeting) -> RawActivation:
+    def _keep(self, tensor: Tensor, met: MetStorage) -> RawActivation:
         """Keeps a tensor as it is; the errors are those of `keep`."""
         pager = self._pagers.on(tensor.device)
-        return RawActivation(tensor, self._sharing.keep(met.known, tensor.untyped_storage(), pager))
+        return RawActivation(tensor, self._sharing.keep(met, tensor.untyped_storage(), pager))
 
     def room(self, device: torch.device) -> int:
         """Returns the bytes of a device that the budget leaves now."""
@@ -266,12 +237,7 @@ class ActivationStore:
         return sys.maxsize if pager.budget is None else max(pager.budget - pager.settle(), 0)
 
     def store_again(self, saved: SavedTensor, handle: Handle, reading: Reading | None) -> None:
-        """Stores a tensor otherwise, now that it is known who reads it.
-
-        Args:
-            saved: The tensor.
-            handle: What autograd has got.
-            reading: What the reader reads; None keeps the tensor as it is.
+        """Stores a tensor otherwise, now that it is known who reads it; None keeps the tensor as it is.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
@@ -296,10 +262,9 @@ class ActivationStore:
             if reading is not None:  # its codes are of no use, also where there is no room for it
                 handle.stored = ShapeActivation()
             met = self._meet(tensor)
-            pager = self._pagers.on(tensor.device)
-            kept = self._sharing.keep(met.known, tensor.untyped_storage(), pager)
+            kept = self._sharing.keep(met, tensor.untyped_storage(), self._pagers.on(tensor.device))
             stored = _compact(saved, geometry, kept)
-            met.known.add(sharing_key(tensor, geometry), saved.version, stored)
+            met.add(sharing_key(tensor, geometry), saved.version, stored)
         handle.stored = stored
         self._lossy.withdraw(saved.site, before())
         counts = self._recorder.stored_as

@@ -169,10 +169,10 @@ class Attributes(Contents):
         self.take_back()
 
 
-def attributes_kept(owner: object, private: bool = False, others: nn.Module | None = None) -> ExitStack:
-    """Returns a context that restores an object's attributes afterwards, as `Attributes` does."""
+def attributes_kept(owner: object, others: nn.Module) -> ExitStack:
+    """Returns a context that restores an object's attributes afterwards, as `Attributes` does, private ones too."""
     stack = ExitStack()
-    stack.callback(Attributes(owner, private=private, others=others).restore)
+    stack.callback(Attributes(owner, private=True, others=others).restore)
     return stack
 
 

@@ -68,13 +68,10 @@ class Snapshot:
     That is: random generators, gradients (those there are take as much memory once more), buffers such as running
     statistics, training flags, and DAF's own counts, which the function that `snapshot` returns takes back. Weights and
     the optimizer change only after it. What a model or a loss counts in attributes of its own is not taken back.
-
-    Attributes:
-        devices: Those of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, snapshot: Callable[[], Callable[[], None]] | None = None) -> None:
-        self.devices = devices_of(model)
+        self.devices = devices_of(model)  # those of the model's parameters
         found = [(each, each.grad) for each in model.parameters()]
         self._gradients = [(each, grad, None if grad is None else grad.detach().clone()) for each, grad in found]
         self._numbers = RandomNumbers(self.devices)

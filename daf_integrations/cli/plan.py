@@ -153,22 +153,23 @@ def _alike(one: PlannedBlock, other: PlannedBlock) -> bool:
     return same and abs(one.held_bytes - other.held_bytes) <= ALIKE * one.held_bytes
 
 
-def _sizes(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> list[int]:
-    """Returns numbers of bytes such as 400MB."""
+def _size(option: str, value: str) -> int:
+    """Returns a number of bytes such as 400MB."""
     try:
-        return [cast("int", parse_size("--budget", value)) for value in values]
+        return cast("int", parse_size(option, value))
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def _sizes(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> list[int]:
+    return [_size("--budget", value) for value in values]
 
 
 def _device(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Device | None:
     """Returns the device that 24GB or cpu:24GB stands for."""
     if value is None:
         return None
-    try:
-        return Device(cast("int", parse_size("--device", value.removeprefix("cpu:"))), not value.startswith("cpu:"))
-    except ConfigError as error:
-        raise click.BadParameter(str(error)) from error
+    return Device(_size("--device", value.removeprefix("cpu:")), not value.startswith("cpu:"))
 
 
 @click.command()

@@ -46,22 +46,15 @@ MODULE = "__daf_model__"  # name of a user's file as a module; that of the file 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is to be trained.
+    """What is to be trained."""
 
-    Attributes:
-        model: Name of a Hugging Face model, a folder with its config.json, or FILE.py:FUNCTION.
-        batch: Rows of a batch.
-        length: Tokens of a row.
-        task: What the model is trained for; None for "causal-lm" with models that predict the next token only,
-            "seq2seq-lm" with an encoder and a decoder, and "sequence-classification" with others.
-        lora_rank: Rank of LoRA adapters where peft puts them by default; None to train all parameters.
-    """
-
-    model: str
-    batch: int
-    length: int
+    model: str  # name of a Hugging Face model, a folder with its config.json, or FILE.py:FUNCTION
+    batch: int  # rows of a batch
+    length: int  # tokens of a row
+    # What the model is trained for; None for "causal-lm" with models that predict the next token only, "seq2seq-lm"
+    # with an encoder and a decoder, and "sequence-classification" with others.
     task: Task | None = None
-    lora_rank: int | None = None
+    lora_rank: int | None = None  # rank of LoRA adapters where peft puts them by default; None to train all parameters
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class DAFCallback(TrainerCallback, ExportableState):
     ) -> Any:
         def loss_of(rows: Any) -> Any:
             # The audit's gradients are its own, on every rank, and so are tokens and metrics that trainers count.
-            counted = attributes_kept(trainer(), private=True, others=unwrap_model(model))
+            counted = attributes_kept(trainer(), unwrap_model(model))
             with counted, getattr(model, "no_sync", nullcontext)():
                 return compute_loss(model, rows, *args, **kwargs)
 
@@ -211,7 +211,7 @@ class DAFCallback(TrainerCallback, ExportableState):
 
         def loss_of(rows: Any) -> Any:
             # Not through DistributedDataParallel, which would wait for other processes.
-            kept = attributes_kept(trainer, private=True, others=unwrap_model(model))
+            kept = attributes_kept(trainer, unwrap_model(model))
             with kept, trainer.compute_loss_context_manager():
                 prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
                 return compute_loss(unwrap_model(model), prepared, num_items_in_batch=num_items_in_batch)

@@ -51,18 +51,13 @@ log = getLogger("daf")
 
 @dataclass
 class ExitSummary:
-    """What is said of a training when the program ends, without keeping its model alive until then.
-
-    Attributes:
-        shown: Whether the table is printed.
-        covered: Whether another scope compressed the model.
-        process: The process that it is said in: a forked child knows of it, and ends as well.
-    """
+    """What is said of a training when the program ends, without keeping its model alive until then."""
 
     title: str
     totals: RunTotals
-    shown: bool = False
-    covered: bool = False
+    shown: bool = False  # whether the table is printed
+    covered: bool = False  # whether another scope compressed the model
+    # The process that it is said in: a forked child knows of it, and ends as well.
     process: int = field(default_factory=os.getpid)
 
 

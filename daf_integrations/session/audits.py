@@ -139,9 +139,7 @@ class Audits:
 def _warn_of_large_graphs(model: nn.Module, exact: bool) -> None:
     """Says where one compiled graph holds most of a model and cannot decode part by part what it has saved.
 
-    Args:
-        model: The model as it is called, perhaps compiled.
-        exact: Whether activations are stored exactly, which graphs do not do inside.
+    A graph stores nothing inside where activations are stored exactly.
     """
     reason = "exact mode stores nothing inside of graphs" if exact else missing()
     if reason is None:

@@ -18,9 +18,6 @@ class RunTotals:
 
     Bytes are those of the step that has the most, seconds and the figures of elastic training are sums, and what audits
     have found is of the last one.
-
-    Attributes:
-        audits_above: How many of the `audits` have found an error above `max_gradient_error`.
     """
 
     steps: int = 0
@@ -35,7 +32,7 @@ class RunTotals:
     gradient_error: float | None = None
     gradient_cosine: float | None = None
     audits: int = 0
-    audits_above: int = 0
+    audits_above: int = 0  # how many of the `audits` have found an error above `max_gradient_error`
     elastic_steps: int = 0
     elastic_depth: int = 0
     elastic_share: float = 0.0

@@ -64,9 +64,7 @@ def _is_loss(value: Any) -> bool:
 class LossWatch:
     """Sees in backward what of a model's result is trained on.
 
-    Args:
-        output: What the model has returned.
-        name: As for `loss_in`, whose result is taken for the loss that is trained on.
+    `name` is as for `loss_in`, whose result is taken for the loss that is trained on.
     """
 
     def __init__(self, output: Any, name: str | None) -> None:

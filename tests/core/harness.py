@@ -19,6 +19,7 @@ from daf_core.codecs import RawActivation
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Reading
+from tests.core.books import let_go
 
 LARGE = (128, 64)
 """A shape that is compressed: 8192 elements in rows of 64."""
@@ -300,7 +301,7 @@ def spill_all(engine: ActivationEngine) -> None:
     room = pager.budget - outside_bytes(engine)
     pager.hold(room)
     assert engine.leased_pages == 0
-    pager.let_go(room)
+    let_go(pager, room)
 
 
 def wait_for_read_ahead(pager: Pager) -> None:

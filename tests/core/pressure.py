@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
 from daf_core.codecs.saved_tensor import SavedTensor
-from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.books import PagerAccount
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import Place
 from daf_core.readers.table import Reading
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.pending import PendingActivation
+from tests.core.books import check_pager
 from tests.core.harness import (
     Loss,
     assert_empty,
@@ -155,7 +156,7 @@ def least_budget(name: str, precision: Any, **options: Any) -> int:
 def assert_sound(engine: ActivationEngine) -> None:
     """Fails where the pager's books, its pool and its bytes disagree."""
     wait_for_read_ahead(pager_of(engine))
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     assert engine.held_bytes >= engine.leased_pages * PAGE_BYTES
 
 

@@ -115,9 +115,3 @@ class FreeList:
     def free_from(self, first: int) -> bool:
         """Says whether all pages from number `first` on are free."""
         return not self._taken[first:].any()
-
-    def check(self) -> None:
-        """Raises AssertionError where the stack and the marks disagree."""
-        found = np.bincount(self._stack[: self.count], minlength=self.total)
-        if not np.array_equal(found, ~self._taken):
-            raise AssertionError("the free list does not hold every free page exactly once")

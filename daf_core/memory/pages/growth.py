@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 WINDOW = 10
 """Steps without a peak after which the memory for it is given back."""
@@ -13,44 +12,31 @@ SLACK = 1.15
 """Reserved bytes over the largest recent peak that are not worth giving back."""
 
 
-class Growth(Protocol):
-    """Decides how much is reserved when the pool has no free page left."""
+@dataclass(frozen=True)
+class AdaptiveGrowth:
+    """Grows by a share of what is reserved, so that the last step wastes no more than that share."""
+
+    share: float = 1 / 8  # step over reserved bytes
+    least: int = 1 << 20  # smallest step in bytes
 
     def step(self, reserved: int) -> int:
         """Returns the bytes to add to `reserved` bytes; the pool takes more where more is missing."""
-        ...
-
-
-@dataclass(frozen=True)
-class AdaptiveGrowth:
-    """Grows by a share of what is reserved, so that the last step wastes no more than that share.
-
-    Attributes:
-        share: Step over reserved bytes.
-        least: Smallest step in bytes.
-    """
-
-    share: float = 1 / 8
-    least: int = 1 << 20
-
-    def step(self, reserved: int) -> int:
-        """See `Growth.step`."""
         return max(int(reserved * self.share), self.least)
 
 
 @dataclass(frozen=True)
 class FixedGrowth:
-    """Grows by the same number of bytes each time.
+    """Grows by the same number of bytes each time."""
 
-    Attributes:
-        size: The step in bytes; DAF's paper (arXiv 2507.07149) uses 100 MB.
-    """
-
-    size: int = 100_000_000
+    size: int = 100_000_000  # the step in bytes; DAF's paper (arXiv 2507.07149) uses 100 MB
 
     def step(self, reserved: int) -> int:
-        """See `Growth.step`."""
+        """See `AdaptiveGrowth.step`."""
         return self.size
+
+
+Growth = AdaptiveGrowth | FixedGrowth
+"""Decides how much is reserved when the pool has no free page left."""
 
 
 class PeakWatch:

@@ -21,26 +21,15 @@ _FIRST_ON_HOST = 1 << 40
 
 
 class Place(threading.local):
-    """Where the calling thread encodes.
+    """Where the calling thread encodes."""
 
-    Attributes:
-        on_host: Whether it takes pages in host memory.
-    """
-
-    on_host = False
+    on_host = False  # whether it takes pages in host memory
 
 
 class LinkedPool(PagePool):
     """Pages on a device, and, for threads that encode on its host, in memory there that the device can read.
 
     All pages of one activation lie in the same memory.
-
-    Args:
-        device: The device.
-        growth: How much is reserved on it when no page is free there.
-        page_bytes: Bytes in a page, a power of two.
-        link: Connects it with its host.
-        place: Says which pages a thread takes.
     """
 
     def __init__(self, device: torch.device, growth: Growth, page_bytes: int, link: HostBridge, place: Place) -> None:
@@ -101,11 +90,6 @@ class LinkedPool(PagePool):
             self._host.write(pages - _FIRST_ON_HOST, content)
         else:
             super().write(pages, content)
-
-    @override
-    def check(self) -> None:
-        super().check()
-        self._host.check()
 
 
 def _on_host(pages: Pages) -> bool:

@@ -29,11 +29,6 @@ class PagePool:
         page_bytes: Bytes in a page, a power of two.
         reserve: Returns so many uninitialized bytes there; by default as suits the device.
         before_free: Is called before memory goes back to the system, to wait for what may still read it.
-
-    Attributes:
-        device: See above.
-        page_bytes: See above.
-        uniform: Whether any page serves an activation as well as any other.
     """
 
     def __init__(
@@ -46,7 +41,7 @@ class PagePool:
     ) -> None:
         self.page_bytes = page_bytes
         self.device = device
-        self.uniform = True
+        self.uniform = True  # whether any page serves an activation as well as any other
         self._reserve = reserve
         self._before_free = before_free
         self._growth = growth or AdaptiveGrowth()
@@ -59,11 +54,7 @@ class PagePool:
         self._lock = forks.lock(forks.Level.POOL)
 
     def take(self, count: int, limit: int | None = None) -> Pages:
-        """Takes `count` pages off the pool.
-
-        Args:
-            count: How many.
-            limit: Bytes that may be reserved, unless more are needed for these pages.
+        """Takes `count` pages off the pool, which reserves `limit` bytes at most unless these pages need more.
 
         Raises:
             MemoryError: The system has no memory for another region; the pool is as before.
@@ -87,10 +78,8 @@ class PagePool:
     def finish_step(self, peak: int | None = None) -> int:
         """Ends a step: regions that only a peak needed which did not return go back to the system.
 
-        A next step that takes and gives back as this one gets the pages of this one, in the same order.
-
-        Args:
-            peak: Bytes of the pages that were in use at once, where not all that were taken were.
+        A next step that takes and gives back as this one gets the pages of this one, in the same order. `peak` are the
+        bytes of the pages that were in use at once, where not all that were taken were.
 
         Returns:
             Bytes that are worth keeping.
@@ -108,11 +97,7 @@ class PagePool:
         return bool(self._first_page) and self._first_page[-1] * self.page_bytes >= keep
 
     def release(self, keep: int = 0) -> None:
-        """Gives regions back to the system, the last one first, as long as no page of theirs is in use.
-
-        Args:
-            keep: Bytes that stay.
-        """
+        """Gives regions back, the last one first, as long as `keep` bytes and the pages in use are left."""
         with self._lock:
             self._shrink(keep)
 
@@ -172,13 +157,6 @@ class PagePool:
             owner = int(np.searchsorted(first, start, side="right")) - 1
             inside = start - int(first[owner])
             yield rows, regions[owner].run(inside, inside + count)
-
-    def check(self) -> None:
-        """Raises AssertionError where a page is lost or free twice."""
-        with self._lock:
-            self._free.check()
-            if self._addresses.size != self._free.total:
-                raise AssertionError("the regions do not hold every page")
 
     def _by_region(self, pages: Pages) -> list[tuple[FixedPages, Tensor, Pages]]:
         """Splits pages into (region, their rows in `pages`, their numbers inside the region)."""

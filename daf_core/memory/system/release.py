@@ -10,11 +10,7 @@ import torch
 
 
 def release_memory(devices: Iterable[torch.device]) -> None:
-    """Frees what only reference cycles keep, and gives back what the allocators of main memory and devices keep.
-
-    Args:
-        devices: Those whose allocator has a cache; main memory is always released.
-    """
+    """Frees what only reference cycles keep, and what the allocators of main memory and of these devices keep."""
     gc.collect()
     release_caches(devices)
 

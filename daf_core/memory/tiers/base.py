@@ -17,11 +17,6 @@ class Tier(Protocol):
 
     queued: bool
 
-    @property
-    def used_slots(self) -> int:
-        """Slots that hold a page."""
-        ...
-
     def write(self, memory: PageMemory, pages: Pages) -> Pages:
         """Copies pages into slots and returns these.
 

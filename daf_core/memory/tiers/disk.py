@@ -34,10 +34,6 @@ class SpillFile:
 
     A forked child has a file of its own, and cannot read what its parent has written.
 
-    Args:
-        folder: Where the file lies.
-        page_bytes: Bytes in a page.
-
     Raises:
         SpillError: The folder takes no file.
     """
@@ -57,11 +53,6 @@ class SpillFile:
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             self._file.close()
-
-    @property
-    def used_slots(self) -> int:
-        """Slots that hold a page."""
-        return self._slots.used
 
     def write(self, memory: PageMemory, pages: Pages) -> Pages:
         """Copies pages into the file and returns their slots.
@@ -128,7 +119,7 @@ class SpillFile:
         """Gives slots back."""
         with self._lock:
             self._slots.give(slots)
-            if not self.used_slots:
+            if not self._slots.used:
                 self._end = 0  # a file that was cut is as good as new
 
     def _open(self) -> None:

@@ -54,9 +54,6 @@ class SideStream:
     A device is taken to compute on one stream, which is current in each thread that saves activations or reads them
     back; autograd sees to that in backward. The copies share one stream, in either direction: so no slot is written
     before it was read, nor read before it was written, and only computations are to be waited for.
-
-    Args:
-        device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,13 +98,7 @@ class PinnedFirst:
 
 
 class HostMemory:
-    """A `Tier` in the host's memory.
-
-    Args:
-        device: Whose pages it keeps.
-        slots: Pages of the host; a GPU copies to and from those that are pinned behind what is computed.
-        copies: Makes the copies.
-    """
+    """A `Tier` in the host's memory: a GPU copies to and from pinned slots behind what is computed."""
 
     queued = True
 
@@ -118,11 +109,6 @@ class HostMemory:
         self._last: Mark | None = None
         self._arrivals: dict[int, Mark] = {}
         self._lock = forks.lock(forks.Level.TIER)
-
-    @property
-    def used_slots(self) -> int:
-        """See `Tier.used_slots`."""
-        return self._slots.used_pages
 
     def write(self, memory: PageMemory, pages: Pages) -> Pages:
         """See `Tier.write`."""

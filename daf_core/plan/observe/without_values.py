@@ -56,8 +56,7 @@ def without_values(drops_fused: bool = False) -> Generator[None]:
 class SizesBackend:
     """Kernels that compute nothing; see `daf_kernels.backend.Backend` for the contract.
 
-    Args:
-        is_mask: Says whether a tensor without values would have two of them alone.
+    `is_mask` says whether a tensor without values would have two of them alone.
     """
 
     def __init__(self, is_mask: Callable[[Tensor], bool]) -> None:

@@ -26,24 +26,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Row:
-    """What modules, or operators, save in a step.
+    """What modules, or operators, save in a step."""
 
-    Attributes:
-        name: Qualified name of the module, with `*` for the numbers of those that are counted together; or the
-            autograd node.
-        kind: Class of the modules; "" for operators.
-        count: Modules that are counted together; for operators, tensors that they save.
-        raw_bytes: Bytes that autograd alone keeps, each storage counted for who saves it first.
-        exact_bytes: Bytes that are held with ``precision="exact"``.
-        held_bytes: Bytes that are held with the precision that was asked for.
-    """
-
+    # Qualified name of the module, with `*` for the numbers of those that are counted together; or the autograd node.
     name: str
-    kind: str
-    count: int
-    raw_bytes: int
-    exact_bytes: int
-    held_bytes: int
+    kind: str  # class of the modules; "" for operators
+    count: int  # modules that are counted together; for operators, tensors that they save
+    raw_bytes: int  # bytes that autograd alone keeps, each storage counted for who saves it first
+    exact_bytes: int  # bytes that are held with ``precision="exact"``
+    held_bytes: int  # bytes that are held with the precision that was asked for
 
 
 class Pass(NamedTuple):

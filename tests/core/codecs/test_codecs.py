@@ -29,6 +29,7 @@ from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.tiers.disk import SpillFile
 from daf_core.saved_tensors.classify import LEAST_ELEMENTS
 from daf_kernels import load_backend
+from tests.core.books import let_go, used_slots
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -226,13 +227,13 @@ def test_narrow_integers_come_back_from_the_spill_file(values: Tensor, tmp_path:
     stored = _narrow(values, pager)
     held = pager.settle()
     pager.hold(1 << 20)
-    assert (file.used_slots * PAGE_BYTES, pager.leased_pages) == (held, 0)
-    pager.let_go(1 << 20)
+    assert (used_slots(file) * PAGE_BYTES, pager.leased_pages) == (held, 0)
+    let_go(pager, 1 << 20)
     decoded = torch.full_like(values, 77)
     stored.decode_into(decoded)
     assert torch.equal(decoded, values)
     del stored
-    assert (pager.settle(), file.used_slots) == (0, 0)
+    assert (pager.settle(), used_slots(file)) == (0, 0)
 
 
 def test_indices_of_max_pooling_are_narrow_and_exact() -> None:

@@ -46,6 +46,7 @@ from daf_core.readers.table import Bounds, Kind, Reading
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.lossy import RandomStreams, TrainingStore
 from daf_kernels import load_backend
+from tests.core.books import let_go
 from tests.core.harness import assert_empty, backward, engine_for, error, normal, saved_as
 
 CPU = torch.device("cpu")
@@ -204,7 +205,7 @@ def test_pages_that_were_moved_to_the_next_tier_come_back(codec: type[StoredActi
     room = ROOM - pager.settle() + leased * PAGE_BYTES
     pager.hold(room)
     assert pager.leased_pages == 0
-    pager.let_go(room)
+    let_go(pager, room)
     assert torch.equal(handle.unpack(), before)
     assert leased or codec is ShapeActivation
 

@@ -23,6 +23,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.tiers import disk
 from daf_core.memory.tiers.disk import SpillFile
 from daf_kernels import FixedPages, Pages
+from tests.core.books import check_pager, used_slots
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -66,8 +67,8 @@ def test_random_page_sets_come_back(data: st.DataObject, tmp_path_factory: pytes
         pages = np.array(data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=20, unique=True)))
         content = fill(pool, pages, data.draw(st.integers(0, 9)))
         held.append((file.write(pool, pages), content))
-        assert file.used_slots == sum(slots.size for slots, _ in held)
-    assert np.unique(np.concatenate([slots for slots, _ in held])).size == file.used_slots
+        assert used_slots(file) == sum(slots.size for slots, _ in held)
+    assert np.unique(np.concatenate([slots for slots, _ in held])).size == used_slots(file)
     for slots, content in held:
         pages = np.array(data.draw(st.permutations(range(64))))[: slots.size]
         file.read(slots, pool, pages)
@@ -94,7 +95,7 @@ def test_slots_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         slots = file.write(pool, np.arange(16))
         file.free(slots)
     assert os.fstat(file._file.fileno()).st_size == 16 * PAGE
-    assert file.used_slots == 0
+    assert used_slots(file) == 0
 
 
 def test_more_pages_than_a_step_of_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +104,7 @@ def test_more_pages_than_a_step_of_slots(tmp_path: Path, monkeypatch: pytest.Mon
     pool, file = make_pool(), SpillFile(tmp_path, PAGE)
     first, second = file.write(pool, np.arange(3)), file.write(pool, np.arange(40))
     assert np.intersect1d(first, second).size == 0
-    assert file.used_slots == 43
+    assert used_slots(file) == 43
 
 
 def test_slots_freed_twice_are_an_error(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_full_disk_is_an_error_that_names_the_folder(room: int, code: int, tmp_p
     assert str(tmp_path) in str(raised.value)
     assert os.strerror(code) in str(raised.value)
     assert all(way in str(raised.value) for way in ("Free space there", "spill_dir", "memory_budget"))
-    assert file.used_slots == 4
+    assert used_slots(file) == 4
     file._file = whole
     assert file.write(pool, np.arange(6, 12)).size == 6
     file.read(slots, pool, np.arange(20, 24))
@@ -182,7 +183,7 @@ def test_write_that_fails_in_memory_frees_its_slots(
         patch.setattr(pool, "read", fail_late)
         with pytest.raises(error):
             file.write(pool, np.arange(6, 12))
-    assert file.used_slots == 4
+    assert used_slots(file) == 4
     again = file.write(pool, np.arange(6, 12))
     for slots, pages in ((kept, np.arange(4)), (again, np.arange(6, 12))):
         file.read(slots, pool, pages + 20)
@@ -286,7 +287,7 @@ def test_full_disk_in_a_forward_pass_loses_nothing(room: int, tmp_path: Path) ->
     whole, file._file = file._file, Disk(file._file, room)
     with pytest.raises(SpillError, match="Free space there"):
         backward(model, loss_of, engine)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     file._file = whole
     assert_same(backward(model, loss_of, engine), expected)
     output.backward()
@@ -296,7 +297,7 @@ def test_full_disk_in_a_forward_pass_loses_nothing(room: int, tmp_path: Path) ->
         again(normal(*LARGE)).sum().backward()
     assert torch.equal(early.weight.grad, again.weight.grad)
     assert_empty(engine)
-    assert file.used_slots == 0
+    assert used_slots(file) == 0
 
 
 def test_full_disk_leaves_the_budget_as_it_was(tmp_path: Path) -> None:
@@ -310,8 +311,8 @@ def test_full_disk_leaves_the_budget_as_it_was(tmp_path: Path) -> None:
     file._file, held = Disk(file._file, 10_000), engine.held_bytes
     with pytest.raises(SpillError):
         engine.set_memory_budget(held // 2)
-    assert (pager_of(engine).budget, engine.held_bytes, file.used_slots) == (1_000_000, held, 0)
-    pager_of(engine).check()
+    assert (pager_of(engine).budget, engine.held_bytes, used_slots(file)) == (1_000_000, held, 0)
+    check_pager(pager_of(engine))
     assert all(torch.equal(node._saved_self, x) for node, x in zip(nodes, inputs, strict=True))
 
 
@@ -324,7 +325,7 @@ def test_truncated_file_that_is_written_to_again_is_an_error(tmp_path: Path) -> 
         file.write(pool, np.arange(4, 8))
     with pytest.raises(SpillError, match=r"cannot read .* the file ends 1 bytes early"):
         file.read(slots, pool, np.arange(20, 24))
-    assert file.used_slots == 4
+    assert used_slots(file) == 4
 
 
 @pytest.mark.parametrize("precision", ["exact", 4])
@@ -342,10 +343,10 @@ def test_truncated_file_is_an_error_and_no_wrong_gradient(size: int, precision: 
     with pytest.raises(SpillError, match=r"cannot read activations back .* bytes early.* This step is lost") as raised:
         loss.backward()
     assert str(tmp_path) in str(raised.value)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     del loss, raised
     assert_empty(engine)
-    assert file.used_slots == 0
+    assert used_slots(file) == 0
     assert_same(backward(model, loss_of, engine), backward(model, loss_of, engine_for(model, precision)))
 
 
@@ -363,7 +364,7 @@ def test_disk_that_recovers_gives_the_right_gradient(tmp_path: Path) -> None:
     os.ftruncate(file._file.fileno(), 0)
     with pytest.raises(SpillError):
         loss.backward(retain_graph=True)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     os.pwrite(file._file.fileno(), content, 0)
     model.zero_grad()
     loss.backward()

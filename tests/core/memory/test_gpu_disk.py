@@ -14,6 +14,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.tiers.pinned import CPU, HostMemory, SideStream, host_memory_of
 from daf_kernels.reference.backend import ReferenceBackend
 from daf_kernels.triton.backend import TritonBackend
+from tests.core.books import used_slots
 from tests.core.late_copies import host_memory
 from tests.core.leases import PAGE, content
 from tests.core.test_gpu_kernels import train
@@ -80,7 +81,7 @@ def test_copies_and_kernels_wait_for_each_other(slow: bool, stream: str) -> None
             pager.release(lease)
         for lease, pages in zip(reversed(leases), found, strict=True):
             assert torch.equal(pages.cpu(), content(lease)), lease.serial
-    assert (pager.settle(), memory.used_slots) == (0, 0)
+    assert (pager.settle(), used_slots(memory)) == (0, 0)
 
 
 @needs_gpu

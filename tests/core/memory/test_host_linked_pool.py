@@ -10,6 +10,7 @@ from daf_core import DAFConfig
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pages.growth import FixedGrowth
 from daf_core.memory.pages.host_linked_pool import LinkedPool, Place
+from tests.core.books import check_pool
 from tests.core.links import LateLink
 
 PAGE = 128
@@ -44,7 +45,7 @@ def test_each_thread_takes_the_pages_of_its_place(pool: LinkedPool, link: LateLi
         assert torch.equal(pool.read(pages), content)
         assert torch.equal(pool.read(pages[1:]), content[1:])
     pool.give(np.concatenate([shared[1:], own]))
-    pool.check()
+    check_pool(pool)
     assert pool.used_pages == 1
     with pytest.raises(ValueError, match="twice"):
         pool.give(shared[:2])
@@ -98,7 +99,7 @@ def test_peaks_of_both_memories_are_given_back(pool: LinkedPool, link: LateLink,
     for _ in range(12):
         pool.finish_step()
     assert pool.reserved_bytes == 0
-    pool.check()
+    check_pool(pool)
 
 
 def test_devices_without_a_link_have_a_pool_of_their_own(link: LateLink) -> None:
@@ -115,7 +116,7 @@ def test_unused_regions_of_both_memories_are_released(pool: LinkedPool, place: P
     pool.give(np.concatenate([own[1], shared]))
     assert pool.reserved_bytes > 32 * PAGE
     pool.release()
-    pool.check()
+    check_pool(pool)
     assert pool.reserved_bytes == 16 * PAGE
     pool.give(own[0])
     pool.release()

@@ -24,12 +24,13 @@ from daf_core.codecs import (
 from daf_core.codecs.base import EncodeContext
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.scaling_groups import Grouping
-from daf_core.memory.lease import WriteLease
+from daf_core.memory.lease import LeaseScope
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.system.mortal import SWEPT, WeakValues
 from daf_core.plan.observe.meter import TensorMeter
 from daf_kernels import Backend, load_backend
+from tests.core.books import check_pager
 from tests.core.harness import LARGE, assert_empty, normal
 from tests.core.interrupts import interrupted
 
@@ -121,10 +122,10 @@ def test_interrupt_while_bytes_are_counted_loses_none(stop: int) -> None:
     assert interrupted(stop, keep)
     keep()
     assert pager.settle() == 0
-    pager.check()
+    check_pager(pager)
 
 
-LEAVE = WriteLease.__exit__.__code__
+LEAVE = LeaseScope.__exit__.__code__
 
 ENCODERS: dict[str, Callable[[Pager, Backend], StoredActivation | None]] = {
     "planes": lambda pager, backend: PlanesActivation.write(
@@ -143,11 +144,11 @@ def test_interrupt_while_encoding_loses_no_page(encode: Callable[[Pager, Backend
 
     def outside_of_the_pager(frame: FrameType) -> bool:
         code = frame.f_code
-        return "/daf_core/codecs/" in code.co_filename or code in (WriteLease.__enter__.__code__, LEAVE)
+        return "/daf_core/codecs/" in code.co_filename or code in (LeaseScope.__enter__.__code__, LEAVE)
 
     event = 1
     while interrupted(event, lambda: encode(pager, backend), outside_of_the_pager):
         assert (pager.settle(), pager.leased_pages) == (0, 0)
-        pager.check()
+        check_pager(pager)
         event += 1
     assert event > 10

@@ -26,6 +26,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
 from daf_core.memory.tiers.disk import SpillFile
 from daf_kernels import PageMemory, Pages
+from tests.core.books import check_index, check_pager, check_pool, let_go, used_slots
 from tests.core.harness import wait_for_read_ahead as wait
 from tests.core.leases import PAGE, content, write
 
@@ -66,8 +67,8 @@ def read(pager: Pager, lease: Lease) -> None:
 
 def assert_nothing_is_left(pager: Pager) -> None:
     assert (pager.settle(), pager.pool.used_pages) == (0, 0)
-    assert pager._spill is None or pager._spill.used_slots == 0
-    pager.check()
+    assert pager._spill is None or used_slots(pager._spill) == 0
+    check_pager(pager)
 
 
 def spilled_pager(spill: SpillFile, room: int) -> tuple[Pager, list[Lease]]:
@@ -76,7 +77,7 @@ def spilled_pager(spill: SpillFile, room: int) -> tuple[Pager, list[Lease]]:
     leases = [write(pager, 2) for _ in range(5)]
     pager.hold(12 * PAGE)
     assert not any(lease.resident for lease in leases)
-    pager.let_go(room * PAGE)
+    let_go(pager, room * PAGE)
     return pager, leases
 
 
@@ -87,12 +88,12 @@ def test_reading_ahead_fills_the_budget(room: int, tmp_path: Path) -> None:
     read(pager, leases[-1])
     wait(pager)
     assert [lease.resident for lease in reversed(leases)] == [number < room // 2 for number in range(5)]
-    pager.check()
+    check_pager(pager)
     for lease in reversed(leases):
         read(pager, lease)
         pager.release(lease)
     wait(pager)
-    pager.let_go((12 - room) * PAGE)
+    let_go(pager, (12 - room) * PAGE)
     assert_nothing_is_left(pager)
 
 
@@ -106,7 +107,7 @@ def test_release_of_what_is_being_read_ahead(tmp_path: Path) -> None:
     assert pager.settle() == (8 + 2) * PAGE
     spill.gate.set()
     wait(pager)
-    pager.let_go(8 * PAGE)
+    let_go(pager, 8 * PAGE)
     assert_nothing_is_left(pager)
 
 
@@ -130,12 +131,12 @@ def test_failed_read_ahead_is_left_to_the_reader(error: Exception, release: bool
     spill.gate.set()
     wait(pager)
     assert pager.settle() == (6 + 2) * PAGE
-    pager.check()
+    check_pager(pager)
     spill.error = None
     for lease in leases[:3] if release else leases:
         read(pager, lease)
     wait(pager)
-    assert spill.used_slots == (8 if release else 10)
+    assert used_slots(spill) == (8 if release else 10)
 
 
 def test_failed_read_is_counted_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_failed_read_is_counted_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
             with pytest.raises(SpillError):
                 read(pager, leases[2])
     assert (pager.settle(), pager.leased_pages) == (8 * PAGE, 0)
-    pager.check()
+    check_pager(pager)
     read(pager, leases[2])
 
 
@@ -170,7 +171,7 @@ def test_two_readers_of_one_activation(tmp_path: Path) -> None:
         assert not reader.is_alive()
     wait(pager)
     assert len(spill.reads) == 1
-    pager.check()
+    check_pager(pager)
 
 
 Step = tuple[str, int, int]
@@ -206,7 +207,7 @@ def history(pager: Pager, steps: list[Step], waiting: bool) -> list[object]:
             live.append(write(pager, size, [1, size], [importance + 1.0, importance]))
         elif action == "hold":
             pager.hold(8 * size * PAGE)
-            pager.let_go(8 * size * PAGE)
+            let_go(pager, 8 * size * PAGE)
         for lease in reversed(live[len(live) - size :] if action == "backward" else []):
             read(pager, lease)
             pager.release(live.pop())
@@ -217,7 +218,7 @@ def history(pager: Pager, steps: list[Step], waiting: bool) -> list[object]:
         given_up = account.dropped_planes, account.dropped_bytes, account.spilled_bytes
         seen.append((given_up, [(lease.planes, lease.slots is None) for lease in live]))
     wait(pager)
-    pager.check()
+    check_pager(pager)
     return seen
 
 
@@ -301,7 +302,7 @@ class Crew:
         assert lease.planes <= planes_before
         if numbers.random() < 0.2:
             self.pager.hold(100)
-            self.pager.let_go(100)
+            let_go(self.pager, 100)
         if numbers.random() < 0.05:
             self.accounts.append(self.pager.finish_step())
         if numbers.random() < 0.05:
@@ -315,10 +316,10 @@ class Crew:
     def check(self) -> None:
         """Compares bytes, pages and leases, or only pages and leases where others may be reading back."""
         if not self.spills:
-            self.pager.check()
-        self.pager.pool.check()
+            check_pager(self.pager)
+        check_pool(self.pager.pool)
         with self.pager._lock:
-            self.pager._index.check()
+            check_index(self.pager._index)
 
 
 @pytest.mark.parametrize(("threads", "spills"), [(2, True), (4, True), (2, False)])
@@ -330,7 +331,7 @@ def test_many_threads(threads: int, spills: bool, tmp_path: Path) -> None:
     crew = Crew(pager, most, spills)
     crew.run(threads, SECONDS)
     wait(pager)
-    pager.check()
+    check_pager(pager)
     for lease in crew.live:
         read(pager, lease)
         pager.release(lease)

@@ -20,6 +20,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.tiers import pinned
 from daf_core.memory.tiers.pinned import HostMemory, PinnedFirst, SideStream, host_memory_of
 from daf_kernels import Pages
+from tests.core.books import check_pager, used_slots
 from tests.core.late_copies import CPU, LateCopies, copies_of, host_memory
 from tests.core.leases import PAGE, content, write
 
@@ -51,7 +52,7 @@ def test_random_page_sets_come_back(data: st.DataObject) -> None:
         memory.wait()
         content = fill(pool, pages, data.draw(st.integers(0, 9)))
         held.append((memory.write(pool, pages), content))
-        assert memory.used_slots == sum(slots.size for slots, _ in held)
+        assert used_slots(memory) == sum(slots.size for slots, _ in held)
     for slots, content in held:
         pages = np.array(data.draw(st.permutations(range(64))))[: slots.size]
         memory.read(slots, pool, pages)
@@ -103,7 +104,7 @@ def test_write_that_fails_frees_its_slots() -> None:
     memory = HostMemory(CPU, PagePool(CPU, FixedGrowth(16 * PAGE), PAGE), Broken())
     with pytest.raises(torch.OutOfMemoryError):
         memory.write(make_pool(), np.arange(4))
-    assert memory.used_slots == 0
+    assert used_slots(memory) == 0
     memory.wait()
 
 
@@ -129,7 +130,7 @@ def test_main_memory_that_is_full_is_an_error(room: int, fits: bool, monkeypatch
         return
     with pytest.raises(SpillError, match=r"cannot move .* to main memory: .* left .*name a spill_dir"):
         memory.write(pool, np.arange(6))
-    assert memory.used_slots == 30
+    assert used_slots(memory) == 30
     memory.write(pool, np.arange(2))
 
 
@@ -203,7 +204,7 @@ def test_a_machine_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     memory = HostMemory(CPU, PagePool(CPU, FixedGrowth(PAGE), PAGE, PinnedFirst().reserve), Broken())
     with pytest.raises(SpillError, match=r"to main memory: .*Free main memory, name a spill_dir"):
         memory.write(make_pool(), np.arange(4))
-    assert memory.used_slots == 0
+    assert used_slots(memory) == 0
 
 
 def test_main_memory_has_nothing_below_it() -> None:
@@ -225,7 +226,7 @@ def test_next_to_move_is_copied_before_its_room_is_needed() -> None:
     """Once another activation like the last would not fit, the one that it would push out is on its way."""
     pager, memory = make_pager(6)
     leases = [write(pager, 2) for _ in range(2)]
-    assert memory.used_slots == 0
+    assert used_slots(memory) == 0
     leases.append(write(pager, 2))
     assert [lease.slots is not None for lease in leases] == [True, False, False]
     assert all(lease.resident for lease in leases)
@@ -233,7 +234,7 @@ def test_next_to_move_is_copied_before_its_room_is_needed() -> None:
     assert not leases[0].resident
     assert [lease.slots is not None for lease in leases] == [True, True, False, False]
     assert pager.finish_step().spilled_bytes == 4 * PAGE
-    pager.check()
+    check_pager(pager)
 
 
 def test_what_may_be_dropped_is_not_copied_ahead() -> None:
@@ -241,9 +242,9 @@ def test_what_may_be_dropped_is_not_copied_ahead() -> None:
     pager, memory = make_pager(6)
     write(pager, 1, [4], [1.0])
     write(pager, 1)
-    assert memory.used_slots == 0
+    assert used_slots(memory) == 0
     write(pager, 2)
-    assert (memory.used_slots, pager.finish_step().dropped_planes) == (0, 1)
+    assert (used_slots(memory), pager.finish_step().dropped_planes) == (0, 1)
 
 
 def test_full_main_memory_is_no_error_before_room_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +253,7 @@ def test_full_main_memory_is_no_error_before_room_is_needed(monkeypatch: pytest.
     leases = [write(pager, 2) for _ in range(3)]
     with pytest.raises(SpillError):
         write(pager, 2)
-    pager.check()
+    check_pager(pager)
     for lease in leases:
         read(pager, lease)
 
@@ -267,8 +268,8 @@ def test_backward_finds_the_next_on_its_way() -> None:
         read(pager, leases[number])
         pager.release(leases[number])
     assert pager._read_ahead._executor is None
-    assert (pager.settle(), memory.used_slots) == (0, 0)
-    pager.check()
+    assert (pager.settle(), used_slots(memory)) == (0, 0)
+    check_pager(pager)
 
 
 def test_release_of_what_is_on_its_way_leaves_its_pages_to_others() -> None:
@@ -285,4 +286,4 @@ def test_release_of_what_is_on_its_way_leaves_its_pages_to_others() -> None:
     for lease in reversed(others):
         read(pager, lease)
         pager.release(lease)
-    assert (pager.settle(), memory.used_slots) == (0, 0)
+    assert (pager.settle(), used_slots(memory)) == (0, 0)

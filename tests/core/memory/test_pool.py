@@ -20,6 +20,7 @@ from daf_core.memory.pages.free_list import FreeList
 from daf_core.memory.pages.growth import SLACK, AdaptiveGrowth
 from daf_core.memory.pages.pool import PagePool
 from daf_kernels import Pages
+from tests.core.books import check_free_list, check_pool
 
 CPU = torch.device("cpu")
 PAGE = 128
@@ -100,7 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
     def no_page_has_two_owners(self) -> None:
         numbers = [int(page) for pages, _, _ in self.taken.values() for page in pages]
         assert len(numbers) == len(set(numbers)) == self.pool.used_pages
-        self.pool.check()
+        check_pool(self.pool)
 
     @invariant()
     def regions_are_as_predicted(self) -> None:
@@ -168,11 +169,11 @@ def test_failed_growth_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             pool.take(50)
         assert pool.take(1).tolist() == [3]
         pool.give(np.array([3]))
-    pool.check()
+    check_pool(pool)
     assert (pool.used_pages, pool.reserved_bytes, pool.addresses(kept).tolist()) == before
     assert not set(pool.take(50).tolist()) & set(kept.tolist())
     assert bool((pool.read(kept) == 9).all())
-    pool.check()
+    check_pool(pool)
 
 
 def _no_memory(*_: object) -> None:
@@ -188,7 +189,7 @@ def test_giving_a_free_page_changes_nothing(free: list[int]) -> None:
     with pytest.raises(ValueError, match=r"pages \[.*\] are given back twice"):
         pool.give(np.array(free))
     assert pool.used_pages == 4
-    pool.check()
+    check_pool(pool)
 
 
 def test_contents_across_regions() -> None:
@@ -238,7 +239,7 @@ def test_many_threads_take_and_give() -> None:
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
     assert pool.used_pages == 0
-    pool.check()
+    check_pool(pool)
 
 
 def test_used_pages_are_used_again_first() -> None:
@@ -251,7 +252,7 @@ def test_used_pages_are_used_again_first() -> None:
     free.extend(4)
     assert free.take(3).tolist() == [0, 1, 2]
     assert free.take(2).tolist() == [5, 6]
-    free.check()
+    check_free_list(free)
 
 
 def test_steps_that_are_alike_get_the_same_pages() -> None:
@@ -303,4 +304,4 @@ def test_free_list_refuses_what_it_cannot_do(refused: Callable[[FreeList], objec
     with pytest.raises(ValueError, match=message):
         refused(free)
     assert (free.total, free.count) == (5, 3)
-    free.check()
+    check_free_list(free)

@@ -17,6 +17,7 @@ from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
 from daf_core.memory.tiers.disk import SpillFile
+from tests.core.books import check_pager
 from tests.core.harness import assert_empty, assert_same, backward, engine_for, make_model
 
 CPU = torch.device("cpu")
@@ -151,7 +152,7 @@ def test_read_that_needs_the_room_of_one_ahead_of_it_waits(tmp_path: Path, monke
         pass
     assert busy.wait(60)
     with pager.reading(needed):
-        pager.check()
+        check_pager(pager)
     pager._read_ahead.stop()
     for lease in (needed, other, trigger):
         pager.release(lease)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, DAFConfig, ModifiedInPlaceError
-from daf_core.memory.pager_stats import PagerAccount
+from daf_core.memory.books import PagerAccount
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.saved_tensors.pending import PackJob
 from tests.core import pressure
+from tests.core.books import check_pager
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -133,7 +134,7 @@ def test_not_finite_is_kept_as_it_is(value: float, budget: Any, sent: list[PackJ
         loss.backward()
         results += gradients(model)
         assert_empty(engine)
-        pager_of(engine).check()
+        check_pager(pager_of(engine))
         stored.append(engine.finish_step().stored_as)
     assert torch.equal(results[0], results[1]) or (results[0].isnan() and results[1].isnan())
     assert held[0] == held[1] == (4 * 128 * 64 + 4 * PAGE_BYTES, 4, 4 * PAGE_BYTES)

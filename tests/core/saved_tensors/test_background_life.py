@@ -20,6 +20,7 @@ from daf_core.saved_tensors import background
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.pending import PackJob
 from tests.core import pressure
+from tests.core.books import check_pager
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -149,7 +150,7 @@ def test_graph_that_dies_in_the_pass(made: str) -> None:
         found.append((step.stored_as, step.dropped_planes, step.held_bytes))
         del outputs
         assert_empty(engine)
-        pager_of(engine).check()
+        check_pager(pager_of(engine))
     assert found[1] == found[2]
     assert found[0][1] > 0
     assert made != "leaf" or found[0] == found[1]
@@ -274,7 +275,7 @@ def test_many_small_steps(sent: list[PackJob]) -> None:
         del loss
         sent.clear()
         assert_empty(engine)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
 
 
 def test_many_threads_save_at_once() -> None:
@@ -303,7 +304,7 @@ def test_many_threads_save_at_once() -> None:
     assert not errors
     assert not any(thread.is_alive() for thread in threads)
     assert_empty(engine)
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
 
 
 def test_a_pass_that_saves_nothing_starts_no_thread(sent: list[PackJob]) -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from daf_core import ActivationEngine
 from daf_core.saved_tensors import recording
 from daf_core.saved_tensors.replay import Replay
+from tests.core.books import check_pager
 from tests.core.harness import (
     LARGE,
     MODELS,
@@ -66,9 +67,9 @@ def take_step(engine: ActivationEngine, model: nn.Module, loss_of: Loss, number:
     with engine.compress():
         loss = loss_of(model, number)
     held, sizes = engine.held_bytes, {site: list(sizes) for site, sizes in engine.pass_sizes.items()}
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     loss.backward()
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
     step = engine.finish_step()
     figures = (step.raw_bytes, step.held_bytes, dict(step.stored_as))
@@ -339,7 +340,7 @@ def test_graphs_of_several_passes_alive_at_once() -> None:
         torch.manual_seed(number)
         with engine.compress():
             losses.append(loss_of(model, number))
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     for loss, gradients in zip(losses, expected, strict=True):
         model.zero_grad()
         loss.backward()
@@ -374,7 +375,7 @@ def test_threads_replay_their_own_passes() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
 
 
 def test_an_error_in_a_replayed_pass_leaves_nothing_behind() -> None:
@@ -411,7 +412,7 @@ def test_a_budget_that_comes_later_presses_what_was_replayed() -> None:
     held = engine.held_bytes
     engine.set_memory_budget(int(held * 0.8))
     assert engine.held_bytes <= held * 0.8
-    pager_of(engine).check()
+    check_pager(pager_of(engine))
     loss.backward()
     del loss
     assert_empty(engine)
