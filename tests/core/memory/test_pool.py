@@ -268,7 +268,7 @@ def test_steps_that_are_alike_get_the_same_pages() -> None:
         for pages in taken[2::2]:
             pool.give(pages)
         pool.finish_step()
-        pool.check()
+        check_pool(pool)
         return [pages.tolist() for pages in taken]
 
     first = step()
@@ -283,7 +283,7 @@ def test_sorting_leaves_fresh_pages_for_last() -> None:
     free.extend(6)
     free.give(free.take(4)[[2, 0, 3, 1]])
     free.sort()
-    free.check()
+    check_free_list(free)
     assert free.untouched == 2
     assert [free.take(1).tolist() for _ in range(4)] == [[0], [1], [2], [3]]
     assert free.untouched == 2
