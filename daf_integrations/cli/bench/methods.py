@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +19,7 @@ from daf_core.config import Precision
 from daf_core.errors import ConfigError
 from daf_core.model.blocks import blocks_of
 from daf_integrations.cli.bench.baselines import Offload, Stores, in_bfloat16, in_bits
-from daf_integrations.cli.bench.process_memory import SavedTensorCounter
+from daf_integrations.cli.bench.process_memory import SavedTensorCounter, saved_by_graphs
 from daf_integrations.loop import api
 from daf_integrations.loop.training import training_of
 
@@ -101,10 +102,15 @@ class Method:
         """Returns what the last step stored, or runs one more to find out."""
         if self._store is not None:
             return StoredBytes(raw_bytes=0, held_bytes=self._store.held_bytes)
-        with SavedTensorCounter(self._model) as counter:
+        if isinstance(self._model, OptimizedModule):
             loss = loss_of(batch)
+            saved = saved_by_graphs(loss, self._model)
+        else:
+            with SavedTensorCounter(self._model) as counter:
+                loss = loss_of(batch)
+            saved = counter.bytes
         loss.backward()
-        return StoredBytes(raw_bytes=counter.bytes, held_bytes=counter.bytes)
+        return StoredBytes(raw_bytes=saved, held_bytes=saved)
 
     def figures(self) -> dict[str, float]:
         """Returns what the method logs of the run so far."""

@@ -104,3 +104,23 @@ class SavedTensorCounter(TorchDispatchMode):
         storage = saved.untyped_storage()
         self._saved[storage.data_ptr()] = storage  # held, so that its address is not used again
         return saved.detach()
+
+
+def saved_by_graphs(loss: Tensor, model: nn.Module) -> int:
+    """Returns the bytes that compiled graphs have saved for the backward pass of a loss.
+
+    Hooks would have the model compiled anew, and a `SavedTensorCounter` would have it run without being compiled.
+    """
+    weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+    seen, pending = set[Any](), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+        saved = getattr(node, "saved_tensors", ())  # of functions written in Python, as graphs are
+        storages = [each.untyped_storage() for each in saved if each is not None]
+        found |= {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(size for key, size in found.items() if key not in weights)

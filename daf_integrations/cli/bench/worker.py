@@ -165,15 +165,12 @@ def measure(task: Task) -> Measurement:
     peak = gpu.peak_bytes() if gpu else peak_rss
     restored = partial(_restore, trained, weights)
     computed_by = partial(_with_dropout, sized, step, restored) if task.gradients and not how.splits else dict
-    # The hooks of `stored` have a compiled model compiled anew, which then drops out other values.
-    dropped = computed_by() if task.compiled else None
     stored = step.stored()
     if how.alternates:
         stored = replace(stored, held_bytes=round(statistics.fmean(held)))
     if task.gradients:
         undropped = how.splits or (task.undropped and how.can_be_reference)
-        found = computed_by() if dropped is None else dropped
-        torch.save({**found, **(_without_dropout(sized, step, restored) if undropped else {})}, task.gradients)
+        torch.save({**computed_by(), **(_without_dropout(sized, step, restored) if undropped else {})}, task.gradients)
     method.close()
     return Measurement(
         **asdict(stored),
