@@ -73,7 +73,7 @@ class Growth:
 
 
 def stress(actions: int, seed: int = 0) -> Stress:
-    """Leases and releases activations of random sizes and precisions, and checks the books after every action.
+    """Leases and releases activations of random sizes and precisions.
 
     Nothing is encoded: this is about pages. Activations have 4 kB to 64 MB of float32, evenly over the logarithm.
     """
@@ -95,7 +95,6 @@ def stress(actions: int, seed: int = 0) -> Stress:
             except ActivationBudgetError:
                 refused += 1
                 refused_with_room += least <= STRESS_BUDGET
-        pager.check()
         large = [(lease, layout) for lease, layout in live if layout.elements > COUNTED]
         if len(large) >= SEVERAL:
             payloads.append(_payload(large))

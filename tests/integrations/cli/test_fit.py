@@ -96,8 +96,14 @@ def test_counts_are_those_of_models_with_values(llama: str, rank: int | None) ->
     real = sized_on("cpu", llama, rank)
     assert standing == standing_of(real.model, device)
     for name, taken in counted(real).items():
-        # Of a model as small as this one, the forms that values allow count: one tensor is a tenth of the peak.
-        assert counts[name].peak == pytest.approx(taken.peak, rel=0.2 if "DAF" in name else 0.001), name
+        predicted = counts[name]
+        if "DAF" not in name:
+            assert predicted.peak == pytest.approx(taken.peak, rel=0.001), name
+            continue
+        # Of a model as small as this one, the forms that values allow count: one tensor is a fifth of the peak. In one
+        # process of ten the chunk of logits does not show in the peak that is counted with values.
+        assert predicted.activations == pytest.approx(taken.activations, rel=0.2), name
+        assert 0.8 * taken.peak < predicted.peak < 1.4 * taken.peak, name
 
 
 def counted(sized: BuiltWorkload) -> dict[str, fit.Taken]:

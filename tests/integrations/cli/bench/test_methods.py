@@ -79,10 +79,8 @@ def test_others_hold_less_and_are_near(method: str, tmp_path: Path) -> None:
     assert not traits(method).exact
 
 
-def test_a_compiled_model_has_the_same_gradients_and_saves_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inductor, "fallback_random", True)  # the same dropouts
+@inductor.patch(fallback_random=True)  # the same dropouts
+def test_a_compiled_model_has_the_same_gradients_and_saves_less(tmp_path: Path) -> None:
     plain, expected = run("plain", tmp_path)
     measured, found = run("plain", tmp_path, compiled=True)
     assert 0 < measured.held_bytes < plain.held_bytes
