@@ -17,7 +17,8 @@ PRELOAD = "LD_PRELOAD"
 AUTO, GLIBC = "auto", "glibc"
 
 PURGE_DELAY = "MIMALLOC_PURGE_DELAY"
-"""Of mimalloc: the milliseconds until it gives freed memory back. Its own default, a second, is the time of a step."""
+"""Of mimalloc: the milliseconds until it gives freed memory back. Its own default, a second, is the time of a step; with 1
+instead of 20 the peak is the same, and a step takes a tenth longer."""
 
 LIBRARIES: dict[str, Callable[[], str | None]] = {
     "tcmalloc": installed_tcmalloc,
@@ -61,7 +62,7 @@ def preloading(library: str | None) -> dict[str, str]:
 
 def options_of(library: str) -> dict[str, str]:
     """Returns the variables with which the allocator of a library gives memory back soon."""
-    return {PURGE_DELAY: "1"} if "mimalloc" in Path(library).name else {}
+    return {PURGE_DELAY: "20"} if "mimalloc" in Path(library).name else {}
 
 
 def is_preloaded() -> bool:

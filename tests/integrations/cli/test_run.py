@@ -82,7 +82,7 @@ def test_an_allocator_by_name_and_by_path(started: Started, monkeypatch: pytest.
     assert [environment.get("LD_PRELOAD") for _, environment in started] == ["libjemalloc.so.2", str(library), None]
 
 
-@pytest.mark.parametrize(("set_before", "expected"), [(None, "1"), ("50", "50")])
+@pytest.mark.parametrize(("set_before", "expected"), [(None, "20"), ("50", "50")])
 def test_mimalloc_gives_memory_back_soon_unless_the_user_says_when(
     started: Started, monkeypatch: pytest.MonkeyPatch, set_before: str | None, expected: str
 ) -> None:
