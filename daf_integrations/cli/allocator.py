@@ -17,8 +17,8 @@ PRELOAD = "LD_PRELOAD"
 AUTO, GLIBC = "auto", "glibc"
 
 PURGE_DELAY = "MIMALLOC_PURGE_DELAY"
-"""Of mimalloc: the milliseconds until it gives freed memory back. Its own default, a second, is the time of a step; with 1
-instead of 20 the peak is the same, and a step takes a tenth longer."""
+"""Of mimalloc: the milliseconds until it gives freed memory back. Its own default, a second, is the time of a step.
+With 1 instead of 20 the peak is the same, and a step takes a tenth longer."""
 
 LIBRARIES: dict[str, Callable[[], str | None]] = {
     "tcmalloc": installed_tcmalloc,
