@@ -100,7 +100,7 @@ def test_counts_are_those_of_models_with_values(llama: str, rank: int | None) ->
         if "DAF" not in name:
             assert predicted.peak == pytest.approx(taken.peak, rel=0.001), name
             continue
-        # Of a model as small as this one, the forms that values allow count. The meter misses tensors with values in one
+        # Of a model as small as this one, the forms that values allow count. Pages are missing with values in one
         # process of ten, so that what is predicted is held to be enough, and not to be exact.
         assert predicted.activations is not None
         assert taken.activations is not None
