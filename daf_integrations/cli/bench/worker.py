@@ -24,7 +24,7 @@ from daf_core.errors import DAFError
 from daf_core.memory.system.release import release_free_memory
 from daf_core.plan.run.retry import is_out_of_memory
 from daf_core.timing import synchronized_time
-from daf_integrations.cli.bench.methods import Method, StoredBytes, traits
+from daf_integrations.cli.bench.methods import Method, StoredBytes, Traits, traits
 from daf_integrations.cli.bench.process_memory import GpuMemory, peak_bytes, reset_peak, resident_bytes
 from daf_integrations.cli.doctor import loaded_allocator
 from daf_integrations.cli.workload import SEED, BuiltWorkload, Workload, build
@@ -163,14 +163,11 @@ def measure(task: Task) -> Measurement:
             held.append(step.stored().held_bytes)
     peak_rss = peak_bytes() - level
     peak = gpu.peak_bytes() if gpu else peak_rss
-    restored = partial(_restore, trained, weights)
-    computed_by = partial(_with_dropout, sized, step, restored) if task.gradients and not how.splits else dict
     stored = step.stored()
     if how.alternates:
         stored = replace(stored, held_bytes=round(statistics.fmean(held)))
     if task.gradients:
-        undropped = how.splits or (task.undropped and how.can_be_reference)
-        torch.save({**computed_by(), **(_without_dropout(sized, step, restored) if undropped else {})}, task.gradients)
+        _save_gradients(sized, step, task, how, partial(_restore, trained, weights))
     method.close()
     return Measurement(
         **asdict(stored),
@@ -251,17 +248,22 @@ def _restore(trained: list[nn.Parameter], weights: list[Tensor]) -> None:
             parameter.copy_(weight)
 
 
-def _with_dropout(sized: BuiltWorkload, step: TrainingStep, restored: Callable[[], None]) -> dict[str, Any]:
-    """Returns what a step computes."""
-    restored()
-    return {DROPOUT: computed(sized.model, step.run(SEED))}
+def _save_gradients(
+    sized: BuiltWorkload, step: TrainingStep, task: Task, how: Traits, restore: Callable[[], None]
+) -> None:
+    """Saves what a step computes with dropout, or without it where a batch is split, or both.
 
-
-def _without_dropout(sized: BuiltWorkload, step: TrainingStep, restored: Callable[[], None]) -> dict[str, Any]:
-    """Returns what a step computes without dropout, of which parts of a batch draw other numbers than the whole."""
-    restored()
-    switch_dropout_off(sized.model)
-    return {NO_DROPOUT: computed(sized.model, step.run(SEED))}
+    Parts of a batch draw other numbers than the whole.
+    """
+    found: dict[str, Any] = {}
+    if not how.splits:
+        restore()
+        found[DROPOUT] = computed(sized.model, step.run(SEED))
+    if how.splits or (task.undropped and how.can_be_reference):
+        restore()
+        switch_dropout_off(sized.model)
+        found[NO_DROPOUT] = computed(sized.model, step.run(SEED))
+    torch.save(found, task.gradients)
 
 
 if __name__ == "__main__":
