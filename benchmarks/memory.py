@@ -24,6 +24,7 @@ from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_integrations.cli.bench.tables import Grid
 from daf_kernels import PRECISIONS, PlaneLayout, plane_layout, planes_for
 from daf_kernels.layout import BLOCK, HEADER_BYTES
+from tests.core.books import check_pager
 
 CPU = torch.device("cpu")
 DEFAULT_DATA = Path("../shared/data/glue")
@@ -73,7 +74,7 @@ class Growth:
 
 
 def stress(actions: int, seed: int = 0) -> Stress:
-    """Leases and releases activations of random sizes and precisions.
+    """Leases and releases activations of random sizes and precisions, and checks the books after every action.
 
     Nothing is encoded: this is about pages. Activations have 4 kB to 64 MB of float32, evenly over the logarithm.
     """
@@ -95,6 +96,7 @@ def stress(actions: int, seed: int = 0) -> Stress:
             except ActivationBudgetError:
                 refused += 1
                 refused_with_room += least <= STRESS_BUDGET
+        check_pager(pager)
         large = [(lease, layout) for lease, layout in live if layout.elements > COUNTED]
         if len(large) >= SEVERAL:
             payloads.append(_payload(large))
