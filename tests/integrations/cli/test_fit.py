@@ -93,19 +93,14 @@ def test_counts_are_those_of_models_with_values(llama: str, rank: int | None) ->
         sized = sized_on("meta", llama, rank)
         assert all(each.is_meta for each in (*sized.model.parameters(), *sized.model.buffers()))
         standing, counts = standing_of(sized.model, device), counted(sized)
-    real = sized_on("cpu", llama, rank)
-    assert standing == standing_of(real.model, device)
-    for name, taken in counted(real).items():
+    # Not of the model that is counted: the optimizer's step takes gradients that are not initialized.
+    assert standing == standing_of(sized_on("cpu", llama, rank).model, device)
+    for name, taken in counted(sized_on("cpu", llama, rank)).items():
         predicted = counts[name]
-        if "DAF" not in name:
-            assert predicted.peak == pytest.approx(taken.peak, rel=0.001), name
-            continue
-        # Of a model as small as this one, the forms that values allow count. Pages are missing with values in one
-        # process of ten, so that what is predicted is held to be enough, and not to be exact.
-        assert predicted.activations is not None
-        assert taken.activations is not None
-        assert predicted.activations > 0.8 * taken.activations, name
-        assert predicted.peak > 0.8 * taken.peak, name
+        # Of a model as small as this one, the forms that values allow count.
+        near = 0.2 if "DAF" in name else 0.001
+        assert predicted.activations == pytest.approx(taken.activations, rel=near), name
+        assert predicted.peak == pytest.approx(taken.peak, rel=near), name
 
 
 def counted(sized: BuiltWorkload) -> dict[str, fit.Taken]:
