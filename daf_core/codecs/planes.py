@@ -16,7 +16,7 @@ from daf_core.codecs.deferred_check import PendingCheck
 from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
-from daf_core.memory.lease import Lease
+from daf_core.memory.lease import Lease, LeaseKind
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Reading
 from daf_kernels import Backend, DeviceFlag, PlaneLayout, plane_layout, planes_for
@@ -128,11 +128,24 @@ class PlanesActivation(PagedActivation):
     def sizes(cls, ctx: EncodeContext) -> list[int]:
         """Returns the bytes of the values at each of `LEVELS`, and as they are, which is the most."""
         values = ctx.values
-        return _sizes(values.numel(), cls.groups_of(ctx).row, values.element_size(), ctx.pager.pool.page_bytes)
+        return cls.sizes_of(values.numel(), cls.groups_of(ctx).row, values.element_size(), ctx.pager.pool.page_bytes)
 
-    def sizes_as(self, tensor: Tensor) -> list[int]:
-        """Returns `sizes` of a tensor of the same size."""
-        return _sizes(self.layout.elements, self.groups.row, tensor.element_size(), self.pager.pool.page_bytes)
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def sizes_of(elements: int, row: int, element_size: int, page_bytes: int) -> list[int]:
+        """Returns `sizes` of so many elements, of which so many make a row."""
+        layout = plane_layout(elements, row, page_bytes)
+        raw = elements * element_size
+        return [*(min(layout.pages(planes) * page_bytes, raw) for planes in range(len(LEVELS))), raw]
+
+    @staticmethod
+    def pages_of(elements: int, row: int, element_size: int, planes: int, pager: Pager) -> LeaseKind | None:
+        """Returns the kind of leases that so many planes take without a budget; None where they would save nothing."""
+        page_bytes = pager.pool.page_bytes
+        layout, header_pages, pages = _pages(elements, row, page_bytes, LEVELS[planes])
+        if layout.pages(planes) * page_bytes >= elements * element_size:
+            return None
+        return pager.kind(header_pages, pages, _typical_importances(elements, pages, page_bytes))
 
     @classmethod
     def write(cls, ctx: EncodeContext) -> Self | None:
@@ -197,13 +210,6 @@ def _pages(elements: int, row: int, page_bytes: int, precision: int) -> tuple[Pl
 def _typical_importances(elements: int, pages: tuple[int, ...], page_bytes: int) -> tuple[float, ...]:
     """Returns the importances of planes that nothing else is known of."""
     return tuple(plane_importances(rounding_errors(TYPICAL_RANGE, elements), [page_bytes * count for count in pages]))
-
-
-@lru_cache(maxsize=4096)
-def _sizes(elements: int, row: int, element_size: int, page_bytes: int) -> list[int]:
-    layout = plane_layout(elements, row, page_bytes)
-    raw = elements * element_size
-    return [*(min(layout.pages(planes) * page_bytes, raw) for planes in range(len(LEVELS))), raw]
 
 
 def spreads_differ(values: Tensor, row: int) -> bool:

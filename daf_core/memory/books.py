@@ -113,7 +113,12 @@ class PagerBooks:
                     self.held_bytes -= item.size
                     self._outside_bytes -= item.size
                     item.size = 0
-                elif (kind := item.kind) is not None and item.size == kind.size and item.serial in unsorted:
+                elif (
+                    (kind := item.kind) is not None
+                    and not kind.retired
+                    and item.size == kind.size
+                    and item.serial in unsorted
+                ):
                     del unsorted[item.serial]
                     index.resident_pages -= kind.size
                     index.droppable_pages -= kind.size - item.least

@@ -31,6 +31,8 @@ class IdleLeases:
         if found is None:
             if len(self._kinds) >= MOST_KINDS:
                 self.reclaim()
+                for known in self._kinds.values():
+                    known.retired = True
                 self._kinds.clear()
             found = self._kinds[key] = LeaseKind(fixed, planes, importances, self._pool.page_bytes)
         return found
@@ -52,7 +54,7 @@ class IdleLeases:
     def accept(self, lease: Lease) -> bool:
         """Takes a lease that was given back, if it has a kind and all pages of it."""
         kind = lease.kind
-        if kind is None or lease.size != kind.size or lease.slots is not None or not lease.resident:
+        if kind is None or kind.retired or lease.size != kind.size or lease.slots is not None or not lease.resident:
             return False
         # Nothing is called in these lines, see above.
         lease.reference = None

@@ -91,15 +91,17 @@ class LeaseKind:
         size: Pages of one of them.
         bytes: Their bytes.
         free: Those that were given back, with their pages: the activation of the next step takes one as it is.
+        retired: Whether it is not remembered any more, so that none of them keeps its pages.
     """
 
-    __slots__ = ("bytes", "fixed", "free", "importances", "planes", "size")
+    __slots__ = ("bytes", "fixed", "free", "importances", "planes", "retired", "size")
 
     def __init__(self, fixed: int, planes: Sequence[int], importances: Sequence[float], page_bytes: int) -> None:
         self.fixed, self.planes, self.importances = fixed, tuple(planes), tuple(importances)
         self.size = fixed + sum(planes)
         self.bytes = self.size * page_bytes
         self.free: list[Lease] = []
+        self.retired = False
 
 
 def plan_drops(planes: Sequence[int], importances: Sequence[float], least: int) -> list[Drop]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from daf_core.autograd.torch_private import number_of
@@ -25,7 +26,7 @@ from daf_core.memory.pager import Pager
 from daf_core.saved_tensors.dedup import MetStorage, StorageTable
 from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.telemetry import StepRecorder
-from daf_kernels import Backend, DirectBackend, DirectCodec, PlaneLayout
+from daf_kernels import Backend, DirectBackend, DirectCodec, PlaneLayout, mask_pages, plane_layout
 from daf_kernels.layout import shares_groups
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Direct:
     codec: DirectCodec | None = None  # encodes its elements; None where nobody looks at them
     kind: LeaseKind | None = None  # its pages; None where it stays as it is
     backend: Backend | None = None  # decodes it where that takes more than the codec
+    planes: int = 0  # planes that are stored of its codes; 0 for a mask
     layout: PlaneLayout | None = None  # where its codes lie; None for a mask
     groups: Grouping | None = None  # its scaling groups; None for a mask
     sizes: Sequence[int] = ()  # bytes of it at each precision, and as it is; nothing for a mask
@@ -67,35 +69,45 @@ class Direct:
         cls,
         decision: Decision,
         look: Look,
-        tensor: Tensor,
-        stored: StoredActivation,
+        dtype: torch.dtype,
+        planes: int,
         backend: Backend | None,
         token: object,
         pager: Pager,
         derive: Derive | None,
     ) -> Direct | None:
-        """Returns what the next tensor is stored with that is stored as this one; None where that takes more."""
-        geometry = decision.geometry
+        """Returns what the next tensor of a decision is stored with; None where that takes more.
+
+        `planes` are the planes of its codes, if it has any, as long as `token` is that of the precisions.
+        """
+        geometry, kind, groups = decision.geometry, decision.kind, decision.groups
         if look.form is TensorKind.RAW:
             return cls(pager, token)
-        if isinstance(stored, ProductActivation | NormalizedActivation | SumActivation):
+        if issubclass(kind, ProductActivation | NormalizedActivation | SumActivation):
             return cls(pager, token, derive=derive)
         if not isinstance(backend, DirectBackend) or geometry.compact_strides != (1,):
             return None
         elements, page_bytes = geometry.compact_shape[0], pager.pool.page_bytes
-        if isinstance(stored, RawActivation | BitmaskActivation):
-            codec = backend.direct_mask(elements, tensor.dtype, page_bytes)
-            kind = stored.lease.kind if isinstance(stored, BitmaskActivation) else None
-            return None if codec is None else cls(pager, token, codec, kind, backend, derive=derive)
-        if not isinstance(stored, PlanesActivation) or token is None or stored.lease.kind is None:
+        if kind is RawActivation or kind is BitmaskActivation:
+            codec = backend.direct_mask(elements, dtype, page_bytes)
+            pages = pager.kind(mask_pages(elements, page_bytes)) if kind is BitmaskActivation else None
+            return None if codec is None else cls(pager, token, codec, pages, backend, derive=derive)
+        if kind is not PlanesActivation or token is None or groups is None or groups.shape is not None:
             return None
-        layout, groups = stored.layout, stored.groups
-        if groups.shape is not None or layout.elements != elements:
+        pages = PlanesActivation.pages_of(elements, groups.row, dtype.itemsize, planes, pager)
+        if pages is None:
             return None
+        layout = plane_layout(elements, groups.row, page_bytes)
         row = groups.row if look.reads_rows and shares_groups(groups.row) and not elements % groups.row else 0
-        kind, sizes = stored.lease.kind, stored.sizes_as(tensor)
-        codec = backend.direct_planes(layout, stored.lease.planes, tensor.dtype, row)
-        return None if codec is None else cls(pager, token, codec, kind, backend, layout, groups, sizes, derive)
+        codec = backend.direct_planes(layout, planes, dtype, row)
+        sizes = PlanesActivation.sizes_of(elements, groups.row, dtype.itemsize, page_bytes)
+        return (
+            None if codec is None else cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, derive)
+        )
+
+    def for_shape(self, decision: Decision, look: Look, dtype: torch.dtype) -> Direct | None:
+        """Returns what a tensor of another shape is stored with, for which the same was decided."""
+        return Direct.of(decision, look, dtype, self.planes, self.backend, self.token, self.pager, self.derive)
 
     def store(self, shelf: Shelf, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
         """Stores a plain tensor of the decision; None where it or its values do not allow that.
@@ -105,6 +117,8 @@ class Direct:
         """
         pager, codec, kind, geometry, dtype = self.pager, self.codec, self.kind, decision.geometry, tensor.dtype
         if self.token is not shelf.token or not pager.at_ease or not tensor.is_cpu:
+            return None
+        if kind is not None and kind.retired:
             return None
         storage = tensor.untyped_storage()
         number, version, counts = number_of(storage), tensor._version, shelf.recorder.stored_as

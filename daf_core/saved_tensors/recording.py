@@ -83,6 +83,10 @@ class Decision:
     groups: Grouping | None = None  # its scaling groups, once they are known
     direct: Direct | None = None  # what the next one is stored with in one call; None where that takes more
 
+    def for_geometry(self, geometry: Geometry, device: torch.device) -> Decision:
+        """Returns the same decision for tensors that lie otherwise."""
+        return Decision(self.kind, self.shared, geometry, device, self.form, self.beside, self.follows)
+
 
 class Save:
     """A save after those above it.
@@ -162,15 +166,21 @@ class Save:
         decision = _decide(tensor, look, packed, shared) if always_raw or look.form is not TensorKind.RAW else None
         if decision is None:
             self.decisions.pop(tensor.shape, None)
-            return
+        else:
+            self.keep(tensor.shape, decision)
+
+    def keep(self, shape: torch.Size, decision: Decision) -> None:
+        """Keeps how a tensor of a shape is stored."""
         if len(self.decisions) >= SHAPES:
             self.decisions.clear()
-        self.decisions[tensor.shape] = decision
+        self.decisions[shape] = decision
 
 
 def _decide(tensor: Tensor, look: Look, packed: object, shared: bool) -> Decision | None:
     """Returns how a tensor was stored; None where that is looked at anew each time."""
     if type(tensor) is not Tensor or look.sighting.fresh or not isinstance(packed, Packed):
+        return None
+    if look.form is TensorKind.INTEGER:  # how many bits it takes depends on its values
         return None
     stored = packed.stored
     if isinstance(packed, Handle) and isinstance(stored, RawActivation):  # until its reader is known

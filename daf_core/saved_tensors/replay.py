@@ -19,6 +19,7 @@ from daf_core.autograd.torch_private import NO_TASK, graph_task, in_backward, sk
 from daf_core.codecs import RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.saved_tensor import TensorKind
+from daf_core.readers.attention import KERNELS
 from daf_core.saved_tensors.classify import LOW_PRECISION
 from daf_core.saved_tensors.recording import Decision, Look, Recordings, Save
 
@@ -62,6 +63,7 @@ class Replay:
         self._replays = False
         self._taken: list[Save] = []
         self._elements: list[int] = []
+        self._largest: dict[int, int] = {}  # elements of the largest of them, by the call that saved it
 
     def begin(self, treatments: Treatments | None) -> None:
         """Begins a pass with these treatments; None neither replays nor records it."""
@@ -84,6 +86,7 @@ class Replay:
         self._at = None
         self._taken.clear()
         self._elements.clear()
+        self._largest.clear()
         self._follower.end()
 
     def pack(self, tensor: Tensor) -> Packed:
@@ -113,15 +116,20 @@ class Replay:
                 and save.is_at(frame)
             ):
                 decision, packed = save.decisions.get(shape), None
+                if decision is None:
+                    if save.small is not (tensor.numel() < self._packer.eligibility.least_elements):
+                        continue
+                    decision = self._decide_alike(save, tensor)
                 if decision is not None:
                     packed = self._as_decided(decision, save, tensor)
-                elif save.small is not (tensor.numel() < self._packer.eligibility.least_elements):
-                    continue
                 if packed is None and (packed := self._look_again(save, tensor, frame)) is None:
                     break
                 self._at = save
                 self._taken.append(save)
-                self._elements.append(tensor.numel())
+                elements = tensor.numel()
+                self._elements.append(elements)
+                if elements > self._largest.get(save.call, 0):
+                    self._largest[save.call] = elements
                 self._packer.recorder.pack_seconds += time.perf_counter() - started
                 return packed
         return self._leave(at, tensor, frame)
@@ -131,6 +139,21 @@ class Replay:
         if at is None:
             return self._packer.pack_at(tensor, frame)
         return RawActivation(tensor, None) if in_backward() else self._record(at, tensor, frame)
+
+    def _decide_alike(self, save: Save, tensor: Tensor) -> Decision | None:
+        """Decides for a shape that is new at a save what was decided for others; None where its form is another."""
+        look, latest = save.look, next(reversed(save.decisions.values()), None)
+        assert look is not None
+        assert self._store is not None
+        # What a fresh sighting says of its reader, it says of that tensor alone. What a fused attention saves of its
+        # result depends on whether its query and key are large enough for codes.
+        if latest is None or look.sighting.fresh or look.site.op in KERNELS:
+            return None
+        if self._form(save, tensor) is not look.form:
+            return None
+        decision = self._store.decide_alike(latest, look, tensor)
+        save.keep(tensor.shape, decision)
+        return decision
 
     def _as_decided(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:
         """Stores a tensor as the last one was stored; None where that is not what the full way would do."""
@@ -182,9 +205,7 @@ class Replay:
 
     def _form(self, save: Save, tensor: Tensor) -> TensorKind:
         """Returns the form that a tensor may take, as the full way finds it."""
-        pairs = zip(self._taken, self._elements, strict=True)
-        largest = max((elements for taken, elements in pairs if taken.call == save.call), default=0)
-        form = self._packer.eligibility.form(tensor, largest)
+        form = self._packer.eligibility.form(tensor, self._largest.get(save.call, 0))
         return TensorKind.RAW if save.kept and form is not TensorKind.PARAMETER else form
 
     def _leave(self, at: Save, tensor: Tensor, frame: FrameType) -> Packed:

@@ -162,6 +162,16 @@ class ActivationStore:
             return None
         return self._packed_as(decision, look, tensor, met, stored)
 
+    def decide_alike(self, latest: Decision, look: Look, tensor: Tensor) -> Decision:
+        """Returns for a new shape, of the same form, what was decided for another one."""
+        geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
+        decision = latest.for_geometry(geometry, tensor.device)
+        if latest.kind is PlanesActivation:
+            decision.groups = self._grouping(look.takes, look.reading, geometry, look.site.op)
+        if latest.direct is not None:
+            decision.direct = latest.direct.for_shape(decision, look, tensor.dtype)
+        return decision
+
     def _derive_as(
         self, derivation: Derivation, scopes: ModuleScopes, look: Look, tensor: Tensor
     ) -> StoredActivation | None:
@@ -177,7 +187,8 @@ class ActivationStore:
         ):
             return None
         backend, pager = self._backends.get(device), self._pagers.on(device)
-        return Direct.of(decision, look, tensor, stored, backend, self._lossy.token, pager, derive)
+        planes = stored.lease.planes if type(stored) is PlanesActivation else 0
+        return Direct.of(decision, look, tensor.dtype, planes, backend, self._lossy.token, pager, derive)
 
     def _packed_as(
         self, decision: Decision, look: Look, tensor: Tensor, met: MetStorage, stored: StoredActivation
@@ -213,9 +224,11 @@ class ActivationStore:
             assert groups is not None
         if look.reads_rows and shares_groups(groups.row) and spreads_differ(values, groups.row):
             return None
-        return self._lossy.store(
-            PlanesActivation, look, EncodeContext(values, pager, backend, groups, lossy=self._lossy)
-        )
+        ctx = EncodeContext(values, pager, backend, groups, lossy=self._lossy)
+        stored = self._lossy.store(PlanesActivation, look, ctx)
+        if stored is None:
+            self._lossy.withdraw(look.site, None)  # the full way counts it once more
+        return stored
 
     def _meet(self, tensor: Tensor) -> MetStorage:
         """Returns what is known of the storage of a tensor; one that is new in this pass is counted."""

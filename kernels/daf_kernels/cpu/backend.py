@@ -141,16 +141,11 @@ class CpuBackend:
         """See `DirectBackend.direct_planes`."""
         if layout.elements > SPLIT or (row and (dtype is not torch.float32 or layout.elements % row)):
             return None
-        kernels = _encoder(layout, planes, dtype, None), _decoder(layout, planes, dtype)
-        pages = layout.pages(planes)
-        return _direct(kernels, layout.elements, dtype, layout.page_bytes, pages, row)
+        return _direct_planes(layout, planes, dtype, row)
 
     def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectCodec | None:
         """See `DirectBackend.direct_mask`."""
-        if elements > SPLIT or dtype.itemsize == 8:
-            return None
-        kernels = [_of_values(job, dtype.itemsize, (0, 0)) for job in (cpu_jobs.encode_mask, cpu_jobs.decode_mask)]
-        return _direct(kernels, elements, dtype, page_bytes, mask_pages(elements, page_bytes), None)
+        return None if elements > SPLIT or dtype.itemsize == 8 else _direct_mask(elements, dtype, page_bytes)
 
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_slopes`."""
@@ -261,6 +256,18 @@ class CpuBackend:
         cpu_masks.copy_strided(
             values.data_ptr(), shape, strides, values.element_size(), first, stop, buffer.data_ptr(), into_dense
         )
+
+
+@lru_cache(maxsize=1024)
+def _direct_planes(layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int) -> DirectCodec:
+    kernels = _encoder(layout, planes, dtype, None), _decoder(layout, planes, dtype)
+    return _direct(kernels, layout.elements, dtype, layout.page_bytes, layout.pages(planes), row)
+
+
+@lru_cache(maxsize=1024)
+def _direct_mask(elements: int, dtype: torch.dtype, page_bytes: int) -> DirectCodec:
+    kernels = [_of_values(job, dtype.itemsize, (0, 0)) for job in (cpu_jobs.encode_mask, cpu_jobs.decode_mask)]
+    return _direct(kernels, elements, dtype, page_bytes, mask_pages(elements, page_bytes), None)
 
 
 def _direct(

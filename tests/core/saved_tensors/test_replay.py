@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine
+from daf_core.memory import idle_leases
 from daf_core.saved_tensors import recording
 from daf_core.saved_tensors.replay import Replay
 from tests.core.books import check_pager
@@ -181,7 +182,7 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     names=st.lists(st.sampled_from(sorted(OPERATORS)), min_size=1, max_size=4),
-    rows=st.lists(st.sampled_from([64, 68, 128]), min_size=1, max_size=3),
+    rows=st.lists(st.sampled_from([4, 16, 64, 68, 72, 128]), min_size=1, max_size=STEPS),
     config=st.sampled_from([*CONFIGS.values()]),
 )
 def test_random_programs(names: list[str], rows: list[int], config: dict[str, Any]) -> None:
@@ -191,6 +192,71 @@ def test_random_programs(names: list[str], rows: list[int], config: dict[str, An
         return model(normal(rows[step % len(rows)], 64, seed=step).requires_grad_()).square().mean()
 
     compare(lambda: Program(tuple(names)), loss_of, **config)
+
+
+SIZES = (32, 48, 20, 64, 8, 40)
+OF_ANY_SIZE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "attention": (
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True), nn.GELU()),
+        lambda size: normal(4, size, 64, seed=size),
+    ),
+    "images": (
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Tanh()),
+        lambda size: normal(4, 3, size, size, seed=size),
+    ),
+    "widths": (
+        lambda: nn.Sequential(
+            Scale(), Function(lambda x: (x.softmax(-1) * x.tanh()).matmul(x.t().sigmoid()).log_softmax(-1))
+        ),
+        lambda size: normal(64, size, seed=size),
+    ),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("name", OF_ANY_SIZE)
+def test_sizes_that_were_never_met(name: str, config: dict[str, Any]) -> None:
+    """Each step has another length or width, which changes scaling groups, what is worth a code, and what is small."""
+    make, batch = OF_ANY_SIZE[name]
+    compare(make, lambda model, step: model(batch(SIZES[step])).square().mean(), **config)
+
+
+def test_values_that_are_no_longer_finite_count_once() -> None:
+    """They stay as they are, and the full way, which finds that, is the only one that counts them."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x = normal(512, 64, seed=step)
+        x[3, 5] = torch.inf if step > 3 else 1.0
+        return model(x.t().contiguous().t()).clamp(max=9.0).sum()
+
+    compare(Scale, loss_of, precision=4)
+
+
+def test_indices_take_the_bits_of_their_values() -> None:
+    """What was too large for fewer bits may fit in them in the next step."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        places = torch.arange(1 << 14, dtype=torch.int32) * (8 if step < 4 else 1)
+        return model(normal(1 << 17, 2, seed=step)).index_select(0, places).sum()
+
+    compare(Scale, loss_of, precision=4)
+
+
+def test_a_length_that_is_new_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was decided for other lengths is decided for it."""
+    model, engine = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64)))
+    looks: list[Tensor] = []
+    look_again = Replay._look_again
+
+    def counting(self: Replay, save: recording.Save, tensor: Tensor, frame: Any) -> Any:
+        looks.append(tensor)
+        return look_again(self, save, tensor, frame)
+
+    monkeypatch.setattr(Replay, "_look_again", counting)
+    for number in range(STEPS):
+        looks.clear()
+        take_step(engine, model, lambda model, number: model(normal(64 + number, 64)).sum(), number)
+    assert not looks
 
 
 def _branches() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
@@ -458,3 +524,15 @@ def test_idle_pages_go_back_when_a_peak_does_not_return() -> None:
     for rows in (128, *(100_000,) * 4, *(128,) * 40):
         step(rows)
     assert engine.reserved_bytes < 2 << 20
+
+
+def test_idle_pages_go_back_when_their_kind_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of more lengths than are remembered keep no pages that nobody can take any more."""
+    monkeypatch.setattr(idle_leases, "MOST_KINDS", 4)
+    model, engine = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()))
+    for number in range(60):
+        take_step(engine, model, lambda model, step: model(normal(64 * (1 + step % 20), 64)).sum(), number)
+    assert_empty(engine)
+    pager = pager_of(engine)
+    pager.shrink()
+    assert pager.pool.used_pages == 0
