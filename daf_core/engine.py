@@ -384,9 +384,9 @@ class ActivationEngine:
         self._replays.own.end()
         self._packer.end_pass()
         census = self._store.census
-        if complete and census.sizes:
+        if complete and (sizes := census.sizes):
             self._passes.last = self._passes.last.updated(census)
-            self._policy.follow(census.sizes, self._room())
+            self._policy.follow(sizes, self._room())
 
     def _room(self) -> int | None:
         """Returns the bytes that the budget leaves to lossy activations; None where nothing limits them."""

@@ -29,16 +29,13 @@ class _Counted(NamedTuple):
 
 
 class SiteStatistics:
-    """Counts lossy activations by site, without keeping them alive; `sizes` are the bytes of each site."""
+    """Counts lossy activations by site, without keeping them alive."""
 
     def __init__(self) -> None:
-        self.sizes: dict[Site, list[int]] = {}
         self._stored: list[_Counted] = []
 
     def add(self, site: Site, sizes: Sequence[int], stored: PlanesActivation | None = None) -> None:
         """Counts an activation; None stays as it is."""
-        known = self.sizes.get(site)
-        self.sizes[site] = list(sizes) if known is None else [a + b for a, b in zip(known, sizes, strict=True)]
         codes = (None, None) if stored is None else (stored.precision, weakref.ref(stored))
         self._stored.append(_Counted(site, sizes, *codes))
 
@@ -48,11 +45,16 @@ class SiteStatistics:
             counted = self._stored[place]
             if counted.site == site and (counted.stored is None or counted.stored() is None):
                 del self._stored[place]
-                left = [a - b for a, b in zip(self.sizes[site], counted.sizes, strict=True)]
-                self.sizes[site] = left
-                if not any(left):
-                    del self.sizes[site]
                 return
+
+    @property
+    def sizes(self) -> dict[Site, list[int]]:
+        """Bytes of each site."""
+        found: dict[Site, list[int]] = {}
+        for site, sizes, _, _ in self._stored:
+            known = found.get(site)
+            found[site] = list(sizes) if known is None else [a + b for a, b in zip(known, sizes, strict=True)]
+        return found
 
     def precisions(self) -> dict[Site, int | None]:
         """Returns the bits that each site has now, the fewest where it occurs several times; None is exact.
