@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,14 +31,6 @@ pytestmark = [
 
 BACKENDS = ["eager", "aot_eager", "aot_eager_decomp_partition"]
 X = normal(128, 64)
-
-
-@pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
-    """Forgets what other tests have compiled."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,14 +15,6 @@ BACKEND = "aot_eager_decomp_partition"
 """Makes no machine code, and cuts backward formulas into the operators that Inductor gets."""
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")]
-
-
-@pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
-    """Forgets what other tests have compiled."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Layer(nn.Module):
