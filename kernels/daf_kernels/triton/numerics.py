@@ -119,7 +119,7 @@ def moments(minimum, spread, count, total, squares):
     """
     total -= count.to(tl.uint32) * BIAS
     squares -= total * TWICE_BIAS  # (s + BIAS)**2 = s**2 + 2 s BIAS modulo 2**32
-    scale = MOMENT_STEPS * count.to(tl.float32)
+    scale = count.to(tl.float32) * MOMENT_STEPS
     root = tl.sqrt_rn(_square_spread(count, total, squares).to(tl.float32))
     mean = minimum + spread * tl.div_rn(total.to(tl.float32), scale)
     return mean, spread * tl.div_rn(root, scale)
@@ -129,11 +129,11 @@ def moments(minimum, spread, count, total, squares):
 def clip(minimum, spread, mean, deviation, inverse, levels: tl.constexpr):
     """The lowest code's value and the inverse step, of groups whose tails are better clipped those that clip them."""
     low = mean - minimum
-    tail = TAIL * deviation
-    normal = (deviation > 0.0) & (spread < CLIPPED_SPREAD * deviation) & (low > tail) & (spread - low > tail)
+    tail = deviation * TAIL
+    normal = (deviation > 0.0) & (spread < deviation * CLIPPED_SPREAD) & (low > tail) & (spread - low > tail)
     normal = normal & (inverse > 0.0)
-    clipped = tl.div_rn(tl.full(deviation.shape, levels, tl.float32), CLIPPED_WIDTH * deviation)
-    return tl.where(normal, mean - CLIPPED * deviation, minimum), tl.where(normal, clipped, inverse)
+    clipped = tl.div_rn(tl.full(deviation.shape, levels, tl.float32), deviation * CLIPPED_WIDTH)
+    return tl.where(normal, mean - deviation * CLIPPED, minimum), tl.where(normal, clipped, inverse)
 
 
 @triton.jit

@@ -255,15 +255,19 @@ class TestCheckpointing:
 
     @NEWER_CHECKPOINTS
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator, so memory can be pinned")
-    def test_offload_without_an_accelerator_fails_as_it_does_without_daf(self, make_trainer: MakeTrainer) -> None:
+    def test_offload_without_an_accelerator_ends_as_it_does_without_daf(self, make_trainer: MakeTrainer) -> None:
+        """Before torch 2.14 memory could not be pinned there."""
         messages = []
         for callbacks in ([], [DAFCallback()]):
             trainer = make_trainer(*callbacks, **OFFLOADED)
-            with pytest.raises(RuntimeError, match="pin_memory") as error:
+            try:
                 run(trainer)
-            messages.append(str(error.value))
+                messages.append("trained")
+            except RuntimeError as error:
+                messages.append(str(error))
             assert innermost_hooks() is None
         assert messages[0] == messages[1]
+        assert messages[0] == "trained" or "pin_memory" in messages[0]
 
 
 class OwnLoss(Trainer):
