@@ -55,6 +55,8 @@ class LeasesAtEase(PagerBooks):
                 self._collect()
             lease = free[-1] if free else idle.last(kind)
             if encode is not None and (answer := encode(origin, lease.addresses[0]))[0]:
+                if kind.retired:  # then nobody else finds its pages
+                    idle.empty(kind)
                 return answer
             reference, serial, size = OwnerReference(owner, released.note_death), self._serial, kind.size
             # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all of them.

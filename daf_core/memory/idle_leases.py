@@ -65,10 +65,14 @@ class IdleLeases:
     def reclaim(self) -> None:
         """Gives the pages of all idle leases back to the pool."""
         for kind in self._kinds.values() if self.pages else ():
-            while kind.free:
-                lease = kind.free[-1]
-                self._pool.give(lease.pages)
-                # Nothing is called in these lines, see above.
-                lease.pages = NOWHERE
-                del kind.free[-1]
-                self.pages -= kind.size
+            self.empty(kind)
+
+    def empty(self, kind: LeaseKind) -> None:
+        """Gives the pages of the idle leases of a kind back to the pool."""
+        while kind.free:
+            lease = kind.free[-1]
+            self._pool.give(lease.pages)
+            # Nothing is called in these lines, see above.
+            lease.pages = NOWHERE
+            del kind.free[-1]
+            self.pages -= kind.size

@@ -89,9 +89,10 @@ class Direct:
             return None
         elements, page_bytes = geometry.compact_shape[0], pager.pool.page_bytes
         if kind is RawActivation or kind is BitmaskActivation:
-            codec = backend.direct_mask(elements, dtype, page_bytes)
+            if (codec := backend.direct_mask(elements, dtype, page_bytes)) is None:
+                return None
             pages = pager.kind(mask_pages(elements, page_bytes)) if kind is BitmaskActivation else None
-            return None if codec is None else cls(pager, token, codec, pages, backend, derive=derive)
+            return cls(pager, token, codec, pages, backend, derive=derive)
         if kind is not PlanesActivation or token is None or groups is None or groups.shape is not None:
             return None
         pages = PlanesActivation.pages_of(elements, groups.row, dtype.itemsize, planes, pager)

@@ -83,9 +83,13 @@ class Decision:
     groups: Grouping | None = None  # its scaling groups, once they are known
     direct: Direct | None = None  # what the next one is stored with in one call; None where that takes more
 
-    def for_geometry(self, geometry: Geometry, device: torch.device) -> Decision:
-        """Returns the same decision for tensors that lie otherwise."""
-        return Decision(self.kind, self.shared, geometry, device, self.form, self.beside, self.follows)
+    @classmethod
+    def of(cls, tensor: Tensor, look: Look, kind: type[Any], shared: bool) -> Decision:
+        """Returns the decision that a tensor is stored as it says, of which nothing else is known yet."""
+        geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
+        beside = look.form is not TensorKind.RAW and (not tensor.requires_grad or tensor.output_nr > 0)
+        follows = kind is not BitmaskActivation and look.form is TensorKind.LOSSY and _may_be_derived(tensor)
+        return cls(kind, shared, geometry, tensor.device, look.form, beside, follows)
 
 
 class Save:
@@ -159,6 +163,8 @@ class Save:
 
     def learn(self, tensor: Tensor, look: Look, packed: object, shared: bool) -> None:
         """Keeps how a tensor was stored, if that can be replayed."""
+        if self.look is not None and self.look.reading != look.reading:  # then others take other bits, too
+            self.decisions.clear()
         self.look = look
         place, reading = look.sighting.place, look.reading
         self.softmax = (place, reading) if place and reading and reading.reader in SOFTMAXES else None
@@ -170,7 +176,8 @@ class Save:
             self.keep(tensor.shape, decision)
 
     def keep(self, shape: torch.Size, decision: Decision) -> None:
-        """Keeps how a tensor of a shape is stored."""
+        """Keeps how a tensor of a shape is stored; the latest stands last."""
+        self.decisions.pop(shape, None)
         if len(self.decisions) >= SHAPES:
             self.decisions.clear()
         self.decisions[shape] = decision
@@ -186,12 +193,7 @@ def _decide(tensor: Tensor, look: Look, packed: object, shared: bool) -> Decisio
     if isinstance(packed, Handle) and isinstance(stored, RawActivation):  # until its reader is known
         return None
     kind = type(stored)
-    if not shared and kind not in REPLAYED:
-        return None
-    geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-    beside = look.form is not TensorKind.RAW and (not tensor.requires_grad or tensor.output_nr > 0)
-    follows = kind is not BitmaskActivation and look.form is TensorKind.LOSSY and _may_be_derived(tensor)
-    return Decision(kind, shared, geometry, tensor.device, look.form, beside, follows)
+    return Decision.of(tensor, look, kind, shared) if shared or kind in REPLAYED else None
 
 
 def _no_module() -> None:

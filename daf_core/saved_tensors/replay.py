@@ -152,7 +152,8 @@ class Replay:
         if self._form(save, tensor) is not look.form:
             return None
         decision = self._store.decide_alike(latest, look, tensor)
-        save.keep(tensor.shape, decision)
+        if decision is not None:
+            save.keep(tensor.shape, decision)
         return decision
 
     def _as_decided(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:

@@ -162,13 +162,14 @@ class ActivationStore:
             return None
         return self._packed_as(decision, look, tensor, met, stored)
 
-    def decide_alike(self, latest: Decision, look: Look, tensor: Tensor) -> Decision:
-        """Returns for a new shape, of the same form, what was decided for another one."""
-        geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        decision = latest.for_geometry(geometry, tensor.device)
+    def decide_alike(self, latest: Decision, look: Look, tensor: Tensor) -> Decision | None:
+        """Returns for a new shape, of the same form, what was decided for another one; None where that says nothing."""
+        if latest.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact:  # codes may pay here
+            return None
+        decision = Decision.of(tensor, look, latest.kind, latest.shared)
         if latest.kind is PlanesActivation:
-            decision.groups = self._grouping(look.takes, look.reading, geometry, look.site.op)
-        if latest.direct is not None:
+            decision.groups = self._grouping(look.takes, look.reading, decision.geometry, look.site.op)
+        if latest.direct is not None and latest.direct.token is self.shelf.token and decision.follows is latest.follows:
             decision.direct = latest.direct.for_shape(decision, look, tensor.dtype)
         return decision
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from daf_core.codecs.planes import spreads_differ
 from daf_kernels import FixedPages, plane_layout
+from daf_kernels.cpu import backend as cpu_backend
 from daf_kernels.cpu.backend import CpuBackend
 from daf_kernels.cpu.direct import DECLINED
 from tests.core.harness import normal
@@ -89,3 +92,16 @@ def test_masks_come_back(dtype: torch.dtype) -> None:
     if dtype is not torch.bool:
         mask[-1] = 0.5
         assert codec.encode(mask.data_ptr(), addresses.ctypes.data)[0] != 0
+
+
+def test_a_codec_keeps_what_it_has_the_address_of() -> None:
+    """Caches forget layouts after so many others, and codecs that are still in use go on."""
+    codec = CpuBackend().direct_planes(plane_layout(8192, ROW, PAGE), 3, torch.float32, 0)
+    starts = weakref.ref(cpu_backend._tiling(plane_layout(8192, ROW, PAGE))[1].array)
+    for name in ("_tiling", "_encoder", "_decoder", "_direct_planes"):
+        getattr(cpu_backend, name).cache_clear()
+    gc.collect()
+    assert codec is not None
+    assert starts() is not None
+    del codec
+    assert starts() is None

@@ -85,7 +85,7 @@ class _Kernel:
         starts: Where the pages of planes start.
     """
 
-    __slots__ = ("address", "count", "job", "stride", "tile", "words")
+    __slots__ = ("address", "count", "job", "starts", "stride", "tile", "words")
 
     def __init__(
         self, job: Callable[..., None], kind: int, own: tuple[int, ...] = (), tile: int = TILE, scratch: int = BLOCK,
@@ -94,6 +94,7 @@ class _Kernel:
         self.job: int = cpu_jobs.compiled(job).address
         self.tile = tile
         self.stride = -(-scratch // 64) * 64
+        self.starts = starts  # whose address is among the words
         fixed = (0,) * WORDS
         self.words = np.array((*fixed, 0, kind, 0, starts.address, starts.size, *own), np.int64)
         self.address, self.count = self.words.ctypes.data, self.words.size
@@ -274,7 +275,7 @@ def _direct(
     kernels: Sequence[_Kernel], elements: int, dtype: torch.dtype, page_bytes: int, pages: int, row: int | None
 ) -> DirectCodec:
     jobs = [(kernel.job, kernel.words, kernel.stride) for kernel in kernels]
-    return DirectCodec(jobs, elements, dtype.itemsize, page_bytes, pages, row)
+    return DirectCodec(jobs, elements, dtype.itemsize, page_bytes, pages, row, kernels)
 
 
 @lru_cache(maxsize=1024)

@@ -111,9 +111,10 @@ class DirectCodec:
         page_bytes: Bytes of a page.
         pages: How many pages it takes.
         row: Elements in the rows of which the spreads are compared; None for a tensor of two values.
+        owner: Has what the words refer to by its address, and is kept as long as the codec.
     """
 
-    __slots__ = ("_count", "_decodes", "_encodes", "_scratch", "_size", "_words")
+    __slots__ = ("_count", "_decodes", "_encodes", "_owner", "_scratch", "_size", "_words")
 
     def __init__(
         self,
@@ -123,7 +124,9 @@ class DirectCodec:
         page_bytes: int,
         pages: int,
         row: int | None,
+        owner: object,
     ) -> None:
+        self._owner = owner
         self._words: list[npt.NDArray[np.int64]] = []
         for job, words, scratch in jobs:
             given = np.concatenate([np.array([job, words.size, size, pages, _MASK if row is None else row]), words])

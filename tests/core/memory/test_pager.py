@@ -16,6 +16,7 @@ from hypothesis.strategies import SearchStrategy
 from typing_extensions import override
 
 from daf_core import ActivationBudgetError
+from daf_core.memory import idle_leases
 from daf_core.memory.lease import Lease, plan_drops
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages import pool as pool_module
@@ -427,3 +428,22 @@ def test_pages_leave_room_for_what_is_set_aside() -> None:
         pass
     assert pager.held_bytes == 10 * PAGE_BYTES
     check_pager(pager)
+
+
+class Owner:
+    """Gets a lease."""
+
+    lease: Lease
+
+
+@pytest.mark.parametrize("answer", [0, -1], ids=["taken", "declined"])
+def test_a_kind_that_is_forgotten_meanwhile_keeps_no_pages(answer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may have the pager forget a kind just before a lease of it is taken."""
+    monkeypatch.setattr(idle_leases, "MOST_KINDS", 1)
+    pager, owner = make_pager(None), Owner()
+    kind = pager.kind(2)
+    pager.kind(3)
+    assert pager.take(kind, owner, lambda origin, pages: (answer, 0, 0))[0] == answer
+    del owner
+    assert pager.settle() == 0
+    assert pager.pool.used_pages == 0

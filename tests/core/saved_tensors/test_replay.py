@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine
 from daf_core.memory import idle_leases
+from daf_core.readers.table import Kind
 from daf_core.saved_tensors import recording
 from daf_core.saved_tensors.replay import Replay
 from tests.core.books import check_pager
@@ -230,6 +232,26 @@ def test_values_that_are_no_longer_finite_count_once() -> None:
         return model(x.t().contiguous().t()).clamp(max=9.0).sum()
 
     compare(Scale, loss_of, precision=4)
+
+
+def test_what_is_learned_of_one_length_holds_for_others() -> None:
+    """Query and key of an attention that has become sharp take more bits in batches of every length."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), OPERATORS["attention"]())
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        return model(normal((128, 256, 128, 256, 128, 256, 128, 256, 192)[step], 64, seed=step)).square().mean()
+
+    (model, engine), (twin, other) = seeded(make), seeded(make)
+    take_the_full_way(other)
+    for step in range(9):
+        if step == 6:
+            for readers in (engine._readers, other._readers):
+                for place, reading in [*readers._readings.items()]:
+                    if reading.kind is Kind.ATTENTION:
+                        readers._set(place, dataclasses.replace(reading, deviation=4.0))
+        assert_equal(take_step(engine, model, loss_of, step), take_step(other, twin, loss_of, step))
 
 
 def test_indices_take_the_bits_of_their_values() -> None:
