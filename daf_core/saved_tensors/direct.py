@@ -95,16 +95,16 @@ class Direct:
             return cls(pager, token, codec, pages, backend, derive=derive)
         if kind is not PlanesActivation or token is None or groups is None or groups.shape is not None:
             return None
-        pages = PlanesActivation.pages_of(elements, groups.row, dtype.itemsize, planes, pager)
-        if pages is None:
-            return None
         layout = plane_layout(elements, groups.row, page_bytes)
         row = groups.row if look.reads_rows and shares_groups(groups.row) and not elements % groups.row else 0
         codec = backend.direct_planes(layout, planes, dtype, row)
+        if (
+            codec is None
+            or (pages := PlanesActivation.pages_of(elements, groups.row, dtype.itemsize, planes, pager)) is None
+        ):
+            return None
         sizes = PlanesActivation.sizes_of(elements, groups.row, dtype.itemsize, page_bytes)
-        return (
-            None if codec is None else cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, derive)
-        )
+        return cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, derive)
 
     def for_shape(self, decision: Decision, look: Look, dtype: torch.dtype) -> Direct | None:
         """Returns what a tensor of another shape is stored with, for which the same was decided."""
