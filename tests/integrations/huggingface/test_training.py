@@ -267,7 +267,7 @@ class TestCheckpointing:
                 messages.append(str(error))
             assert innermost_hooks() is None
         assert messages[0] == messages[1]
-        assert messages[0] == "trained" or "pin_memory" in messages[0]
+        assert ("trained" if torch.__version__ >= "2.14" else "pin_memory") in messages[0]
 
 
 class OwnLoss(Trainer):

@@ -335,7 +335,8 @@ def test_an_error_leaves_no_hooks_and_a_session_that_can_end(
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in run.model.modules())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("make", [torch.jit.script, partial(torch.jit.trace, example_inputs=torch.ones(2, 4))])
 @pytest.mark.parametrize("inside", [False, True])
 def test_script_modules_are_refused(make: Any, inside: bool) -> None:
