@@ -98,10 +98,10 @@ class Direct:
         layout = plane_layout(elements, groups.row, page_bytes)
         row = groups.row if look.reads_rows and shares_groups(groups.row) and not elements % groups.row else 0
         codec = backend.direct_planes(layout, planes, dtype, row)
-        if (
-            codec is None
-            or (pages := PlanesActivation.pages_of(elements, groups.row, dtype.itemsize, planes, pager)) is None
-        ):
+        if codec is None:
+            return None
+        pages = PlanesActivation.pages_of(elements, groups.row, dtype.itemsize, planes, pager)
+        if pages is None:
             return None
         sizes = PlanesActivation.sizes_of(elements, groups.row, dtype.itemsize, page_bytes)
         return cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, derive)

@@ -62,7 +62,6 @@ class Replay:
         self._at: Save | None = None
         self._replays = False
         self._taken: list[Save] = []
-        self._elements: list[int] = []
         self._largest: dict[int, int] = {}  # elements of the largest of them, by the call that saved it
 
     def begin(self, treatments: Treatments | None) -> None:
@@ -85,7 +84,6 @@ class Replay:
         """Ends a pass; may be called again."""
         self._at = None
         self._taken.clear()
-        self._elements.clear()
         self._largest.clear()
         self._follower.end()
 
@@ -127,7 +125,6 @@ class Replay:
                 self._at = save
                 self._taken.append(save)
                 elements = tensor.numel()
-                self._elements.append(elements)
                 if elements > self._largest.get(save.call, 0):
                     self._largest[save.call] = elements
                 self._packer.recorder.pack_seconds += time.perf_counter() - started
@@ -217,9 +214,9 @@ class Replay:
         for call, (number, name) in zip(self._packer.scopes.calls, at.calls, strict=False):
             if call.name != name:
                 break
-            for save, elements in zip(self._taken, self._elements, strict=True):
+            for save in self._taken:
                 if save.call == number and save.look is not None:
-                    call.count(elements)
+                    call.count(self._largest[number])
                     if (place := save.look.sighting.place) is not None:
                         call.saved_at[place.codes, place.instructions] = place.save
         return self._record(at, tensor, frame)

@@ -129,6 +129,7 @@ def moments(minimum, spread, count, total, squares):
 def clip(minimum, spread, mean, deviation, inverse, levels: tl.constexpr):
     """The lowest code's value and the inverse step, of groups whose tails are better clipped those that clip them."""
     low = mean - minimum
+    # Constants stand on the right: the interpreter of Triton 3.8 takes a constant times a tensor for a constant.
     tail = deviation * TAIL
     normal = (deviation > 0.0) & (spread < deviation * CLIPPED_SPREAD) & (low > tail) & (spread - low > tail)
     normal = normal & (inverse > 0.0)
