@@ -385,7 +385,7 @@ class ActivationEngine:
         self._packer.end_pass()
         census = self._store.census
         if complete and (sizes := census.sizes):
-            self._passes.last = self._passes.last.updated(census)
+            self._passes.last = self._passes.last.updated(census.precisions(), sizes)
             self._policy.follow(sizes, self._room())
 
     def _room(self) -> int | None:

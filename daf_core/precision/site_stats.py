@@ -87,9 +87,9 @@ class PassStatistics:
     precisions: Mapping[Site, int | None] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=dict)
 
-    def updated(self, census: SiteStatistics) -> PassStatistics:
+    def updated(self, precisions: Mapping[Site, int | None], sizes: Sizes) -> PassStatistics:
         """Returns what is remembered after another pass; a step may have several, of other modules each."""
-        return PassStatistics({**self.precisions, **census.precisions()}, {**self.sizes, **census.sizes})
+        return PassStatistics({**self.precisions, **precisions}, {**self.sizes, **sizes})
 
     def state(self) -> dict[str, Any]:
         """Returns it as JSON-able values."""
