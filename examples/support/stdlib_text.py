@@ -1,6 +1,7 @@
 """Real text without a network: the docstrings of the running Python's own standard library."""
 
 import ast
+import functools
 import random
 import sysconfig
 import tokenize
@@ -14,6 +15,8 @@ from support.text_task import TextTask, hold_out
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_BLOCKS = ("body", "cases", "handlers", "orelse", "finalbody")
+"""Parts of a statement that are statements, in their order."""
 _FEWEST_WORDS = 5
 
 
@@ -32,8 +35,8 @@ def docstrings_by_family(words: int | None = None, stdlib: Path = STDLIB) -> dic
         InputError: the folder has no Python sources, as in some embedded Pythons.
     """
     families: dict[str, dict[str, None]] = {}
-    for family, text in _documented_texts(stdlib, words):
-        families.setdefault(family, {})[text] = None
+    for family, text in _documented_texts(stdlib):
+        families.setdefault(family, {})[" ".join(text.split()[:words])] = None
     if not families:
         raise InputError(
             f"no docstrings found under {stdlib}: the examples read the standard library's own sources. "
@@ -67,19 +70,26 @@ def stdlib_corpus() -> list[str]:
     return [text for texts in docstrings_by_family().values() for text in texts]
 
 
-def _documented_texts(stdlib: Path, words: int | None) -> Iterator[tuple[str, str]]:
+@functools.cache
+def _documented_texts(stdlib: Path) -> list[tuple[str, str]]:
+    """Returns the docstrings with their families; to read all sources takes seconds, and some examples ask twice."""
+    found: list[tuple[str, str]] = []
     for path in sorted(stdlib.rglob("*.py")):
         inside = path.relative_to(stdlib)
         if _SKIPPED_FOLDERS.isdisjoint(inside.parts):
-            for text in _docstrings(path, words):
-                yield inside.parts[0].removesuffix(".py"), text
+            family = inside.parts[0].removesuffix(".py")
+            found += [(family, text) for text in _docstrings(path)]
+    return found
 
 
-def _docstrings(path: Path, words: int | None) -> Iterator[str]:
+def _docstrings(path: Path) -> Iterator[str]:
     with tokenize.open(path) as source:
-        tree = ast.parse(source.read())
-    for node in ast.walk(tree):
+        nodes: list[ast.AST] = [ast.parse(source.read())]
+    # Not `ast.walk`: nine of ten nodes are parts of expressions, which have no docstrings.
+    for node in nodes:  # which grows meanwhile
         if isinstance(node, _DOCUMENTED):
-            text = (ast.get_docstring(node) or "").split()
-            if len(text) >= _FEWEST_WORDS:
-                yield " ".join(text[:words])
+            words = (ast.get_docstring(node) or "").split()
+            if len(words) >= _FEWEST_WORDS:
+                yield " ".join(words)
+        for block in _BLOCKS:
+            nodes += getattr(node, block, ())
