@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,15 @@ def quick_collection() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def log_level_as_before() -> Iterator[None]:
+    """Undoes what an example sets for a process of its own: later tests would find more in the log."""
+    logger = logging.getLogger("daf")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
