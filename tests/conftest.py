@@ -24,6 +24,7 @@ from daf_core.autograd.torch_compile import has_compiled_anything
 from daf_core.saved_tensors import background_choice
 
 ROOT = Path(__file__).resolve().parent.parent
+LOG = logging.getLogger("daf")
 
 # What third parties write into the environment when they are first imported, or by design while a test runs.
 FOREIGN_VARIABLES = {
@@ -43,15 +44,15 @@ settings.load_profile("daf")
 
 @pytest.fixture(autouse=True)
 def leaves_no_trace() -> Iterator[None]:
-    """Fails a test that leaves a saved-tensor hook, an environment variable or another default dtype behind.
+    """Fails a test that leaves a saved-tensor hook, an environment variable, another default dtype or log level behind.
 
     What was left is undone first, so that the next test starts clean.
     """
-    environment, dtype = dict(os.environ), torch.get_default_dtype()
+    environment, dtype, level = dict(os.environ), torch.get_default_dtype(), LOG.level
     assert _hooks() is None, "a saved-tensor hook was installed before this test began"
     yield
     _forget_graphs()
-    leaks = [*_undo_hooks(), *_undo_environment(environment), *_undo_dtype(dtype)]
+    leaks = [*_undo_hooks(), *_undo_environment(environment), *_undo_dtype(dtype), *_undo_log_level(level)]
     assert not leaks, f"this test left behind: {', '.join(leaks)}"
 
 
@@ -103,15 +104,6 @@ def quick_collection() -> None:
 
 
 @pytest.fixture(autouse=True)
-def log_level_as_before() -> Iterator[None]:
-    """Undoes what an example sets for a process of its own: later tests would find more in the log."""
-    logger = logging.getLogger("daf")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
-@pytest.fixture(autouse=True)
 def no_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ``packing="auto"`` the same on every machine; the background is tested where a test asks for it."""
     monkeypatch.setattr(background_choice, "idle_cores", lambda: 0)
@@ -153,3 +145,9 @@ def _undo_dtype(before: torch.dtype) -> list[str]:
     after = torch.get_default_dtype()
     torch.set_default_dtype(before)
     return [] if after is before else [f"default dtype {after}"]
+
+
+def _undo_log_level(before: int) -> list[str]:
+    after = LOG.level
+    LOG.setLevel(before)
+    return [] if after == before else [f"log level {after}"]

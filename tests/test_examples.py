@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -225,14 +226,16 @@ class TestRuns:
     def test_long_texts_are_trained_by_a_plan(
         self, load: Load, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     ) -> None:
+        caplog.set_level(logging.INFO, "daf")  # as the example does for its process; this puts it back
         options = ["--layers", "1", "--steps", "1", "--length", "64", "--budget", "200MB"]
         load("finetune_long_text").main(options)
         assert capsys.readouterr().out.count("'loss'") == 1
         assert any("DAF plans the whole batch" in record.getMessage() for record in caplog.records)
 
     def test_long_texts_need_a_model_that_is_there(
-        self, load: Load, capsys: pytest.CaptureFixture[str], tmp_path: Path
+        self, load: Load, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
     ) -> None:
+        caplog.set_level(logging.INFO, "daf")
         with pytest.raises(SystemExit):
             load("finetune_long_text").main(["--length", "8", "--model", str(tmp_path / "none")])
         assert "--model" in capsys.readouterr().err
