@@ -23,10 +23,10 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Gets a forward and its arguments, and returns what it returns."""
 
 
-COMPILED_ON_IMPORT = ("bitsandbytes.backends.default.ops",)
+COMPILED_ON_IMPORT = "bitsandbytes.backends.default.ops", "bitsandbytes.backends.triton.kernels_optim"
 """Modules that hand functions to torch.compile when they are imported, to run them without gradients if ever.
 
-PEFT imports this one wherever it is installed, and what knows whether anything is compiled must not take every program
+PEFT imports the first wherever it is installed, and what knows whether anything is compiled must not take every program
 with adapters for a compiled one: nothing would be replayed, and a step of the smallest RoBERTa took 1.4 times as long.
 """
 
