@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from daf_core.autograd import hook_stack
 from daf_core.autograd.sites import ModuleFollower, ModuleScopes
-from daf_core.autograd.torch_compile import has_compiled_anything
 from daf_core.autograd.torch_private import tensors_of
 from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.compiled.executor import CompiledGraphs
@@ -88,8 +87,8 @@ class ActivationEngine:
         self._streams, self._doubts = RandomStreams(self.config), PendingChecks()
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
-        self._graphs = CompiledGraphs(self.config, self._packer.pack_at, self._packer.unpack, self._pagers.room_beside)
         self._replays = Replays(self._packer, self._follower)
+        self._graphs = CompiledGraphs(self.config, self._replays.pack_at, self._packer.unpack, self._pagers.room_beside)
         self._passes, self._own = KindsOfPasses(), _Own()
 
     @contextmanager
@@ -368,7 +367,7 @@ class ActivationEngine:
         self._recorder.enter_scope()
         if threads:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
-        replayable = not (threads or self._readers.learning or has_compiled_anything())
+        replayable = not (threads or self._readers.learning)
         self._replays.own.begin(self._passes.treatments if replayable else None)
         self._scopes.start(self._passes.treatments.kept)
 

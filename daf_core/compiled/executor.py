@@ -37,7 +37,7 @@ class CompiledGraphs:
     def __init__(
         self,
         config: DAFConfig,
-        pack: Callable[[Tensor, FrameType | None], Any],
+        pack: Callable[[Tensor, FrameType], Any],
         unpack: Callable[[Any], Tensor],
         room: Callable[[], int | None],
     ) -> None:

@@ -92,7 +92,7 @@ class GraphHooks:
         self,
         bits: int,
         least: int,
-        pack: Callable[[Tensor, FrameType | None], Any],
+        pack: Callable[[Tensor, FrameType], Any],
         unpack: Callable[[Any], Tensor],
         graphs: account.GraphAccount,
     ) -> None:

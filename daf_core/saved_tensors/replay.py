@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from daf_core.autograd.torch_compile import has_compiled_anything
 from daf_core.autograd.torch_private import NO_TASK, graph_task, in_backward, skip_dynamo
 from daf_core.codecs import RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
@@ -48,6 +49,10 @@ class Replays:
             found = self._own.replay = Replay(*self._arguments)
         return found
 
+    def pack_at(self, tensor: Tensor, frame: FrameType) -> Packed:
+        """As `Replay.pack` of this thread, which the function of `frame` has called."""
+        return self.own.pack_at(tensor, frame)
+
 
 class Replay:
     """The pack hook of the forward passes of one thread."""
@@ -75,7 +80,8 @@ class Replay:
         root = self._recordings.root(treatments)
         self._at, self._store, self._replays = root, store, bool(root.following)
         self._waiting = self._readers.unresolved
-        if self._replays:
+        # Torch.compile guards on the hooks of modules: to switch them has everything compiled again.
+        if self._replays and not has_compiled_anything():
             self._follower.rest()
         else:
             self._follower.begin()
@@ -89,7 +95,11 @@ class Replay:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Returns what autograd keeps in place of a tensor; see `Packer.pack` for the errors."""
-        at, frame = self._at, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        return self.pack_at(tensor, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+
+    def pack_at(self, tensor: Tensor, frame: FrameType) -> Packed:
+        """As `pack`, which the function of `frame` has called."""
+        at = self._at
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
         if at is None or not self._replays or graph_task() != NO_TASK:
             return self._pack_anew(at, tensor, frame)
@@ -237,4 +247,4 @@ class Replay:
         return packed
 
 
-skip_dynamo(Replay.pack)
+skip_dynamo(Replay.pack, Replay.pack_at)

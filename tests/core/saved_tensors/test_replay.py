@@ -137,6 +137,46 @@ def test_replay_is_the_full_way(name: str, config: dict[str, Any]) -> None:
     assert compare(make, loss_of, **config) > 0
 
 
+class Compiled(nn.Module):
+    """Calls a compiled function and a compiled module between operators that are not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 8)
+        self.norm = nn.LayerNorm(64)
+        self.block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))
+        self.block.compile(backend="aot_eager", dynamic=False)
+        self.smooth = torch.compile(lambda x: x * torch.sigmoid(x), backend="aot_eager", dynamic=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.softmax(self.second(self.smooth(self.first(x)).tanh()), -1)
+        return self.last(F.gelu(self.norm(F.dropout(self.block(x), 0.1))))
+
+    def __deepcopy__(self, memo: object) -> Compiled:
+        copied = Compiled()
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile asks for it
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_what_is_saved_beside_compiled_functions_is_replayed(config: dict[str, Any]) -> None:
+    rows = [128, 128, 128, 96, 128, 96]
+    replayed = compare(Compiled, lambda model, number: model(normal(rows[number], 64)).square().sum(), **config)
+    assert replayed > 3
+
+
+def test_a_program_that_compiles_other_functions_is_replayed_where_modules_keep_their_hooks() -> None:
+    step = torch.compile(lambda values: values.mul_(0.9), backend="aot_eager")
+    step(torch.ones(4))
+    make, loss_of = MODELS["transformer"]
+    assert compare(make, loss_of, precision=4) > 5
+    model, engine = seeded(make)
+    for number in range(STEPS):
+        take_step(engine, model, loss_of, number)
+        assert all(each._forward_hooks for each in model.modules() if each is not model)
+
+
 class Program(nn.Module):
     """Operators in any order, twice, so that both calls of a module save."""
 
