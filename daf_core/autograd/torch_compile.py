@@ -7,11 +7,10 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -29,6 +28,10 @@ COMPILED_ON_IMPORT = "bitsandbytes.backends.default.ops", "bitsandbytes.backends
 PEFT imports the first wherever it is installed, and what knows whether anything is compiled must not take every program
 with adapters for a compiled one: nothing would be replayed, and a step of the smallest RoBERTa took 1.4 times as long.
 """
+
+
+# What a compiler calls, down to the backend; the latter in an older torch.
+_WITHIN, _WITHIN_OLDER = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
 
 
 class _Within(threading.local):
@@ -115,14 +118,15 @@ def has_compiled_anything() -> bool:
 @functools.cache
 def _backends_of(library: ModuleType) -> Mapping[int, object]:
     """Returns the backends, by their `id`, of the compiled functions that the functions of a module call."""
-    find = sys.modules["torch._dynamo.eval_frame"].innermost_backend
     found, functions = {}, [each for each in vars(library).values() if isinstance(each, FunctionType)]
-    while functions:
-        around = inspect.getclosurevars(functions.pop()).nonlocals
-        functions += [each for each in around.values() if isinstance(each, FunctionType) and each.__closure__]
-        if (callback := around.get("callback")) is not None and "is_jit_tracing" in around:
-            backend = find(callback)
-            found[id(backend)] = backend
+    for function in functions:  # which grow meanwhile
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        around = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+        functions += [each for each in around.values() if isinstance(each, FunctionType) and each not in functions]
+        backend: object = around.get("callback")
+        while (inner := getattr(backend, _WITHIN, getattr(backend, _WITHIN_OLDER, None))) is not None:
+            backend = inner
+        found[id(backend)] = backend
     return found
 
 

@@ -24,6 +24,16 @@ def compile_if_possible(function):
 @compile_if_possible
 def dequantize(values):
     return values + 1
+
+def make():
+    def calls_itself(number):
+        return calls_itself(number) if number else missing
+
+    if False:
+        missing = 0
+    return calls_itself
+
+calls_itself = make()
 """
 
 
