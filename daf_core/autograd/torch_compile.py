@@ -9,7 +9,7 @@ import gc
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -111,22 +111,26 @@ def has_compiled_anything() -> bool:
     backends = getattr(loaded, "cached_backends", None)
     if backends is None:
         return True
-    own = [_backends_of(sys.modules[name]) for name in COMPILED_ON_IMPORT if name in sys.modules]
-    return any(each is not None and not any(key in known for known in own) for key, each in backends.items())
+    known = set[int]().union(*(_backends_of(sys.modules[name]) for name in COMPILED_ON_IMPORT if name in sys.modules))
+    return any(backend is not None and key not in known for key, backend in backends.items())
 
 
 @functools.cache
-def _backends_of(library: ModuleType) -> Mapping[int, object]:
-    """Returns the backends, by their `id`, of the compiled functions that the functions of a module call."""
-    found, functions = {}, [each for each in vars(library).values() if isinstance(each, FunctionType)]
+def _backends_of(library: ModuleType) -> set[int]:
+    """Returns the `id` of the backends of all compiled functions that the functions of a module call.
+
+    They exist as long as the module does, which the cache holds.
+    """
+    found: set[int] = set()
+    functions = [each for each in vars(library).values() if isinstance(each, FunctionType)]
     for function in functions:  # which grow meanwhile
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         around = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
         functions += [each for each in around.values() if isinstance(each, FunctionType) and each not in functions]
-        backend: object = around.get("callback")
-        while (inner := getattr(backend, _WITHIN, getattr(backend, _WITHIN_OLDER, None))) is not None:
-            backend = inner
-        found[id(backend)] = backend
+        if (backend := around.get("callback")) is not None:
+            while (inner := getattr(backend, _WITHIN, getattr(backend, _WITHIN_OLDER, None))) is not None:
+                backend = inner
+            found.add(id(backend))
     return found
 
 

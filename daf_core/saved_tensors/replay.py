@@ -247,4 +247,4 @@ class Replay:
         return packed
 
 
-skip_dynamo(Replay.pack, Replay.pack_at)
+skip_dynamo(Replay.pack)

@@ -4,44 +4,32 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from daf_core.autograd import torch_compile
 from daf_core.autograd.torch_compile import has_compiled_anything
 
-LIBRARY = """
-import functools, torch
 
-def compile_if_possible(function):
-    compiled = torch.compile(function, dynamic=False)
+def _library() -> ModuleType:
+    """Returns a module as it is after its import, with a compiled function behind another one."""
+    compiled = torch.compile(lambda values: values + 1, dynamic=False)
 
-    @functools.wraps(function)
-    def wrapper(*arguments):
-        return compiled(*arguments)
+    def dequantize(values: Tensor) -> Tensor:
+        return compiled(values)
 
-    return wrapper
+    def calls_itself(number: int) -> int:
+        return calls_itself(number - 1) if number else missing
 
-@compile_if_possible
-def dequantize(values):
-    return values + 1
-
-def make():
-    def calls_itself(number):
-        return calls_itself(number) if number else missing
-
-    if False:
-        missing = 0
-    return calls_itself
-
-calls_itself = make()
-"""
+    for missing in range(0):  # a variable without a value
+        assert missing
+    library = ModuleType("a_library")
+    vars(library).update(dequantize=dequantize, calls_itself=calls_itself)
+    return library
 
 
 def test_what_a_library_compiles_when_it_is_imported_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    library = ModuleType("a_library")
-    exec(LIBRARY, vars(library))
-    monkeypatch.setitem(sys.modules, "a_library", library)
+    monkeypatch.setitem(sys.modules, "a_library", _library())
     assert has_compiled_anything()
     monkeypatch.setattr(torch_compile, "COMPILED_ON_IMPORT", ("a_library",))
     assert not has_compiled_anything()
