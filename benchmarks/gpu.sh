@@ -61,7 +61,10 @@ compare() {
 # Most of their time goes into compiling: several processes, where pytest-xdist is there. Warnings of other versions of
 # packages than those that development pins are no failures.
 run_tests() {
-    local files=(tests/kernels/test_triton_*.py tests/core/test_gpu_*.py tests/core/codecs/test_deferred_check.py) several=()
+    shopt -s globstar
+    local several=() files=(
+        tests/kernels/test_triton_*.py tests/core/**/test_gpu_*.py tests/core/codecs/test_deferred_check.py
+    )
     "$PYTHON" -c "import xdist" 2>/dev/null && several=(-n "$(nproc)")
     "$PYTHON" -m pytest -q -p no:cacheprovider -W default "${several[@]}" "${files[@]}"
 }

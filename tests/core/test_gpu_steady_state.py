@@ -115,7 +115,7 @@ def test_a_tensor_is_a_launch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.profiler.profile(activities=activities) as profile:
         train(model, engine, 2 * WARM_STEPS, "cuda")
         torch.cuda.synchronize()
-    given = [event.name for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    given = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert sum(name.startswith(("encode_", "decode_", "rectify")) for name in given) == calls.total() >= 8
     assert sum(name.startswith("Memcpy HtoD") for name in given) == 1
     assert sum(name.startswith("Memcpy DtoH") for name in given) == 1

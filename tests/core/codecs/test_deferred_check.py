@@ -284,14 +284,15 @@ def test_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model)
     for step, batch in enumerate(batches):
         torch.cuda.synchronize()
-        if step == len(batches) - 1:  # torch sees no wait for an event
-            monkeypatch.setattr(AsyncFlag, "__bool__", lambda answer: answer.is_known or pytest.fail("waited"))
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            with engine.compress():
-                loss = model(batch).square().mean()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with monkeypatch.context() as patch:
+            if step == len(batches) - 1:  # torch sees no wait for an event
+                patch.setattr(AsyncFlag, "__bool__", lambda answer: answer.is_known or pytest.fail("waited"))
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                with engine.compress():
+                    loss = model(batch).square().mean()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         loss.backward()
         model.zero_grad()
         engine.finish_step()
