@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 
 from daf_core.autograd.sites import Site
 from daf_core.codecs.base import EncodeContext, PagedActivation, StoredActivation
-from daf_core.codecs.deferred_check import PendingCheck
+from daf_core.codecs.deferred_check import PendingCheck, PendingChecks
 from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
@@ -60,6 +60,11 @@ class LossyStore(Protocol):
         """The same object as long as every site is stored in the same bits, rounded to nearest; None otherwise."""
         ...
 
+    @property
+    def checks(self) -> PendingChecks | None:
+        """Keeps values until it is known whether they are finite; None waits for that."""
+        ...
+
     def count(self, site: Site, sizes: Sequence[int], stored: PlanesActivation) -> None:
         """Counts what was stored of a site without `store`; `sizes` as `PlanesActivation.sizes`."""
         ...
@@ -84,7 +89,7 @@ class PlanesActivation(PagedActivation):
     # The autograd node that alone may read the codes; "" for every node. A codec with one is taken where a calibration
     # has found no other reader, and a smaller error.
     only_reader: ClassVar[str] = ""
-    _check: PendingCheck | None = None
+    check: PendingCheck | None = None  # keeps the values until it is known whether the codes stand for them
 
     def __init__(self, pager: Pager, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
         self.pager = pager  # `super` takes as long as the rest
@@ -177,13 +182,22 @@ class PlanesActivation(PagedActivation):
             finite = cls._write(ctx, arranged, layout, lease)
         if not ctx.require_finite:
             return stored
-        if ctx.checks is not None and not isinstance(finite, bool):
-            stored._check = ctx.checks.add(values, finite, pager)
-        return stored if stored._check is not None or finite else None
+        if not isinstance(finite, bool):
+            stored.check_later(ctx.checks, values, finite)
+        return stored if stored.check is not None or finite else None
+
+    def check_later(self, checks: PendingChecks | None, values: Tensor, finite: DeviceFlag) -> None:
+        """Keeps its values until the device says that they are finite, if `checks` allow that."""
+        if checks is not None:
+            self.check = checks.add(values, finite, self.pager)
+
+    @override
+    def decode_to(self, address: int) -> bool:
+        return (self.check is None or self.check.settle() is None) and super().decode_to(address)
 
     @override
     def decode_into(self, out: Tensor) -> None:
-        exact = None if self._check is None else self._check.settle()
+        exact = None if self.check is None else self.check.settle()
         (super() if exact is None else exact).decode_into(out)
 
     @classmethod

@@ -8,12 +8,9 @@ from typing import Protocol
 from daf_core.memory.books import PagerBooks
 from daf_core.memory.lease import Lease, LeaseKind
 from daf_core.memory.release_clock import OwnerReference
-from daf_kernels import TwoValues
+from daf_kernels import Answer, PageAddresses, TwoValues
 
-Answer = tuple[int, int, int]
-"""Of `daf_kernels.DirectCodec.encode`."""
-
-_UNASKED = 0, 0, 0
+_UNASKED: Answer = (0, 0, 0, None)
 
 
 class LeaseOwner(Protocol):
@@ -27,7 +24,7 @@ class LeasesAtEase(PagerBooks):
 
     def _look_for_pressure(self) -> None:
         # Whether nothing presses, so that `take` may be called.
-        self.at_ease = self.budget is None and self._spill is None and self.pool.uniform
+        self.at_ease = self.budget is None and self.pool.uniform
 
     def kind(self, fixed: int, planes: Sequence[int] = (), importances: Sequence[float] = ()) -> LeaseKind:
         """Returns the kind of leases with these arguments of `writing`."""
@@ -35,15 +32,19 @@ class LeasesAtEase(PagerBooks):
             return self._idle.kind(fixed, planes, importances)
 
     def take(
-        self, kind: LeaseKind, owner: LeaseOwner, encode: Callable[[int, int], Answer] | None = None, origin: int = 0
+        self,
+        kind: LeaseKind,
+        owner: LeaseOwner,
+        encode: Callable[[int, PageAddresses], Answer] | None = None,
+        origin: int = 0,
     ) -> Answer:
         """Gives an activation a lease while the pager is `at_ease`.
 
         Args:
             kind: Its kind.
             owner: The activation. When it dies, the lease is idle.
-            encode: Encodes the elements at an address to pages whose addresses lie at another one, and answers with 0
-                or declines; None for a lease that is to be written until `finish` is called for it.
+            encode: Encodes the elements at an address to pages, and answers with 0 or declines; None for a lease that
+                is to be written until `finish` is called for it.
             origin: Where the elements lie; nobody else gets a page meanwhile, so they should be few.
 
         Returns:
@@ -54,7 +55,7 @@ class LeasesAtEase(PagerBooks):
             if released.untimed or released.dead or released.items:
                 self._collect()
             lease = free[-1] if free else idle.last(kind)
-            if encode is not None and (answer := encode(origin, lease.addresses[0]))[0]:
+            if encode is not None and (answer := encode(origin, lease.addresses))[0]:
                 if kind.retired:  # then nobody else finds its pages
                     idle.empty(kind)
                 return answer
@@ -81,15 +82,14 @@ class LeasesAtEase(PagerBooks):
                 self._peak_on_pages = held - self._outside_bytes
         return answer
 
-    def read(self, lease: Lease, decode: Callable[[int, int, TwoValues], None], out: int, two: TwoValues) -> bool:
+    def read(
+        self, lease: Lease, decode: Callable[[int, PageAddresses, TwoValues], bool], out: int, two: TwoValues
+    ) -> bool:
         """Has a small activation decoded that has all its pages; the arguments are as those of `take`.
 
         Returns:
-            False where it has not, and `reading` finds what is left.
+            False where it has not, and `reading` finds what is left; or where `decode` declines.
         """
         with self._lock:
             kind = lease.kind
-            if self._spill is not None or kind is None or lease.pages.size != kind.size:
-                return False
-            decode(out, lease.addresses[0], two)
-        return True
+            return kind is not None and lease.pages.size == kind.size and decode(out, lease.addresses, two)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, planned_drops
 from daf_core.memory.pages.pool import PagePool
+from daf_kernels import PageAddresses
 
 MOST_KINDS = 1024
 """Kinds of leases that are remembered: a step of RoBERTa-base has six for each length of its batch."""
@@ -44,9 +45,9 @@ class IdleLeases:
                 self.reclaim()
             drops = list(planned_drops(kind.planes, kind.importances, self._least_planes)) if kind.planes else []
             lease, pages = Lease(0, kind.fixed, kind.planes, drops), self._pool.take(kind.size)
-            addresses = self._pool.addresses(pages)
+            addresses = PageAddresses(self._pool.addresses(pages))
             # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all of them.
-            lease.kind, lease.pages, lease.addresses = kind, pages, (addresses.ctypes.data, addresses)
+            lease.kind, lease.pages, lease.addresses = kind, pages, addresses
             kind.free += (lease,)
             self.pages += kind.size
         return kind.free[-1]

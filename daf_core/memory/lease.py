@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from daf_kernels import Pages
+from daf_kernels import PageAddresses, Pages
 
 Drop = tuple[float, int]
 """Importance of a drop, and the planes that are left after it."""
@@ -19,6 +19,7 @@ Callback = Callable[["Lease"], None]
 """What is done at the end of a block in which a lease is written or read."""
 
 NOWHERE: Pages = np.empty(0, np.int64)
+NO_ADDRESSES = PageAddresses(NOWHERE)
 
 
 class Outside:
@@ -59,8 +60,7 @@ class Lease:
         # What leases like it have in common; None where they do not keep their pages.
         self.kind: LeaseKind | None = None
         self.reference: object = None  # refers to its owner, where it has a kind
-        # Addresses of its pages, and where they lie, where it has a kind.
-        self.addresses: tuple[int, Pages] = 0, NOWHERE
+        self.addresses = NO_ADDRESSES  # where its pages lie, where it has a kind
         self._ends = list(accumulate(planes, initial=fixed))
         self.size = self._ends[-1]  # pages of the planes that are stored, and of what comes before them
         # Pages that are left when everything was dropped that may be.

@@ -149,6 +149,8 @@ class Pager(LeasesAtEase):
                 raise ActivationBudgetError(largest, budget)
             self._make_room(0, 0, budget, drop=True)
             self._idle.reclaim()
+            if self._spill is not None:
+                self._spill.wait()  # without a budget nobody waits for copies of pages that were given up
             self.budget = budget
             self._look_for_pressure()
 
@@ -350,5 +352,5 @@ class Pager(LeasesAtEase):
         """Gives up pages whose content lies in the next tier too."""
         self._index.remove(lease)
         self._give(lease.pages)
-        lease.pages = NOWHERE
+        lease.pages, lease.kind = NOWHERE, None  # it comes back to other pages
         self._index.add(lease)

@@ -1,4 +1,4 @@
-"""Stores tensors of the CPU that are replayed: in one function each, and with one call into compiled code.
+"""Stores tensors that are replayed: in one function each, and with one call into compiled code, or a launch.
 
 A call of a Python function takes 1 us between the kernels of a model, whose code and data fill the caches, and a tensor
 passes thirty of them on the way through `ActivationStore.store`.
@@ -87,9 +87,9 @@ class Direct:
             return cls(pager, token, derive=derive)
         if not isinstance(backend, DirectBackend) or geometry.compact_strides != (1,):
             return None
-        elements, page_bytes = geometry.compact_shape[0], pager.pool.page_bytes
+        elements, page_bytes, device = geometry.compact_shape[0], pager.pool.page_bytes, decision.device
         if kind is RawActivation or kind is BitmaskActivation:
-            if (codec := backend.direct_mask(elements, dtype, page_bytes)) is None:
+            if (codec := backend.direct_mask(elements, dtype, page_bytes, device)) is None:
                 return None
             pages = pager.kind(mask_pages(elements, page_bytes)) if kind is BitmaskActivation else None
             return cls(pager, token, codec, pages, backend, derive=derive)
@@ -97,7 +97,7 @@ class Direct:
             return None
         layout = plane_layout(elements, groups.row, page_bytes)
         row = groups.row if look.reads_rows and shares_groups(groups.row) and not elements % groups.row else 0
-        codec = backend.direct_planes(layout, planes, dtype, row)
+        codec = backend.direct_planes(layout, planes, dtype, row, device)
         if codec is None:
             return None
         pages = PlanesActivation.pages_of(elements, groups.row, dtype.itemsize, planes, pager)
@@ -117,7 +117,7 @@ class Direct:
             ActivationBudgetError: It does not fit in the budget.
         """
         pager, codec, kind, geometry, dtype = self.pager, self.codec, self.kind, decision.geometry, tensor.dtype
-        if self.token is not shelf.token or not pager.at_ease or not tensor.is_cpu:
+        if self.token is not shelf.token or not pager.at_ease or tensor.device != decision.device:
             return None
         if kind is not None and kind.retired:
             return None
@@ -139,7 +139,7 @@ class Direct:
             return None
         stored = None if self.derive is None else self.derive(look, tensor)
         if stored is None and codec is not None and kind is not None:
-            stored = self._encode(pager, codec, kind, origin)
+            stored = self._encode(shelf, codec, kind, decision, tensor)
             if type(stored) is PlanesActivation:
                 shelf.lossy.count(look.site, self.sizes, stored)
         elif stored is None and decision.kind is RawActivation and (codec is None or not codec.is_mask(origin)):
@@ -155,17 +155,21 @@ class Direct:
         return Handle(stored, geometry, dtype, decision.device, place, look.sighting.reading, reference, version)
 
     def _encode(
-        self, pager: Pager, codec: DirectCodec, kind: LeaseKind, origin: int
+        self, shelf: Shelf, codec: DirectCodec, kind: LeaseKind, decision: Decision, tensor: Tensor
     ) -> PlanesActivation | BitmaskActivation | None:
-        """Encodes the elements at an address; None where they are of two values or not, or not finite."""
-        layout, groups, backend = self.layout, self.groups, self.backend
+        """Encodes the elements of a tensor; None where they are of two values or not, or not finite."""
+        pager, layout, groups, backend = self.pager, self.layout, self.groups, self.backend
         assert backend is not None
         if layout is None or groups is None:
             stored = BitmaskActivation(pager, backend, (0, 0))
         else:
             stored = PlanesActivation(pager, backend, layout, groups)
-        declined, zero, one = pager.take(kind, stored, codec.encode, origin)
+        declined, zero, one, finite = pager.take(kind, stored, codec.encode, tensor.data_ptr())
         if declined:
             return None
         stored.direct, stored.two = codec, (zero, one)
+        if finite is not None and type(stored) is PlanesActivation:
+            stored.check_later(shelf.lossy.checks, decision.geometry.compact(tensor.detach()), finite)
+            if stored.check is None and not finite:
+                return None
         return stored

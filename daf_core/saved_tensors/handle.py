@@ -82,7 +82,7 @@ class Handle:
         """
         geometry, stored = self._geometry, self.stored
         if stored.direct is not None:
-            tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self._dtype)
+            tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self._dtype, device=self._device)
             if stored.decode_to(tensor.data_ptr()):
                 return tensor
         tensor, compact = geometry.allocate(self._dtype, self._device)

@@ -43,13 +43,13 @@ class TrainingStore(threading.local):
     def __init__(self, policy: PrecisionPolicy, streams: RandomStreams, doubts: PendingChecks) -> None:
         self._policy = policy
         self._streams = streams
-        self._doubts = doubts
+        self.checks = doubts
         self.census = SiteStatistics()  # what was stored in this thread since `begin_pass`
 
     def begin_pass(self) -> None:
         """Begins to count another pass."""
         self.census = SiteStatistics()
-        self._doubts.settle_known()
+        self.checks.settle_known()
 
     def codec(self, site: Site) -> str | None:
         """See `LossyStore`."""
@@ -65,7 +65,7 @@ class TrainingStore(threading.local):
         site, stored = saved.site, None
         precision = self._policy.precision(site, 0.0 if saved.reading is None else saved.reading.deviation)
         if precision is not None:
-            ctx.precision, ctx.seed, ctx.checks = precision, self._streams.seed(site), self._doubts
+            ctx.precision, ctx.seed, ctx.checks = precision, self._streams.seed(site), self.checks
             ctx.errors = None if ctx.pager.budget is None else self._policy.errors(site)
             stored = codec.write(ctx)
         self.census.add(site, codec.sizes(ctx), stored)
@@ -86,6 +86,8 @@ class TrainingStore(threading.local):
 
 class RehearsalStore:
     """Keeps activations as they are, and how they would be stored; a `LossyStore`."""
+
+    checks = None  # it keeps all values
 
     def __init__(self, policy: PrecisionPolicy, streams: RandomStreams) -> None:
         self._policy = policy

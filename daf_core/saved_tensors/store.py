@@ -182,12 +182,9 @@ class ActivationStore:
         self, decision: Decision, look: Look, tensor: Tensor, stored: StoredActivation, derive: Derive | None
     ) -> Direct | None:
         """Returns what the next tensor of a decision is stored with, in the fewest calls; None where it takes more."""
-        device = decision.device
-        if device.type != "cpu" or (
-            decision.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact
-        ):
+        if decision.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact:
             return None
-        backend, pager = self._backends.get(device), self._pagers.on(device)
+        backend, pager = self._backends.get(decision.device), self._pagers.on(decision.device)
         planes = stored.lease.planes if type(stored) is PlanesActivation else 0
         return Direct.of(decision, look, tensor.dtype, planes, backend, self._lossy.token, pager, derive)
 

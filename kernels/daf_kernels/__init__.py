@@ -1,11 +1,13 @@
 """Kernels that pack activations into a few bits: plain functions of tensors and bytes."""
 
 from daf_kernels.backend import (
+    Answer,
     Backend,
     DeviceFlag,
     DirectBackend,
     DirectCodec,
     FixedPages,
+    PageAddresses,
     PageMemory,
     Pages,
     Seed,
@@ -20,6 +22,7 @@ from daf_kernels.layout import PRECISIONS, PlaneLayout, mask_pages, plane_layout
 
 __all__ = [
     "PRECISIONS",
+    "Answer",
     "Backend",
     "DeviceFlag",
     "DirectBackend",
@@ -28,6 +31,7 @@ __all__ = [
     "HostBridge",
     "HostPackedBackend",
     "NoKernelError",
+    "PageAddresses",
     "PageMemory",
     "Pages",
     "PlaneLayout",

@@ -151,19 +151,37 @@ class DeviceFlag(Protocol):
         ...
 
 
+class PageAddresses:
+    """Where the pages of one activation lie, which they do as long as this exists.
+
+    Attributes:
+        numbers: The address of each page, int64 of shape (pages,).
+        origin: The address of `numbers`.
+        table: For a GPU's backend, which keeps here what its kernels read instead.
+    """
+
+    __slots__ = ("numbers", "origin", "table")
+
+    def __init__(self, numbers: Pages) -> None:
+        self.numbers = numbers
+        self.origin: int = numbers.ctypes.data
+        self.table: object = None
+
+
+Answer = tuple[int, int, int, DeviceFlag | None]
+"""Of an encoding by address: 0, or what tells that the elements need another form; the bits of the two values that they
+have, if it is for masks; and what the device will say, whether the codes stand for them, where it works that out."""
+
+
 class DirectCodec(Protocol):
-    """Encodes and decodes dense tensors of one size and type by address; the addresses of its pages lie at `pages`."""
+    """Encodes and decodes dense tensors of one size and type by address."""
 
-    def encode(self, origin: int, pages: int) -> tuple[int, int, int]:
-        """Encodes the elements at an address.
-
-        Returns:
-            0, or what tells that they need another form; the bits of the two values that they have, if it is for masks.
-        """
+    def encode(self, origin: int, pages: PageAddresses) -> Answer:
+        """Encodes the elements at an address."""
         ...
 
-    def decode(self, out: int, pages: int, two: TwoValues) -> None:
-        """Decodes to an address; `two` are the two values of a mask."""
+    def decode(self, out: int, pages: PageAddresses, two: TwoValues) -> bool:
+        """Decodes to an address, unless it answers False; `two` are the two values of a mask."""
         ...
 
     def is_mask(self, origin: int) -> bool:
@@ -237,14 +255,19 @@ class Backend(Protocol):
 class DirectBackend(Protocol):
     """A backend that also works by address."""
 
-    def direct_planes(self, layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int) -> DirectCodec | None:
+    def direct_planes(
+        self, layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int, device: torch.device
+    ) -> DirectCodec | None:
         """Returns what encodes dense tensors as `Backend.encode` does, rounded to nearest, and decodes them.
 
-        None where a tensor is so large that several threads encode it. `row` are the elements in each of the rows that
-        are normalized, and have to be alike; 0 where they need not.
+        None where that takes more: on a CPU, where a tensor is so large that several threads encode it, and on a GPU,
+        where no tensor like it was encoded yet. `row` are the elements in each of the rows that are normalized, and
+        have to be alike; 0 where they need not.
         """
         ...
 
-    def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectCodec | None:
+    def direct_mask(
+        self, elements: int, dtype: torch.dtype, page_bytes: int, device: torch.device
+    ) -> DirectCodec | None:
         """Returns what packs dense tensors as `two_values` and `encode_mask` do, in one call; None as above."""
         ...

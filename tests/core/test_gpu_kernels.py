@@ -31,13 +31,13 @@ class Net(nn.Module):
 
 
 def train(monkeypatch: pytest.MonkeyPatch, backend: Backend, **options: Any) -> tuple[list[Tensor], int]:
-    """Trains two steps with a backend; returns all gradients and the bytes held at most."""
+    """Trains six steps with a backend, the last by address; returns all gradients and the bytes held at most."""
     monkeypatch.setattr(backends, "load_backend", lambda *_: backend)
     torch.manual_seed(0)
     model = Net().to(DEVICE)
     daf = ActivationEngine(model, DAFConfig(**options))
     gradients, held = [], 0
-    for step in range(2):
+    for step in range(6):
         model.zero_grad()
         torch.manual_seed(step)
         with daf.compress():

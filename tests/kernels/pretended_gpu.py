@@ -5,8 +5,9 @@ Kernels are interpreted at once, and copies made; that they are done is known la
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from daf_kernels.triton import backend, flags, launch, page_tables
+from daf_kernels.triton import backend, direct, flags, launch, page_tables
 
 VIEWS = {"aten.view", "aten.unbind", "aten.select", "aten.alias", "aten.detach", "aten._unsafe_view"}
 """Operations that a GPU is not given anything to do for."""
@@ -109,6 +110,11 @@ class Event:
 _DEFAULT = Stream(0)
 
 
+def _at(address: int, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor that begins at an address, which is all that a kernel is told of it."""
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, operations: Operations | None = None) -> PretendedGpu:
     """Has the Triton backend take this machine's CPU for a GPU; what launching does is not among the operations."""
     gpu, run = PretendedGpu(), launch.launch
@@ -127,10 +133,24 @@ def pretend(monkeypatch: pytest.MonkeyPatch, operations: Operations | None = Non
         gpu.uploads.append(tensor.nbytes)
         return tensor
 
+    def prepared(
+        kernel: Any, programs: int, _: object, dtypes: Sequence[torch.dtype], nbytes: int, numbers: Sequence[int],
+        **constants: Any,
+    ) -> Callable[..., None]:  # fmt: skip
+        def run_again(stream: int, *addresses: int) -> None:
+            assert stream == gpu.stream.cuda_stream
+            pointers = [_at(address, dtype) for address, dtype in zip(addresses, dtypes, strict=True)]
+            counted(kernel, programs, pointers, numbers, **constants)
+
+        return run_again
+
     for module in (backend, launch):
         monkeypatch.setattr(module, "launch", counted)
-    for module in (flags, page_tables):
-        monkeypatch.setattr(module, "stream_of", lambda _: gpu.stream)
+    for module in (flags, page_tables, direct):
+        monkeypatch.setattr(module, "stream_number", lambda _: gpu.stream.cuda_stream)
+    monkeypatch.setattr(flags, "stream_of", lambda _: gpu.stream)
+    monkeypatch.setattr(direct, "is_current", lambda _: True)
+    monkeypatch.setattr(backend, "prepared", prepared)
     monkeypatch.setattr(torch.cuda, "stream", gpu.on)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)

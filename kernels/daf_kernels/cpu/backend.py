@@ -15,6 +15,7 @@ from torch import Tensor
 
 from daf_kernels.backend import (
     FixedPages,
+    PageAddresses,
     PageMemory,
     Pages,
     Seed,
@@ -138,13 +139,17 @@ class CpuBackend:
         """See `Backend.decode`."""
         self._over(out, _decoder(layout, planes, out.dtype), memory, pages, store=True)
 
-    def direct_planes(self, layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int) -> DirectCodec | None:
+    def direct_planes(
+        self, layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int, device: torch.device
+    ) -> DirectCodec | None:
         """See `DirectBackend.direct_planes`."""
         if layout.elements > SPLIT or (row and (dtype is not torch.float32 or layout.elements % row)):
             return None
         return _direct_planes(layout, planes, dtype, row)
 
-    def direct_mask(self, elements: int, dtype: torch.dtype, page_bytes: int) -> DirectCodec | None:
+    def direct_mask(
+        self, elements: int, dtype: torch.dtype, page_bytes: int, device: torch.device
+    ) -> DirectCodec | None:
         """See `DirectBackend.direct_mask`."""
         return None if elements > SPLIT or dtype.itemsize == 8 else _direct_mask(elements, dtype, page_bytes)
 
@@ -348,14 +353,14 @@ def warm_up() -> float:
 def _warm_up_direct(
     backend: CpuBackend, values: Tensor, mask: Tensor, layout: PlaneLayout, memory: FixedPages, pages: Pages
 ) -> None:
-    addresses = memory.addresses(pages).ctypes.data
-    planes = backend.direct_planes(layout, len(PLANE_WIDTHS), values.dtype, 0)
-    packed = backend.direct_mask(mask.numel(), mask.dtype, memory.page_bytes)
+    addresses = PageAddresses(memory.addresses(pages))
+    planes = backend.direct_planes(layout, len(PLANE_WIDTHS), values.dtype, 0, values.device)
+    packed = backend.direct_mask(mask.numel(), mask.dtype, memory.page_bytes, mask.device)
     assert planes is not None
     assert packed is not None
     unpacked = torch.empty_like(mask)
     wrong = planes.encode(values.data_ptr(), addresses)[0]
-    answer, *two = packed.encode(mask.data_ptr(), addresses)
-    packed.decode(unpacked.data_ptr(), addresses, (two[0], two[1]))
+    answer, zero, one, _ = packed.encode(mask.data_ptr(), addresses)
+    packed.decode(unpacked.data_ptr(), addresses, (zero, one))
     if wrong or answer or not torch.equal(mask, unpacked):
         raise WrongBytesError("the CPU kernels took numbers for something else; reinstall numba")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from daf_kernels.backend import TwoValues
+from daf_kernels.backend import Answer, PageAddresses, TwoValues
 from daf_kernels.cpu.bits import F32, I64, INLINE, i32_at, i64_at
 from daf_kernels.cpu.compile_cache import kernel
 from daf_kernels.cpu.masks import probe
@@ -138,17 +138,19 @@ class DirectCodec:
         self._scratch = WORDS_BYTES + max(BLOCK, *(scratch for _, _, scratch in jobs))
         self._size, self._count = size, elements
 
-    def encode(self, origin: int, pages: int) -> tuple[int, int, int]:
+    def encode(self, origin: int, pages: PageAddresses) -> Answer:
         """See `daf_kernels.DirectCodec`."""
         if _scratch.size < self._scratch:
             _scratch.reserve(self._scratch)
-        return encode(self._encodes, origin, _scratch.address, pages)
+        answer, zero, one = encode(self._encodes, origin, _scratch.address, pages.origin)
+        return answer, zero, one, None
 
-    def decode(self, out: int, pages: int, two: TwoValues) -> None:
+    def decode(self, out: int, pages: PageAddresses, two: TwoValues) -> bool:
         """See `daf_kernels.DirectCodec`."""
         if _scratch.size < self._scratch:
             _scratch.reserve(self._scratch)
-        decode(self._decodes, out, _scratch.address, pages, *two)
+        decode(self._decodes, out, _scratch.address, pages.origin, *two)
+        return True
 
     def is_mask(self, origin: int) -> bool:
         """See `daf_kernels.DirectCodec`."""

@@ -58,6 +58,10 @@ class Selector:
         self._chosen = _read(file).get(self._device, {})
         self._lock = threading.Lock()
 
+    def known(self, problem: str, rule: str) -> str | None:
+        """Returns what `choose` returns, if it measures nothing; `rule` is the way that the rule takes."""
+        return self._chosen.get(problem, rule if self._timer is None else None)
+
     def choose(self, problem: str, ways: Mapping[str, Callable[[], object]]) -> str:
         """Returns the name of the way to go.
 

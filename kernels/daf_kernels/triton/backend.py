@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from daf_kernels.backend import (
     DeviceFlag,
+    DirectCodec,
     FixedPages,
     PageMemory,
     Pages,
@@ -26,10 +28,12 @@ from daf_kernels.reference import codec as reference
 from daf_kernels.reference.backend import ReferenceBackend, sample_groups
 from daf_kernels.reference.gelu_derivative import inputs_of_codes
 from daf_kernels.triton.autotune import Selector, cuda_timer, default_file, problem_class
+from daf_kernels.triton.direct import DirectCodec as GpuCodec
+from daf_kernels.triton.direct import Launches
 from daf_kernels.triton.flags import Flags
 from daf_kernels.triton.gelu_derivative import decode_slopes, encode_slopes
 from daf_kernels.triton.groups import decode_groups, encode_blocks, encode_groups
-from daf_kernels.triton.launch import launch, launch_over_blocks
+from daf_kernels.triton.launch import launch, launch_over_blocks, launches_over_blocks, prepared
 from daf_kernels.triton.masks import decode_mask, encode_mask, encode_nonzero, rectify
 from daf_kernels.triton.numerics import INTERPRETED
 from daf_kernels.triton.page_tables import PageTables
@@ -45,7 +49,12 @@ for others, and repeats what is done once a group for 8 elements of it in each t
 the instructions of sm_90. With 4 groups, a thread that decodes needs more than its 255 registers. An interpreted
 program costs 40 ms whatever its size."""
 
+MOST_CODECS = 1024
+"""Codecs that are kept: a step of RoBERTa-base has some ten for each length of its batch."""
+
 _NO_SEED: Seed = (0, 0, 0, 0)
+_ENCODING, _DECODING = (torch.int64, torch.int32), (torch.int64,)
+"""Types of what a kernel is given besides the elements: addresses of pages, and a flag."""
 
 
 class TritonBackend:
@@ -60,6 +69,7 @@ class TritonBackend:
         self._selector = selector or Selector(torch.device("cpu"))
         self._tables = PageTables()
         self._flags = Flags()
+        self._codecs: dict[tuple[object, ...], DirectCodec] = {}
 
     def limit_threads(self, count: int) -> None:
         """See `Backend.limit_threads`; kernels run on the GPU."""
@@ -88,15 +98,12 @@ class TritonBackend:
         ways = {"two kernels": partial(_encode_in_two, *arguments)}
         if layout.group in FUSED_GROUPS:
             ways = {"fused": partial(_encode_fused, *arguments), **ways}
-        # Pages of a rehearsal are so small that a program has a few blocks, which says nothing of those of training.
-        name = f"encode {planes} on {memory.page_bytes}" + (" stochastic" if seed else "")
-        ways[self._selector.choose(problem_class(name, values.dtype, layout.groups, layout.group), ways)]()
+        ways[self._selector.choose(_problem(layout, planes, values.dtype, seed), ways)]()
         return flag.unless()
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode`."""
-        table, limit = self._tables.table(memory, pages, out.device), torch.finfo(out.dtype).max
-        headers = {"PLANES": planes, "PER_PAGE": layout.headers_per_page, "LIMIT": limit}
+        table, headers = self._tables.table(memory, pages, out.device), _decoder_constants(layout, planes, out.dtype)
         with _dense(out) as dense:
             if layout.group in FUSED_GROUPS:
                 launch_over_blocks(
@@ -112,6 +119,38 @@ class TritonBackend:
                 numbers = (dense.numel(), layout.group, *_starts(layout))
                 shift = memory.page_bytes.bit_length() - 1
                 launch(decode_groups, _programs(layout), (dense, table), numbers, SHIFT=shift, **GROUPS, **headers)
+
+    def direct_planes(
+        self, layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int, device: torch.device
+    ) -> DirectCodec | None:
+        """See `DirectBackend.direct_planes`; only what one kernel encodes."""
+        known = self._codecs.get(key := (layout, planes, dtype, device))
+        if row or layout.group not in FUSED_GROUPS or known is not None:
+            return None if row else known
+        if self._selector.known(_problem(layout, planes, dtype, None), "fused") != "fused":
+            return None
+        starts, size = _starts(layout), (layout.elements, dtype, layout.page_bytes, planes, device)
+        header = {"GROUP": layout.group, **_header_constants(layout, planes, None)}
+        encodes = _prepared_over_blocks(encode_fused, _ENCODING, (*starts, *_NO_SEED), *size, **header)
+        decoder = {"GROUP": layout.group, **_decoder_constants(layout, planes, dtype)}
+        decodes = partial(_prepared_over_blocks, decode_fused, _DECODING, starts, *size, **decoder)
+        return None if encodes is None else self._keep(key, GpuCodec(device, encodes, decodes, self._flags))
+
+    def direct_mask(
+        self, elements: int, dtype: torch.dtype, page_bytes: int, device: torch.device
+    ) -> DirectCodec | None:
+        """See `DirectBackend.direct_mask`; only of bools, and of floats, which are never taken for a mask."""
+        known = self._codecs.get(key := (elements, dtype, page_bytes, device))
+        if known is not None:
+            return known
+        if dtype.is_floating_point and not INTERPRETED.value:
+            return self._keep(key, GpuCodec(device, (), lambda: None, None))
+        if dtype is not torch.bool:
+            return None
+        size = elements, torch.uint8, page_bytes, 1, device
+        encodes = _prepared_over_blocks(encode_nonzero, _DECODING, (), *size)
+        decodes = partial(_prepared_over_blocks, decode_mask, _DECODING, (0, 1), *size)
+        return None if encodes is None else self._keep(key, GpuCodec(device, encodes, decodes, None))
 
     def encode_slopes(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages
@@ -172,6 +211,35 @@ class TritonBackend:
         with _dense(out, load=True) as dense:
             launch_over_blocks(rectify, (dense, table), (), memory.page_bytes, 1, TINY=tiny)
 
+    def _keep(self, key: tuple[object, ...], codec: DirectCodec) -> DirectCodec:
+        if len(self._codecs) >= MOST_CODECS:
+            self._codecs.clear()
+        self._codecs[key] = codec
+        return codec
+
+
+def _prepared_over_blocks(
+    kernel: Any, pointers: Sequence[torch.dtype], numbers: Sequence[int], elements: int, dtype: torch.dtype,
+    page_bytes: int, planes: int, device: torch.device, **constants: Any,
+) -> Launches | None:  # fmt: skip
+    """Returns the launches of `launch_over_blocks`, given the types of the pointers after the first; see `prepared`."""
+    nbytes, launches = elements * dtype.itemsize, []
+    for programs, first, own in launches_over_blocks(elements, dtype.itemsize, page_bytes, planes):
+        launch_again = prepared(
+            kernel, programs, device, (dtype, *pointers), nbytes, (elements, first, *numbers), **constants, **own
+        )
+        if launch_again is None:
+            return None
+        launches.append(launch_again)
+    return launches
+
+
+def _problem(layout: PlaneLayout, planes: int, dtype: torch.dtype, seed: Seed | None) -> str:
+    """Returns the class of problems that an encoding belongs to."""
+    # Pages of a rehearsal are so small that a program has a few blocks, which says nothing of those of training.
+    name = f"encode {planes} on {layout.page_bytes}" + (" stochastic" if seed else "")
+    return problem_class(name, dtype, layout.groups, layout.group)
+
 
 def _flat(values: Tensor) -> Tensor:
     """Returns the elements densely, of shape (elements,)."""
@@ -230,6 +298,10 @@ def _encode_in_two(
 
 def _programs(layout: PlaneLayout) -> int:
     return -(-layout.groups // GROUPS["GROUPS"])
+
+
+def _decoder_constants(layout: PlaneLayout, planes: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {"PLANES": planes, "PER_PAGE": layout.headers_per_page, "LIMIT": torch.finfo(dtype).max}
 
 
 def _header_constants(layout: PlaneLayout, planes: int, seed: Seed | None) -> dict[str, int]:

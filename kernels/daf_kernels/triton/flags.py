@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from daf_kernels.backend import DeviceFlag
-from daf_kernels.triton.launch import stream_of
+from daf_kernels.triton.launch import stream_number, stream_of
 
 FLAGS = 1024
 """Flags of an array: zeros for so many activations are one call. A report copies 16 kB for them."""
@@ -29,6 +29,14 @@ class _Report:
     def __init__(self) -> None:
         self.numbers: Tensor | None = None
         self.copied: torch.cuda.Event | None = None
+        self._set: frozenset[int] | None = None
+
+    def is_set(self, number: int) -> bool:
+        """Says whether a flag is set, once the copy is there."""
+        if self._set is None:
+            assert self.numbers is not None
+            self._set = frozenset(self.numbers[:, 0].nonzero().view(-1).tolist())
+        return number in self._set
 
 
 class _Array:
@@ -39,15 +47,17 @@ class _Array:
 
     Attributes:
         flags: A tensor of shape (WORDS,) for each flag.
+        origin: Address of the first.
         taken: How many are in use.
         report: The next one.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._numbers = torch.zeros(FLAGS, WORDS, dtype=torch.int32, device=device)
-        self._stream = stream
+        self._stream = stream_of(device)
         self._lock = threading.Lock()
         self.flags = self._numbers.unbind()
+        self.origin: int = self._numbers.data_ptr()
         self.taken = 0
         self.report = _Report()
 
@@ -92,8 +102,7 @@ class AsyncFlag:
     def __bool__(self) -> bool:
         """See `DeviceFlag.__bool__`."""
         self._array.send(self._report).synchronize()
-        assert self._report.numbers is not None
-        return not self._report.numbers[self._number, 0].item()
+        return not self._report.is_set(self._number)
 
 
 class Flag(NamedTuple):
@@ -109,6 +118,12 @@ class Flag(NamedTuple):
     array: _Array | None = None
     number: int = 0
 
+    @property
+    def address(self) -> int:
+        """Where it lies, if it is one of an array."""
+        assert self.array is not None
+        return self.array.origin + self.number * WORDS * self.pointer.element_size()
+
     def unless(self) -> bool | DeviceFlag:
         """Returns whether the kernels that were launched with it have not set it, or will not."""
         return not self.pointer.item() if self.array is None else AsyncFlag(self.array, self.number)
@@ -123,14 +138,14 @@ class Flags:
 
     def take(self, device: torch.device) -> Flag:
         """Returns a flag for kernels that the calling thread launches."""
-        stream = stream_of(device)
+        stream = stream_number(device)
         if stream is None:
             return Flag(torch.zeros(1, dtype=torch.int32, device=device))
-        key = device, stream.cuda_stream
+        key = device, stream
         with self._lock:
             array = self._arrays.get(key)
             if array is None or array.taken == FLAGS:
-                array = self._arrays[key] = _Array(device, stream)
+                array = self._arrays[key] = _Array(device)
             number = array.taken
             array.taken += 1
         return Flag(array.flags[number], array, number)

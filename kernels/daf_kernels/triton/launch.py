@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,9 +73,58 @@ def launch(kernel: Any, programs: int, pointers: Sequence[Tensor], numbers: Sequ
             compiled[grid](*pointers, *numbers, *(constants[name] for name in names))
 
 
+Launch = Callable[..., None]
+"""Runs what was compiled: on a stream, which comes first, with the addresses of its tensors."""
+
+
+def prepared(
+    kernel: Any, programs: int, device: torch.device, dtypes: Sequence[torch.dtype], nbytes: int,
+    numbers: Sequence[int], **constants: Any,
+) -> Launch | None:  # fmt: skip
+    """Returns what runs programs that `launch` has compiled; None where it has not.
+
+    To look for them takes as long as to launch them. The calling thread's device must be that of the tensors, which
+    begin at multiples of 16.
+
+    Args:
+        kernel: See `launch`, as for the other arguments.
+        programs: How many, at least one.
+        device: Where its tensors lie.
+        dtypes: Their types.
+        nbytes: Bytes of the first; the others are small.
+        numbers: Its integers.
+        constants: Its constants.
+    """
+    assumed = (True, nbytes <= NEAR_BYTES), *[(True, True)] * (len(dtypes) - 1)
+    compiled = _compiled.get((kernel, device, dtypes[0], *assumed, *sorted(constants.items())))
+    if compiled is None:
+        return None
+    rest = *numbers, *(constants[name] for name in kernel.arg_names[len(dtypes) + len(numbers) :])
+    run = compiled[programs, 1, 1]
+
+    def launch_again(stream: int, *addresses: int) -> None:
+        run(*addresses, *rest, stream=stream)
+
+    return launch_again
+
+
 def _assumed(pointer: Tensor) -> tuple[bool, bool]:
     """What compiled code assumes of a tensor, beside its type."""
     return pointer.data_ptr() % 16 == 0, pointer.nbytes <= NEAR_BYTES
+
+
+def _driver() -> Any:
+    return triton.runtime.driver.active
+
+
+def is_current(device: torch.device) -> bool:
+    """Says whether the calling thread launches kernels on a GPU."""
+    return _driver().get_current_device() == device.index
+
+
+def stream_number(device: torch.device) -> int | None:
+    """Returns the number of `stream_of`, 3 us sooner."""
+    return _driver().get_current_stream(device.index) if device.type == "cuda" else None
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
@@ -100,16 +149,25 @@ def launch_over_blocks(
         planes: Planes that it works on: what a program does of each lies in one page.
         constants: Its other constants.
     """
-    elements = pointers[0].numel()
-    blocks = blocks_of_program(pointers[0].element_size(), page_bytes, planes)
+    values = pointers[0]
+    for programs, first, own in launches_over_blocks(values.numel(), values.element_size(), page_bytes, planes):
+        launch(kernel, programs, pointers, (values.numel(), first, *numbers), **constants, **own)
+
+
+def launches_over_blocks(
+    elements: int, element_size: int, page_bytes: int, planes: int
+) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    """Gives the launches of `launch_over_blocks`: programs, the number of the first, and constants."""
+    blocks = blocks_of_program(element_size, page_bytes, planes)
     full, rest = divmod(elements, blocks * BLOCK)
+    constants = {"BLOCKS": blocks, "SHIFT": page_bytes.bit_length() - 1}
     if rest and full < FEW_PROGRAMS:
-        full, rest = 0, full + 1
-    else:
-        rest = int(rest > 0)
-    constants |= {"BLOCKS": blocks, "SHIFT": page_bytes.bit_length() - 1}
-    launch(kernel, full, pointers, (elements, 0, *numbers), MASKED=False, **constants)
-    launch(kernel, rest, pointers, (elements, full, *numbers), MASKED=True, **constants)
+        yield full + 1, 0, {**constants, "MASKED": True}
+        return
+    if full:
+        yield full, 0, {**constants, "MASKED": False}
+    if rest:
+        yield 1, full, {**constants, "MASKED": True}
 
 
 def blocks_of_program(element_size: int, page_bytes: int, planes: int) -> int:

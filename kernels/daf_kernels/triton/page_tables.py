@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from daf_kernels.backend import PageMemory, Pages
-from daf_kernels.triton.launch import stream_of
+from daf_kernels.triton.launch import stream_number
 
 Key = tuple[torch.device, int, bytes]
 """A device, a stream of it, and addresses."""
 
 MOST_BYTES = 32 << 20
 """Bytes of the tables that are kept: those of 16 GB of activations, as a table has 8 bytes for a page."""
+
+
+def upload(addresses: Pages, device: torch.device) -> Tensor:
+    """Returns addresses on a GPU, for kernels that the calling thread launches."""
+    # From pinned memory, from which a GPU copies without being waited for.
+    return torch.from_numpy(addresses).pin_memory().to(device, non_blocking=True)
 
 
 class PageTables:
@@ -36,15 +42,14 @@ class PageTables:
 
     def table(self, memory: PageMemory, pages: Pages, device: torch.device) -> Tensor:
         """Returns the addresses of pages as int64 of shape (pages,), for kernels that the calling thread launches."""
-        addresses, stream = memory.addresses(pages), stream_of(device)
+        addresses, stream = memory.addresses(pages), stream_number(device)
         if stream is None:
             return torch.from_numpy(addresses)
-        key = device, stream.cuda_stream, addresses.tobytes()
+        key = device, stream, addresses.tobytes()
         with self._lock:
             table = self._tables.get(key)
             if table is None:
-                # From pinned memory, from which a GPU copies without being waited for.
-                table = torch.from_numpy(addresses).pin_memory().to(device, non_blocking=True)
+                table = upload(addresses, device)
                 self._keep(key, table)
             else:
                 self._tables.move_to_end(key)

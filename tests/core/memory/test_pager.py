@@ -443,7 +443,7 @@ def test_a_kind_that_is_forgotten_meanwhile_keeps_no_pages(answer: int, monkeypa
     pager, owner = make_pager(None), Owner()
     kind = pager.kind(2)
     pager.kind(3)
-    assert pager.take(kind, owner, lambda origin, pages: (answer, 0, 0))[0] == answer
+    assert pager.take(kind, owner, lambda origin, pages: (answer, 0, 0, None))[0] == answer
     del owner
     assert pager.settle() == 0
     assert pager.pool.used_pages == 0

@@ -66,7 +66,7 @@ def read(pager: Pager, lease: Lease) -> None:
 
 
 def assert_nothing_is_left(pager: Pager) -> None:
-    assert (pager.settle(), pager.pool.used_pages) == (0, 0)
+    assert (pager.settle(), pager.leased_pages) == (0, 0)
     assert pager._spill is None or used_slots(pager._spill) == 0
     check_pager(pager)
 
