@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
 from daf_core.codecs.base import StoredActivation
+
+if TYPE_CHECKING:
+    from daf_core.readers.attention import Draws
 
 
 class AttendedActivation(StoredActivation):
@@ -20,6 +23,7 @@ class AttendedActivation(StoredActivation):
     name: ClassVar[str] = "attended"
     readable_by_any_op = False
     values_gone = True
+    draws: Draws | None = None  # where the random numbers of its dropout begin, once they are on their way
 
     @override
     def decode_into(self, out: Tensor) -> None:

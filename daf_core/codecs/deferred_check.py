@@ -20,9 +20,15 @@ from daf_core.memory.pager import Pager
 from daf_core.memory.pending import PENDING_BYTES, Pending, PendingWindow
 from daf_kernels import DeviceFlag
 
+MOST_PENDING = 3
+"""Tensors that may wait at once, however large: while a GPU reads one, it is given what follows on the next."""
+
 ASKED_BYTES = PENDING_BYTES // 4
 """Bytes of values after which a device is asked for its answers, as it sends many as fast as one. The answers for the
 oldest values are on their way then when three times as many may still be saved without a wait."""
+
+
+Compact = Callable[[Tensor], Tensor]
 
 
 class PendingCheck(Pending):
@@ -32,12 +38,16 @@ class PendingCheck(Pending):
         values: The values.
         answer: Whether the codes stand for them.
         keep: Counts their storage if they have to stay.
+        compact: Returns the form of the values that is decoded; None where they have it.
     """
 
-    def __init__(self, values: Tensor, answer: DeviceFlag, keep: Callable[[], KeptStorage]) -> None:
+    def __init__(
+        self, values: Tensor, answer: DeviceFlag, keep: Callable[[], KeptStorage], compact: Compact | None
+    ) -> None:
         self.size = values.untyped_storage().nbytes()
         self._exact: RawActivation | None = RawActivation(values, None)
         self._open: tuple[DeviceFlag, Callable[[], KeptStorage]] | None = (answer, keep)
+        self._compact = compact
         self._kept: KeptStorage | None = None
         self._lock = threading.Lock()  # the next activation may be saved while backward reads this one
 
@@ -61,6 +71,8 @@ class PendingCheck(Pending):
                     self._exact = None
                 else:
                     self._kept = keep()
+                    if self._exact is not None and self._compact is not None:
+                        self._exact = self._exact.seen_as(self._compact)
                 self._open = None
             return self._exact
 
@@ -76,21 +88,25 @@ class PendingChecks:
         self._unasked: list[DeviceFlag] = []
         self._unasked_bytes = 0
 
-    def add(self, values: Tensor, answer: DeviceFlag, pager: Pager) -> PendingCheck | None:
+    def add(
+        self, values: Tensor, answer: DeviceFlag, pager: Pager, compact: Compact | None = None
+    ) -> PendingCheck | None:
         """Returns the check of values, and settles the oldest ones beyond `PENDING_BYTES`; None where none may wait.
+
+        Some large ones may wait, whatever they take: a host that waits for each leaves the device without work.
 
         None may inside of `none`, and where a budget counts activations: what it gives up would depend on when a
         device answers.
         """
         if pager.budget is not None:
             return None
-        check = PendingCheck(values, answer, partial(self._kept.keep, values.untyped_storage(), pager))
+        check = PendingCheck(values, answer, partial(self._kept.keep, values.untyped_storage(), pager), compact)
         with self._lock:
             if self._closed:
                 return None
             self._window.add(check, weakref.ref(check))
             self._ask_some(answer, check.size)
-            while self._window.size > PENDING_BYTES:
+            while self._window.size > PENDING_BYTES and self._window.size > MOST_PENDING * check.size:
                 self._window.settle_oldest()
             self._settle_known()
         return check

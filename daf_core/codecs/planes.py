@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 
 from daf_core.autograd.sites import Site
 from daf_core.codecs.base import EncodeContext, PagedActivation, StoredActivation
-from daf_core.codecs.deferred_check import PendingCheck, PendingChecks
+from daf_core.codecs.deferred_check import Compact, PendingCheck, PendingChecks
 from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
@@ -186,10 +186,12 @@ class PlanesActivation(PagedActivation):
             stored.check_later(ctx.checks, values, finite)
         return stored if stored.check is not None or finite else None
 
-    def check_later(self, checks: PendingChecks | None, values: Tensor, finite: DeviceFlag) -> None:
-        """Keeps its values until the device says that they are finite, if `checks` allow that."""
+    def check_later(
+        self, checks: PendingChecks | None, values: Tensor, finite: DeviceFlag, compact: Compact | None = None
+    ) -> None:
+        """Keeps its values until the device says that they are finite, if `checks` allow that; see `PendingChecks`."""
         if checks is not None:
-            self.check = checks.add(values, finite, self.pager)
+            self.check = checks.add(values, finite, self.pager, compact)
 
     @override
     def decode_to(self, address: int) -> bool:

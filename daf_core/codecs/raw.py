@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -73,6 +74,10 @@ class RawActivation(StoredActivation):
         self._tensor = tensor.detach()
         self._version = tensor._version if version is None else version
         self.holder = kept
+
+    def seen_as(self, view: Callable[[Tensor], Tensor]) -> RawActivation:
+        """Returns a view of the tensor, of the same values: one that is given back only as long as these are."""
+        return RawActivation(view(self._tensor), self.holder, self._version)
 
     def let_go(self) -> None:
         """Gives up the tensor: the operator that saved it gets another one in its place."""

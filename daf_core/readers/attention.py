@@ -148,7 +148,36 @@ def can_attend_again(node: Node, device: torch.device) -> bool:
     return not node._saved_dropout_p or (bool(kernel.drawn) and device.type == "cuda")
 
 
-def attend_again(node: Node, *inputs: Tensor | None) -> dict[str, Tensor]:
+class Draws:
+    """Where the random numbers of a dropout begin, on their way to the host.
+
+    Args:
+        start: Seed and offset, of shape (2,) and type int64, on any device.
+    """
+
+    def __init__(self, start: Tensor) -> None:
+        self._start = start.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(start.device).record_event() if start.is_cuda else None
+
+    def arrived(self) -> Tensor:
+        """Returns them, on the CPU, as soon as they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._start
+
+
+def draws_of(node: Node) -> Draws | None:
+    """Has copied what an attention has drawn from a device's generator; None where it has drawn nothing.
+
+    To ask for it in backward waits for all that the device has been given to do until then.
+    """
+    kernel = KERNELS[node.name()]
+    if not node._saved_dropout_p:
+        return None
+    return Draws(torch.cat([_saved(node, name).reshape(-1).view(torch.int64) for name in kernel.drawn])[:2])
+
+
+def attend_again(node: Node, *inputs: Tensor | None, draws: Draws | None = None) -> dict[str, Tensor]:
     """Computes what an attention has saved of its results, for other inputs, with the same dropout.
 
     Random generators are then as they were before. The results have no graph: a fused attention has no second
@@ -158,6 +187,7 @@ def attend_again(node: Node, *inputs: Tensor | None) -> dict[str, Tensor]:
         node: Its autograd node, not released; `can_attend_again` has said yes of it.
         inputs: Query, key, value and, where the node knows one, the bias of the scores, such as a mask, or None: each
             with the shape, strides, type and device of the node's own.
+        draws: Its `draws_of`, if that was asked for earlier.
 
     Returns:
         The result and the logsumexp, under the names that the node has for them.
@@ -165,7 +195,7 @@ def attend_again(node: Node, *inputs: Tensor | None) -> dict[str, Tensor]:
     kernel = KERNELS[node.name()]
     arguments = {argument: _saved(node, name) for argument, name in kernel.saved.items()}
     arguments |= dict(zip(kernel.inputs, inputs, strict=True))
-    with torch.no_grad(), _draws_of(node, kernel, arguments["query"].device):
+    with torch.no_grad(), _dropping_as(node, draws, arguments["query"].device):
         found = forward_operator(kernel.operator)(**arguments, **kernel.fixed)
     return dict(zip(kernel.results, found, strict=False))
 
@@ -176,11 +206,11 @@ def _saved(node: Node, name: str) -> Any:
     return found.detach() if isinstance(found, Tensor) else found
 
 
-def _draws_of(node: Node, kernel: Kernel, device: torch.device) -> AbstractContextManager[None]:
-    if not node._saved_dropout_p:
+def _dropping_as(node: Node, draws: Draws | None, device: torch.device) -> AbstractContextManager[None]:
+    draws = draws or draws_of(node)
+    if draws is None:
         return nullcontext()
-    numbers = [_saved(node, name).cpu().reshape(-1).view(torch.int64) for name in kernel.drawn]
-    return _drawing_from(torch.cuda.default_generators[device.index], torch.cat(numbers)[:2])
+    return _drawing_from(torch.cuda.default_generators[device.index], draws.arrived())
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from daf_core.autograd.torch_private import Node, packed_for, running_node
 from daf_core.codecs import AttendedActivation
-from daf_core.readers.attention import INPUTS, Kernel, attend_again, kernel_of
+from daf_core.readers.attention import INPUTS, KERNELS, Draws, Kernel, attend_again, draws_of, kernel_of
 from daf_core.readers.places import Place
 from daf_core.readers.sharpness import score_deviation
 from daf_core.saved_tensors.handle import Handle
@@ -36,6 +36,25 @@ class AttentionAgain(threading.local):
         self._passes: Counter[Place] = Counter()
         self._of: weakref.ref[Handle] | None = None
         self._held: dict[str, Tensor] = {}
+        self._saving: tuple[Node, AttendedActivation] | None = None
+
+    def saves(self, node: Node, stored: AttendedActivation, unpack: Unpack) -> None:
+        """Is told, in a forward pass, what was stored for the result of an attention, which may save more yet."""
+        self.end_forward(unpack)
+        self._saving = node, stored
+
+    def end_forward(self, unpack: Unpack) -> None:
+        """Is told that the last attention has saved all: what it has drawn is copied while forward goes on."""
+        before, self._saving = self._saving, None
+        if before is not None:
+            node, stored = before
+            drawn = KERNELS[node.name()].drawn
+            if drawn and packed_for(node, drawn[0], unpack) is not None:  # a backward inside the scope releases it
+                stored.draws = draws_of(node)
+
+    def forget_forward(self) -> None:
+        """Ends a forward pass, also one that failed."""
+        self._saving = None
 
     def unpack(self, packed: object, unpack: Unpack, decode: Callable[[], Tensor]) -> Tensor:
         """Returns the tensor that a packed one stands for; `decode` decodes what no attention computes again."""
@@ -44,15 +63,19 @@ class AttentionAgain(threading.local):
         result = None if kernel is None else _result(node, unpack)
         if kernel is None or result is None:
             return decode()
+        assert isinstance(result.stored, AttendedActivation)
         if self._of is None or self._of() is not result:
             self._of, self._held = weakref.ref(result), {}
         try:
-            return self._give(node, kernel, packed, unpack, decode)
+            return self._give(node, kernel, packed, unpack, decode, result.stored.draws)
         except BaseException:
             self._held.clear()
             raise
 
-    def _give(self, node: Node, kernel: Kernel, packed: object, unpack: Unpack, decode: Callable[[], Tensor]) -> Tensor:
+    def _give(
+        self, node: Node, kernel: Kernel, packed: object, unpack: Unpack, decode: Callable[[], Tensor],
+        draws: Draws | None,
+    ) -> Tensor:  # fmt: skip
         name = next((name for name in kernel.tensors if packed_for(node, name, unpack) is packed), "")
         if name not in kernel.results:
             tensor = decode()
@@ -62,7 +85,7 @@ class AttentionAgain(threading.local):
         if name not in self._held:
             inputs = [self._input(node, unpack, each) for each in kernel.inputs]
             self._look(node, unpack, *inputs[:2])
-            self._held |= attend_again(node, *inputs)
+            self._held |= attend_again(node, *inputs, draws=draws)
         result = self._held.pop(name)
         if not self._held.keys() & set(kernel.results):
             self._held.clear()

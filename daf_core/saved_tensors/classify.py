@@ -38,6 +38,7 @@ class Eligibility:
         self._numbers: list[int] = []
         self._wide: list[torch.Size] = []
         self._wide_shapes: set[tuple[int, ...]] | None = None  # of them; made when it is asked for
+        self._as_wide: dict[torch.Size, bool] = {}  # whether a shape is one of them, in any order
 
     def refresh(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Looks up the storages of parameters and buffers, or of these; they may have moved since the last step."""
@@ -75,6 +76,18 @@ class Eligibility:
         found = self.storages.get(storage_id(tensor))
         return found is not None and found() is not None
 
+    def may_be_cast(self, tensor: Tensor) -> bool:
+        """Says whether a tensor has the type and the shape of a low-precision copy of a parameter."""
+        if tensor.dtype not in LOW_PRECISION:
+            return False
+        if self._wide_shapes is None:
+            self._wide_shapes = {tuple(sorted(shape)) for shape in self._wide}
+            self._as_wide = {}
+        found = self._as_wide.get(tensor.shape)
+        if found is None:
+            found = self._as_wide[tensor.shape] = tuple(sorted(tensor.shape)) in self._wide_shapes
+        return found
+
     def _is_cast(self, tensor: Tensor) -> bool:
         """Recognizes the low-precision copy of a parameter that autocast makes, and that linear layers save.
 
@@ -82,11 +95,7 @@ class Eligibility:
         guess costs memory, never correctness: the tensor is kept as it is. Whether autocast is on cannot be asked:
         torch switches it off while the operator runs.
         """
-        if tensor.dtype not in LOW_PRECISION:
-            return False
-        if self._wide_shapes is None:
-            self._wide_shapes = {tuple(sorted(shape)) for shape in self._wide}
-        if tuple(sorted(tensor.shape)) not in self._wide_shapes:
+        if not self.may_be_cast(tensor):
             return False
         node = skip_nodes(tensor.grad_fn, _VIEWS)
         if node is None:

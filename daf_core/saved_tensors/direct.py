@@ -169,7 +169,7 @@ class Direct:
             return None
         stored.direct, stored.two = codec, (zero, one)
         if finite is not None and type(stored) is PlanesActivation:
-            stored.check_later(shelf.lossy.checks, decision.geometry.compact(tensor.detach()), finite)
+            stored.check_later(shelf.lossy.checks, tensor, finite, decision.geometry.compact)
             if stored.check is None and not finite:
                 return None
         return stored

@@ -16,6 +16,7 @@ from torch import Tensor
 from daf_core.autograd.sites import ModuleScopes
 from daf_core.autograd.torch_private import in_backward, running_node, skip_dynamo
 from daf_core.codecs import (
+    AttendedActivation,
     GeluDerivativeActivation,
     RawActivation,
     ReluOutputActivation,
@@ -114,6 +115,7 @@ class Packer:
             Exception: Packing in the background failed.
         """
         self.readers.end_pass()
+        self._attention.end_forward(self.unpack)
         if self._own.background is not None:
             started = time.perf_counter()
             self._own.background.finish()
@@ -122,6 +124,7 @@ class Packer:
     def end_pass(self) -> None:
         """Ends a forward pass, also one that failed; a second call completes the first if an interrupt cut it off."""
         self.readers.forget_pass()
+        self._attention.forget_forward()
         if (background := self._own.background) is not None:
             background.close()
             self.recorder.worker_seconds += background.seconds
@@ -193,6 +196,8 @@ class Packer:
             packed = background.send(saved)
         else:
             packed = self._store.store(saved, Derivation(self.unpack))
+        if type(packed) is Handle and type(packed.stored) is AttendedActivation:
+            self._attention.saves(saved.node, packed.stored, self.unpack)
         if waiting is not None:
             self._wait(waiting, sighting, packed)
         return packed

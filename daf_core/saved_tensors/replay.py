@@ -21,7 +21,6 @@ from daf_core.codecs import RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.readers.attention import KERNELS
-from daf_core.saved_tensors.classify import LOW_PRECISION
 from daf_core.saved_tensors.recording import Decision, Look, Recordings, Save
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ class Replay:
         if softmax is not None and readers.looks.will_be_due(*softmax):
             return None
         # A mask of one bit an element is what it is, whatever else it might have been.
-        unsure = decision.kind is not BitmaskActivation and (decision.beside or tensor.dtype in LOW_PRECISION)
+        unsure = decision.kind is not BitmaskActivation and (decision.beside or packer.eligibility.may_be_cast(tensor))
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or (unsure and self._form(save, tensor) is not decision.form):
             return None

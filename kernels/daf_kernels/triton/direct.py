@@ -44,19 +44,20 @@ class DirectCodec:
         flags: Gets what kernels find; None for kernels that find nothing.
     """
 
-    __slots__ = ("_device", "_encodes", "_find_decodes", "_flags", "_known_decodes")
+    __slots__ = ("_alone", "_device", "_encodes", "_find_decodes", "_flags", "_known_decodes")
 
     def __init__(
         self, device: torch.device, encodes: Launches, decodes: Callable[[], Launches | None], flags: Flags | None
     ) -> None:
         self._device = device
+        self._alone = torch.cuda.device_count() == 1  # then it is current
         self._encodes, self._find_decodes = encodes, decodes
         self._flags = flags
         self._known_decodes: Launches | None = None
 
     def encode(self, origin: int, pages: PageAddresses) -> Answer:
         """See `daf_kernels.DirectCodec`."""
-        if origin % ALIGNMENT or not is_current(self._device):
+        if origin % ALIGNMENT or not (self._alone or is_current(self._device)):
             return DECLINED
         stream, table = self._table(pages)
         if self._flags is None:
@@ -74,7 +75,7 @@ class DirectCodec:
         """See `daf_kernels.DirectCodec`."""
         if self._known_decodes is None:
             self._known_decodes = self._find_decodes()
-        if self._known_decodes is None or out % ALIGNMENT or not is_current(self._device):
+        if self._known_decodes is None or out % ALIGNMENT or not (self._alone or is_current(self._device)):
             return False
         stream, table = self._table(pages)
         for launch in self._known_decodes:

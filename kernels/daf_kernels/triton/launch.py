@@ -30,6 +30,7 @@ H100 (132) run so many at once, as two fit on each even with the most registers:
 that has to look. No GPU has measured this."""
 
 _compiled: dict[Hashable, Any] = {}
+_runtime: Any = triton.runtime  # whose drivers tell more than their types do
 
 
 def kernel(function: Callable[..., None]) -> Any:
@@ -113,18 +114,14 @@ def _assumed(pointer: Tensor) -> tuple[bool, bool]:
     return pointer.data_ptr() % 16 == 0, pointer.nbytes <= NEAR_BYTES
 
 
-def _driver() -> Any:
-    return triton.runtime.driver.active
-
-
 def is_current(device: torch.device) -> bool:
     """Says whether the calling thread launches kernels on a GPU."""
-    return _driver().get_current_device() == device.index
+    return _runtime.driver.active.get_current_device() == device.index
 
 
 def stream_number(device: torch.device) -> int | None:
     """Returns the number of `stream_of`, 3 us sooner."""
-    return _driver().get_current_stream(device.index) if device.type == "cuda" else None
+    return _runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else None
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:

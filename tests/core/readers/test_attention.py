@@ -217,7 +217,7 @@ def test_a_node_that_is_run_by_hand_gets_what_belongs_to_its_inputs() -> None:
 def test_it_runs_once_for_each_backward_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[list[weakref.ref[Tensor]]]()
 
-    def record(node: Any, *inputs: Tensor) -> dict[str, Tensor]:
+    def record(node: Any, *inputs: Tensor, **_: object) -> dict[str, Tensor]:
         found = attend_again(node, *inputs)
         calls.append([weakref.ref(tensor.untyped_storage()) for tensor in (*inputs[:3], *found.values())])
         return found
@@ -241,7 +241,7 @@ def test_an_error_in_between_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     with engine.compress():
         loss = _loss([tensor.requires_grad_() for tensor in _qkv(*SHAPE)], normal(*SHAPE), {})
 
-    def fail(*_: object) -> dict[str, Tensor]:
+    def fail(*_: object, **__: object) -> dict[str, Tensor]:
         raise MemoryError
 
     monkeypatch.setattr("daf_core.saved_tensors.attention_again.attend_again", fail)
