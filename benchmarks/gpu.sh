@@ -12,7 +12,7 @@ set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/docs/results/gpu}
 PYTHON=${PYTHON:-python3}
-PARTS=${PARTS:-tests kernels kernels-large reductions overlap roberta-base gpt2-medium}
+PARTS=${PARTS:-tests kernels kernels-large reductions steps overlap roberta-base gpt2-medium}
 
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
@@ -84,6 +84,7 @@ part tests 170 bash -c run_tests
 benchmark kernels 90 kernels --device cuda
 benchmark kernels-large 90 kernels --device cuda --dtype bf16 --elements $((1 << 28))
 benchmark reductions 70 reductions
+benchmark steps 90 gpu_steps
 part overlap 60 "$PYTHON" -m benchmarks.overlap --device cuda --batch 32 --workers 4 --json "$out/overlap.json"
 compare roberta-base 110 roberta_base --batch 32 --length 512 "${steps[@]}"
 compare gpt2-medium 130 gpt2_medium --batch 8 --length 1024 "${steps[@]}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_needs, kernels, reductions, torch_codec
+from benchmarks import gpu_needs, gpu_steps, kernels, reductions, torch_codec
 from benchmarks.kernels import Clocks, mask_form, measure, planes_form
 from benchmarks.launches import kernels_of
 from benchmarks.timing import CudaTimer, time_in_turn, wall_timer
@@ -28,7 +28,7 @@ from tests.kernels.triton_device import DEVICE, TRITON
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.sh"
 PRECISIONS = (8, 4, 2, 1, 0)
-BENCHMARKS = ("kernels", "kernels-large", "reductions", "overlap", "roberta-base", "gpt2-medium")
+BENCHMARKS = ("kernels", "kernels-large", "reductions", "steps", "overlap", "roberta-base", "gpt2-medium")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -232,6 +232,21 @@ def test_torch_finds_the_same_ranges(call: int) -> None:
         torch.testing.assert_close(found.float(), expected, rtol=0, atol=0)
 
 
+def test_steps_are_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 30, "max_memory_allocated": 70}
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, partial(lambda figure: figure, figure))
+    monkeypatch.setattr(gpu_steps, "DEVICE", "cpu")
+    results = list(gpu_steps.measure("tiny", 8, 64, rounds=2))
+    assert [result.method for result in results] == ["plain", *gpu_steps.METHODS]
+    plain, exact, eight, four = results
+    assert plain.step_ratio == 1
+    assert all(result.peak_bytes == 40 and result.step_ratio > 0 for result in results)
+    assert plain.held_bytes == plain.saved_bytes >= exact.held_bytes > eight.held_bytes > four.held_bytes > 0
+    grid = gpu_steps.grid(results)
+    assert {len(row) for row in grid.rows} == {len(grid.headings)}
+
+
 def test_tables_in_markdown() -> None:
     grid = Grid("title", ("name", "GB/s"), [("copy", "1.5")])
     assert markdown_table(grid) == "**title**\n\n| name | GB/s |\n| --- | ---: |\n| copy | 1.5 |\n"
@@ -273,7 +288,7 @@ def run_script(folder: Path, python: str) -> "subprocess.CompletedProcess[str]":
         ("pytest", 1, ["tests"]),
         ("benchmarks.gpu_needs", 1, ["packages"]),
         ("daf_integrations bench", 1, ["roberta-base", "gpt2-medium"]),
-        ("benchmarks.", 1, ["packages", "kernels", "kernels-large", "reductions", "overlap"]),
+        ("benchmarks.", 1, ["packages", "kernels", "kernels-large", "reductions", "steps", "overlap"]),
     ],
 )
 def test_a_part_that_fails_stops_no_other(tmp_path: Path, failing: str, status: int, failed: list[str]) -> None:

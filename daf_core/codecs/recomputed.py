@@ -72,11 +72,11 @@ class NormalizedActivation(StoredActivation):
         found = self._normalization
         mean, scale = (part().view(found.statistics) for part in (found.mean, found.scale))
         weight, bias = (part().view(found.parameters) for part in (found.weight, found.bias))
-        rows = out.view(found.shape).float()  # as the operator: in 16 bits a difference may overflow
-        rows.sub_(mean).mul_(scale)
-        torch.addcmul(bias, rows, weight, out=rows)
-        if out.dtype is not rows.dtype:
-            out.copy_(rows.view(-1))
+        rows = out.view(found.shape)
+        # In float32, as the operator: in 16 bits a difference may overflow. In two operations, as each reads and writes
+        # all of a tensor: six, one for each step of the formula, took a fourth of a GPU's backward.
+        normalized = torch.addcmul(-mean * scale, rows, scale)
+        torch.addcmul(bias, normalized, weight, out=rows)
 
 
 class SumActivation(StoredActivation):

@@ -81,6 +81,7 @@ def scenarios(machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "device again", machine.count(nonzero(OnDevice(VALUES, 1)))
     yield "far", machine.count(nonzero(torch.empty(FAR_BYTES // 2, dtype=torch.bfloat16)))
     yield "none of them", machine.count(nonzero())
+    yield "prepared", machine.count(partial(_prepared(VALUES), 100, VALUES.data_ptr(), TABLE.data_ptr()))
     yield "no programs", machine.count(lambda: launch.launch(encode_nonzero, 0, (VALUES, TABLE), (0, 0), **BLOCKS))
     # Of bfloat16, a program takes 32 blocks.
     few = launch.FEW_PROGRAMS
@@ -99,6 +100,15 @@ def scenarios(machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, machine.count(over_blocks)
     yield "other kernel", machine.count(lambda: group_ranges(VALUES, 64, "fused"))
     yield "other kernel again", machine.count(lambda: group_ranges(VALUES, 64, "fused"))
+
+
+def _prepared(values: Tensor, **constants: Any) -> launch.Launch:
+    dtypes = (values.dtype, TABLE.dtype)
+    found = launch.prepared(
+        encode_nonzero, 2, values.device, dtypes, values.nbytes, (4096, 0), **{**BLOCKS, **constants}
+    )
+    assert found is not None
+    return found
 
 
 def compiled_codes() -> list[dict[str, Any]]:

@@ -42,6 +42,15 @@ def test_the_second_launch_is_the_first_without_triton_looking_at_it(found: Foun
     assert found["second"] == {"slow": 0, "launches": [expected]}
 
 
+def test_a_prepared_launch_is_the_same(found: Found) -> None:
+    """With addresses instead of tensors, and without a look at them."""
+    values, (first,) = found["values"], found["first"]["launches"]
+    (given,) = found["prepared"]["launches"]
+    assert found["prepared"]["slow"] == 0
+    assert given == first
+    assert given["arguments"][:2] == [values["address"], values["table"]]
+
+
 def test_constants_come_in_the_order_that_the_kernel_names_them(found: Found) -> None:
     (first,), (second,) = found["other kernel"]["launches"], found["other kernel again"]["launches"]
     assert found["other kernel again"]["slow"] == 0

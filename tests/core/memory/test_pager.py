@@ -24,6 +24,7 @@ from daf_core.memory.pages.growth import AdaptiveGrowth
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.tiers.base import Tier
 from daf_core.memory.tiers.disk import SpillFile
+from daf_kernels import PageAddresses, TwoValues
 from tests.core.books import check_pager, let_go, used_slots
 from tests.core.harness import wait_for_read_ahead as wait
 from tests.core.late_copies import host_memory
@@ -447,3 +448,27 @@ def test_a_kind_that_is_forgotten_meanwhile_keeps_no_pages(answer: int, monkeypa
     del owner
     assert pager.settle() == 0
     assert pager.pool.used_pages == 0
+
+
+def test_what_was_taken_at_ease_and_moved_is_not_read_where_it_was(tmp_path: Path) -> None:
+    """It comes back to other pages than those whose addresses it was encoded to."""
+    pager, owners, decoded = make_pager(None, folder=tmp_path), [Owner() for _ in range(3)], []
+
+    def decode(out: int, pages: PageAddresses, two: TwoValues) -> bool:
+        decoded.append(out)
+        return True
+
+    for owner in owners:
+        pager.take(pager.kind(2), owner, lambda origin, pages: (0, 0, 0, None))
+        pager.pool.write(owner.lease.pages, content(owner.lease))
+    pager.set_budget(4 * PAGE)
+    pager.set_budget(None)
+    assert pager.at_ease
+    for number, owner in enumerate(owners):
+        if not pager.read(owner.lease, decode, number, (0, 0)):
+            with pager.reading(owner.lease):
+                assert intact(pager, owner.lease)
+            assert not pager.read(owner.lease, decode, number, (0, 0))
+    assert 0 < len(decoded) < 3
+    del owners, owner
+    assert (pager.settle(), pager.leased_pages) == (0, 0)

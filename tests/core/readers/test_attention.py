@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -234,6 +235,34 @@ def test_it_runs_once_for_each_backward_and_keeps_nothing(monkeypatch: pytest.Mo
     assert not engine._packer._attention._held
     gc.collect()
     assert all(reference() is None for call in calls for reference in call)
+
+
+def test_draws_are_asked_for_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each attention when the next one saves, or the pass ends: then it has saved them. On a GPU they lie there."""
+    name = "ScaledDotProductFlashAttentionForCpuBackward0"
+    monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], drawn=("logsumexp",)))
+    asked, given = list[object](), list[object]()
+
+    def draws_of(node: Any) -> Any:
+        asked.append(node.name())
+        return len(asked)
+
+    def record(node: Any, *inputs: Tensor, draws: object) -> dict[str, Tensor]:
+        given.append(draws)
+        return attend_again(node, *inputs)
+
+    monkeypatch.setattr("daf_core.saved_tensors.attention_again.draws_of", draws_of)
+    monkeypatch.setattr("daf_core.saved_tensors.attention_again.attend_again", record)
+    engine = engine_for(nn.Linear(1, 1), 4)
+    inputs = [tensor.requires_grad_() for tensor in _qkv(*SHAPE)]
+    with engine.compress():
+        middle = F.scaled_dot_product_attention(*inputs)
+        assert asked == []
+        loss = F.scaled_dot_product_attention(middle, *inputs[1:]).square().sum()
+        assert asked == [name]
+    assert asked == [name, name]
+    loss.backward()
+    assert given == [2, 1]
 
 
 def test_an_error_in_between_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
