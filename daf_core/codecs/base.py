@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -140,8 +141,12 @@ class PagedActivation(StoredActivation):
 
     @override
     def decode_into(self, out: Tensor) -> None:
-        if self.direct is not None and out.is_contiguous() and self.decode_to(out.data_ptr()):
-            return
+        if self.direct is not None:
+            dense = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            if self.decode_to(dense.data_ptr()):
+                if dense is not out:
+                    out.copy_(dense)
+                return
         with self.pager.reading(self.lease) as lease:
             self._decode(out, lease)
 

