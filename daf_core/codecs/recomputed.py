@@ -70,7 +70,7 @@ class NormalizedActivation(StoredActivation):
     def decode_into(self, out: Tensor) -> None:
         self._source.decode_into(out)
         found = self._normalization
-        mean, scale = (part().view(found.statistics) for part in (found.mean, found.scale))
+        mean, scale = (part().view(found.statistics).float() for part in (found.mean, found.scale))
         weight, bias = (part().view(found.parameters) for part in (found.weight, found.bias))
         rows = out.view(found.shape)
         # In float32, as the operator: in 16 bits a difference may overflow. In two operations, as each reads and writes
