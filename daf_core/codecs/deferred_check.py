@@ -21,7 +21,7 @@ from daf_core.memory.pending import PENDING_BYTES, Pending, PendingWindow
 from daf_kernels import DeviceFlag
 
 MOST_PENDING = 3
-"""Tensors that may wait at once, however large: while a GPU reads one, it is given what follows on the next."""
+"""Tensors that may wait at once, however large they are: a host that waits for each leaves a GPU without work."""
 
 ASKED_BYTES = PENDING_BYTES // 4
 """Bytes of values after which a device is asked for its answers, as it sends many as fast as one. The answers for the
@@ -93,8 +93,6 @@ class PendingChecks:
     ) -> PendingCheck | None:
         """Returns the check of values, and settles the oldest ones beyond `PENDING_BYTES`; None where none may wait.
 
-        Some large ones may wait, whatever they take: a host that waits for each leaves the device without work.
-
         None may inside of `none`, and where a budget counts activations: what it gives up would depend on when a
         device answers.
         """
@@ -106,7 +104,7 @@ class PendingChecks:
                 return None
             self._window.add(check, weakref.ref(check))
             self._ask_some(answer, check.size)
-            while self._window.size > PENDING_BYTES and self._window.size > MOST_PENDING * check.size:
+            while self._window.size > PENDING_BYTES and len(self._window) > MOST_PENDING:
                 self._window.settle_oldest()
             self._settle_known()
         return check

@@ -44,7 +44,7 @@ class PagerBooks:
         self._peak_on_pages = 0
         self._writing: dict[Lease, None] = {}
         self._owned: dict[Outside, None] = {}
-        self._idle = IdleLeases(pool, least_planes)
+        self._idle = IdleLeases(pool, least_planes, spill)
         self._index = LeaseIndex()
         self._read: set[Lease] = set()
         self._released: Releases[Lease | Outside] = Releases(clock)

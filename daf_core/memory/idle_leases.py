@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from daf_core.memory.lease import NOWHERE, Lease, LeaseKind, planned_drops
 from daf_core.memory.pages.pool import PagePool
+from daf_core.memory.tiers.base import Tier
 from daf_kernels import PageAddresses
 
 MOST_KINDS = 1024
@@ -19,9 +20,10 @@ class IdleLeases:
     as those of this one. Whoever else needs pages has the idle ones first.
     """
 
-    def __init__(self, pool: PagePool, least_planes: int) -> None:
+    def __init__(self, pool: PagePool, least_planes: int, spill: Tier | None) -> None:
         self.pages = 0  # pages of idle leases
         self._pool = pool
+        self._spill = spill
         self._least_planes = least_planes
         self._kinds: dict[tuple[object, ...], LeaseKind] = {}
 
@@ -45,6 +47,8 @@ class IdleLeases:
                 self.reclaim()
             drops = list(planned_drops(kind.planes, kind.importances, self._least_planes)) if kind.planes else []
             lease, pages = Lease(0, kind.fixed, kind.planes, drops), self._pool.take(kind.size)
+            if self._spill is not None:
+                self._spill.wait()  # pages that were given up under a budget may still be on their way
             addresses = PageAddresses(self._pool.addresses(pages))
             # Nothing is called in these lines: an interrupt, such as Ctrl-C, comes before or after all of them.
             lease.kind, lease.pages, lease.addresses = kind, pages, addresses

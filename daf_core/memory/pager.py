@@ -149,8 +149,6 @@ class Pager(LeasesAtEase):
                 raise ActivationBudgetError(largest, budget)
             self._make_room(0, 0, budget, drop=True)
             self._idle.reclaim()
-            if self._spill is not None:
-                self._spill.wait()  # without a budget nobody waits for copies of pages that were given up
             self.budget = budget
             self._look_for_pressure()
 

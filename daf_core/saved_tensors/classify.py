@@ -81,8 +81,8 @@ class Eligibility:
         if tensor.dtype not in LOW_PRECISION:
             return False
         if self._wide_shapes is None:
-            self._wide_shapes = {tuple(sorted(shape)) for shape in self._wide}
             self._as_wide = {}
+            self._wide_shapes = {tuple(sorted(shape)) for shape in self._wide}
         found = self._as_wide.get(tensor.shape)
         if found is None:
             found = self._as_wide[tensor.shape] = tuple(sorted(tensor.shape)) in self._wide_shapes

@@ -16,6 +16,7 @@ from hypothesis.strategies import SearchStrategy
 from typing_extensions import override
 
 from daf_core import ActivationBudgetError
+from daf_core.errors import SpillError
 from daf_core.memory import idle_leases
 from daf_core.memory.lease import Lease, plan_drops
 from daf_core.memory.pager import Pager
@@ -24,10 +25,10 @@ from daf_core.memory.pages.growth import AdaptiveGrowth
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.tiers.base import Tier
 from daf_core.memory.tiers.disk import SpillFile
-from daf_kernels import PageAddresses, TwoValues
+from daf_kernels import PageAddresses, Pages, TwoValues
 from tests.core.books import check_pager, let_go, used_slots
 from tests.core.harness import wait_for_read_ahead as wait
-from tests.core.late_copies import host_memory
+from tests.core.late_copies import copies_of, host_memory
 from tests.core.leases import PAGE, content, write
 
 
@@ -472,3 +473,51 @@ def test_what_was_taken_at_ease_and_moved_is_not_read_where_it_was(tmp_path: Pat
     assert 0 < len(decoded) < 3
     del owners, owner
     assert (pager.settle(), pager.leased_pages) == (0, 0)
+
+
+def _fill_at_ease(pager: Pager, count: int) -> list[Owner]:
+    """Writes as many leases of two pages, which die with their owners."""
+    owners = [Owner() for _ in range(count)]
+    for owner in owners:
+        with pager.writing_again(pager.kind(2), owner) as lease:
+            owner.lease = lease
+            pager.pool.write(lease.pages, content(lease))
+    return owners
+
+
+def test_pages_whose_copies_are_under_way_are_not_written_before_them() -> None:
+    """A budget is lifted, and what is being read back dies unread: its pages are taken again at once."""
+    memory = host_memory(PAGE)
+    pager = make_pager(4, tier=memory)
+    leases = [write(pager, 2) for _ in range(4)]
+    pager.set_budget(None)
+    with pager.reading(leases[3]):
+        wait(pager)
+    assert copies_of(memory).queue
+    for lease in leases:
+        pager.release(lease)
+    owners = _fill_at_ease(pager, 4)
+    copies_of(memory).wait(copies_of(memory).made + len(copies_of(memory).queue))
+    assert all(intact(pager, owner.lease) for owner in owners)
+
+
+def test_a_budget_that_cannot_be_kept_spoils_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some leases have moved out before there was no room for others, and their pages are taken again at once."""
+    memory = host_memory(PAGE)
+    pager = make_pager(None, tier=memory)
+    owners, take, taken = _fill_at_ease(pager, 4), memory._take, list[int]()
+
+    def limited(count: int) -> Pages:
+        taken.append(count)
+        if len(taken) > 2:
+            raise SpillError("no room")
+        return take(count)
+
+    monkeypatch.setattr(memory, "_take", limited)
+    with pytest.raises(SpillError):
+        pager.set_budget(3 * PAGE)
+    assert pager.at_ease
+    owners += _fill_at_ease(pager, 3)
+    for owner in owners:
+        with pager.reading(owner.lease) as lease:
+            assert intact(pager, lease)
