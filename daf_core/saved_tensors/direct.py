@@ -86,7 +86,8 @@ class Direct:
             return cls(pager, token)
         if issubclass(kind, ProductActivation | NormalizedActivation | SumActivation):
             return cls(pager, token, derive=derive)
-        if not isinstance(backend, DirectBackend):
+        # Whether what stays as it is is a mask is seen at its beginning, which is not worth a copy without holes.
+        if not isinstance(backend, DirectBackend) or (kind is RawActivation and geometry.has_holes):
             return None
         elements, page_bytes, device = math.prod(geometry.compact_shape), pager.pool.page_bytes, decision.device
         if kind is RawActivation or kind is BitmaskActivation:
@@ -139,16 +140,11 @@ class Direct:
         elif key is not None and met.find(key, version) is not None:
             return None
         stored = None if self.derive is None else self.derive(look, tensor)
-        dense = tensor
-        if stored is None and codec is not None and geometry.has_holes:
-            dense = geometry.compact(tensor.detach()).contiguous()
         if stored is None and codec is not None and kind is not None:
-            stored = self._encode(shelf, codec, kind, decision, tensor, dense.data_ptr())
+            stored = self._encode(shelf, codec, kind, decision, tensor)
             if type(stored) is PlanesActivation:
                 shelf.lossy.count(look.site, self.sizes, stored)
-        elif (
-            stored is None and decision.kind is RawActivation and (codec is None or not codec.is_mask(dense.data_ptr()))
-        ):
+        elif stored is None and decision.kind is RawActivation and (codec is None or not codec.is_mask(origin)):
             stored = RawActivation(tensor, shelf.sharing.keep(met, storage, pager), version)
         if stored is None or type(stored) is not decision.kind:
             return None
@@ -161,21 +157,23 @@ class Direct:
         return Handle(stored, geometry, dtype, decision.device, place, look.sighting.reading, reference, version)
 
     def _encode(
-        self, shelf: Shelf, codec: DirectCodec, kind: LeaseKind, decision: Decision, tensor: Tensor, origin: int
+        self, shelf: Shelf, codec: DirectCodec, kind: LeaseKind, decision: Decision, tensor: Tensor
     ) -> PlanesActivation | BitmaskActivation | None:
-        """Encodes the elements of a tensor, which are at `origin`; None where they are of two values or not finite."""
+        """Encodes the elements of a tensor; None where they are of two values or not, or not finite."""
         pager, layout, groups, backend = self.pager, self.layout, self.groups, self.backend
         assert backend is not None
         if layout is None or groups is None:
             stored = BitmaskActivation(pager, backend, (0, 0))
         else:
             stored = PlanesActivation(pager, backend, layout, groups)
-        declined, zero, one, finite = pager.take(kind, stored, codec.encode, origin)
+        geometry = decision.geometry
+        dense = geometry.compact(tensor.detach()).contiguous() if geometry.has_holes else tensor
+        declined, zero, one, finite = pager.take(kind, stored, codec.encode, dense.data_ptr())
         if declined:
             return None
         stored.direct, stored.two = codec, (zero, one)
         if finite is not None and type(stored) is PlanesActivation:
-            stored.check_later(shelf.lossy.checks, tensor, finite, decision.geometry.compact)
+            stored.check_later(shelf.lossy.checks, tensor, finite, geometry.compact)
             if stored.check is None and not finite:
                 return None
         return stored

@@ -124,9 +124,11 @@ class TritonBackend:
         self, layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int, device: torch.device
     ) -> DirectCodec | None:
         """See `DirectBackend.direct_planes`; only what one kernel encodes."""
+        if row or layout.group not in FUSED_GROUPS:
+            return None
         known = self._codecs.get(key := (layout, planes, dtype, device))
-        if row or layout.group not in FUSED_GROUPS or known is not None:
-            return None if row else known
+        if known is not None:
+            return known
         if self._selector.known(_problem(layout, planes, dtype, None), "fused") != "fused":
             return None
         starts, size = _starts(layout), (layout.elements, dtype, layout.page_bytes, planes, device)

@@ -14,16 +14,13 @@ from torch import Tensor
 
 from daf_kernels.backend import Answer, PageAddresses, TwoValues
 from daf_kernels.triton.flags import Flags
-from daf_kernels.triton.launch import Launch, is_current, stream_number
+from daf_kernels.triton.launch import ALIGNMENT, Launch, is_current, stream_number
 from daf_kernels.triton.page_tables import upload
 
 DECLINED: Answer = (-1, 0, 0, None)
 """The answer where the kernels that are known do not fit."""
 
 Launches = Sequence[Launch]
-
-ALIGNMENT = 16
-"""Bytes at whose multiples tensors begin that the kernels are compiled for."""
 
 
 class _Table(NamedTuple):

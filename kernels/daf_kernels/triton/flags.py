@@ -6,8 +6,6 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,14 +30,11 @@ class _Report:
     def __init__(self) -> None:
         self.numbers: Tensor | None = None
         self.copied: torch.cuda.Event | None = None
-        self._set: npt.NDArray[np.int32] | None = None
 
     def is_set(self, number: int) -> bool:
         """Says whether a flag is set, once the copy is there."""
-        if self._set is None:
-            assert self.numbers is not None
-            self._set = self.numbers.numpy()[:, 0]  # torch takes 5 us to look at a number
-        return bool(self._set[number])
+        assert self.numbers is not None
+        return bool(self.numbers.numpy()[number, 0])  # torch takes 5 us to look at a number
 
 
 class _Array:
@@ -57,8 +52,9 @@ class _Array:
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.zeros(FLAGS, WORDS, dtype=torch.int32, device=device)
-        self._device = device
-        self._stream, self._number = stream_of(device), stream_number(device)
+        stream = stream_of(device)
+        assert stream is not None
+        self._stream = stream
         self._lock = threading.Lock()
         self.flags = self._numbers.unbind()
         self.origin: int = self._numbers.data_ptr()
@@ -67,7 +63,7 @@ class _Array:
 
     def _on_its_stream(self) -> AbstractContextManager[object]:
         """To make another stream the current one takes as long as the copy, and nearly always it is."""
-        is_current = stream_number(self._device) == self._number
+        is_current = stream_number(self._numbers.device) == self._stream.cuda_stream
         return nullcontext() if is_current else torch.cuda.stream(self._stream)
 
     def send(self, report: _Report) -> torch.cuda.Event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ THREADS = 128
 
 OPTIONS = {"enable_fp_fusion": False}
 """A product and a sum in one would be rounded once, and the bytes would not be those of other backends."""
+
+ALIGNMENT = 16
+"""Bytes at whose multiples tensors begin for which Triton compiles other code."""
 
 NEAR_BYTES = 2**31 - 1
 """Triton addresses the elements of a tensor of so many bytes at most by 32 bits where it compiles for AMD's GPUs."""
@@ -62,7 +65,7 @@ def launch(kernel: Any, programs: int, pointers: Sequence[Tensor], numbers: Sequ
     if INTERPRETED.value:
         kernel[grid](*pointers, *numbers, **constants)
         return
-    key = (kernel, device, pointers[0].dtype, *map(_assumed, pointers), *sorted(constants.items()))
+    key = _code(kernel, device, pointers[0].dtype, map(_assumed, pointers), constants)
     with torch.cuda.device(device):
         compiled = _compiled.get(key)
         if compiled is None:
@@ -85,7 +88,7 @@ def prepared(
     """Returns what runs programs that `launch` has compiled; None where it has not.
 
     To look for them takes as long as to launch them. The calling thread's device must be that of the tensors, which
-    begin at multiples of 16.
+    begin at multiples of `ALIGNMENT`.
 
     Args:
         kernel: See `launch`, as for the other arguments.
@@ -97,7 +100,7 @@ def prepared(
         constants: Its constants.
     """
     assumed = (True, nbytes <= NEAR_BYTES), *[(True, True)] * (len(dtypes) - 1)
-    compiled = _compiled.get((kernel, device, dtypes[0], *assumed, *sorted(constants.items())))
+    compiled = _compiled.get(_code(kernel, device, dtypes[0], assumed, constants))
     if compiled is None:
         return None
     rest = *numbers, *(constants[name] for name in kernel.arg_names[len(dtypes) + len(numbers) :])
@@ -109,9 +112,17 @@ def prepared(
     return launch_again
 
 
+def _code(
+    kernel: Any, device: torch.device, dtype: torch.dtype, assumed: Iterable[tuple[bool, bool]],
+    constants: Mapping[str, Any],
+) -> Hashable:  # fmt: skip
+    """Returns what compiled code is kept by: all that it depends on, with what is `_assumed` of its tensors."""
+    return kernel, device, dtype, *assumed, *sorted(constants.items())
+
+
 def _assumed(pointer: Tensor) -> tuple[bool, bool]:
     """What compiled code assumes of a tensor, beside its type."""
-    return pointer.data_ptr() % 16 == 0, pointer.nbytes <= NEAR_BYTES
+    return pointer.data_ptr() % ALIGNMENT == 0, pointer.nbytes <= NEAR_BYTES
 
 
 def is_current(device: torch.device) -> bool:
