@@ -29,8 +29,9 @@ from daf_core.snapshots.writes import Copy, Writes, has_storage
 HOOKS = "_hooks"  # what the names of a module's collections of hooks contain
 PART = 1 << 22  # elements of a tensor that are added up at once
 
-LARGEST_BUFFER = 1 << 20
-"""Bytes of a buffer up to which it is copied in any case: kernels may write to it without saying so."""
+LARGEST_COPY = 1 << 20
+"""Bytes of a buffer up to which it is copied in any case: kernels may write to it without saying so. Graphs of
+torch.compile may write to weights, too."""
 
 LARGEST_DIGEST = 1 << 20  # bytes of a value that are looked at to see whether it has changed
 
@@ -69,27 +70,27 @@ class Measurement:
         if self._trace is not None:
             raise TraceError(self._trace)
         numbers, contents = RandomNumbers(devices_of(self._model)), contents_of(self._model)
-        buffers = Buffers(self._model, LARGEST_BUFFER)
-        tensors = contents.tensors
+        buffers = Buffers(self._model, LARGEST_COPY)
         before = None if self._checked else _digests(contents)
-        # Under what looks at operators nothing runs compiled, and what was to be compiled then never is.
         compiled = has_compiled_anything() or any(map(is_compiled, self._model.modules()))
-        watched = not (timed or compiled)
-        copies = [  # of what may be written to where operators are not looked at
-            Copy(each)
-            for name, each in tensors
-            if not watched
-            and has_storage(each)
-            and (name in self._written or (compiled and not isinstance(each, nn.Parameter)))
-        ]
-        writes = Writes(tensors)
+        watched = not timed and (not compiled or Writes.lets_graphs_run)
+        seen, unseen = list[tuple[str, Tensor]](), list[tuple[str, Copy]]()  # what may be written to
+        for name, tensor in filter(lambda each: has_storage(each[1]), contents.tensors):
+            if (name in self._written and not watched) or (compiled and _is_copied(tensor)):
+                unseen.append((name, Copy(tensor)))
+            else:
+                seen.append((name, tensor))
+        writes = Writes(seen)
         try:
             with writes if watched else nullcontext():
                 yield
         finally:
-            self.changed |= (contents.take_back() | writes.written) - _statistics(self._model)
-            self._written |= writes.written
-            for each in (writes, *copies, buffers, numbers):
+            written = writes.written
+            if not timed:
+                written |= {name for name, copy in unseen if copy.is_changed}
+            self.changed |= (contents.take_back() | written) - _statistics(self._model)
+            self._written |= written
+            for each in (writes, *(copy for _, copy in unseen), buffers, numbers):
                 each.restore()
         if before is not None:
             self._checked = True
@@ -131,6 +132,13 @@ def missing_values(model: nn.Module) -> str | None:
     if lazy is None:
         return None
     return f"{lazy} has no values before a first batch has run through the model; run one through it, without gradient"
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    """Whether a tensor is copied where graphs may write to it: all but weights that are large, or of another class."""
+    if isinstance(tensor, nn.Parameter):
+        return type(tensor) is nn.Parameter and tensor.untyped_storage().nbytes() <= LARGEST_COPY
+    return True
 
 
 def measuring(model: nn.Module) -> AbstractContextManager[None]:

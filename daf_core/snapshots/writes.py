@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,18 +14,22 @@ from daf_core.autograd.torch_private import storage_id
 
 
 class Writes(TorchDispatchMode):
-    """Copies those of some tensors that an operator inside writes to, just before it does.
+    """Copies those of some tensors with storages that an operator inside writes to, just before it does.
 
     Each operator takes about 10 us more. Kernels that write to tensors without saying so in their schema are not seen,
-    such as those of batch normalization, which write to buffers, and those that get addresses.
+    such as those of batch normalization, which write to buffers, and those that get addresses. Graphs of torch.compile
+    run as they were compiled, and what they write is not seen either.
     """
 
     # Operators such as flex_attention call others, and pass through.
     supports_higher_order_operators = True
 
+    # An older torch does not ask: there nothing is compiled under a mode, and what is to be compiled then never is.
+    lets_graphs_run = hasattr(TorchDispatchMode, "ignore_compile_internals")
+
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
-        self._names = {storage_id(tensor): name for name, tensor in tensors if has_storage(tensor)}
+        self._names = {storage_id(tensor): name for name, tensor in tensors}
         self._copies: dict[int, Copy] = {}
 
     @property
@@ -37,6 +41,11 @@ class Writes(TorchDispatchMode):
         """Puts back what the tensors held."""
         for copy in self._copies.values():
             copy.restore()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tells torch.compile to compile inside as it does outside."""
+        return True
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,12 +62,23 @@ class Copy:
     """What a tensor's whole storage holds now."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._read, self._write = _access(tensor)
-        self._before = self._read()
+        # A tensor of another class has its values elsewhere than it says.
+        plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        self._held = tensor.untyped_storage() if plain else tensor.detach()
+        self._before = self._held.clone()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it holds something else than before, as far as that is known: not of a tensor of another class."""
+        if isinstance(self._held, Tensor):
+            return False
+        return not torch.equal(_bytes(self._held), _bytes(self._before))
 
     def restore(self) -> None:
         """Puts it back."""
-        self._write(self._before)
+        if not isinstance(self._held, Tensor) and self._held.nbytes() != self._before.nbytes():
+            self._held.resize_(self._before.nbytes())
+        self._held.copy_(self._before)
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -68,19 +88,8 @@ def has_storage(tensor: Tensor) -> bool:
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
-def _access(tensor: Tensor) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Returns what reads and what writes a tensor: one of another class has its values elsewhere than it says."""
-    if type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
-        storage = tensor.untyped_storage()
-
-        def write(before: torch.UntypedStorage) -> None:
-            if storage.nbytes() != before.nbytes():
-                storage.resize_(before.nbytes())
-            storage.copy_(before)
-
-        return storage.clone, write
-    values = tensor.detach()
-    return values.clone, values.copy_
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

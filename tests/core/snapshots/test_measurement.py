@@ -18,7 +18,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from daf_core import TraceError
-from daf_core.snapshots.measurement import Measurement, measuring
+from daf_core.snapshots.measurement import LARGEST_COPY, Measurement, measuring
+from daf_core.snapshots.writes import Writes
 
 SEEN: list[int] = []
 
@@ -170,10 +171,18 @@ def keeping(request: pytest.FixtureRequest) -> tuple[Keeping, Callable[[Keeping]
     return Keeping(change), read
 
 
+@pytest.fixture(params=[False, True], ids=["", "compiled"])
+def beside_graphs(request: pytest.FixtureRequest) -> None:
+    """Has something else compiled: nothing tells whether a pass runs some of it."""
+    if request.param:
+        torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+
+
 def _run(model: nn.Module) -> None:
     model(torch.ones(1, 2)).sum().backward()
 
 
+@pytest.mark.usefixtures("beside_graphs")
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_pass_changes_comes_back(keeping: tuple[Keeping, Callable[[Keeping], Any]], fails: bool) -> None:
     """Also where the pass fails."""
@@ -187,6 +196,7 @@ def test_what_a_pass_changes_comes_back(keeping: tuple[Keeping, Callable[[Keepin
     assert read(model) == before
 
 
+@pytest.mark.usefixtures("beside_graphs")
 def test_it_comes_back_where_time_is_measured(keeping: tuple[Keeping, Callable[[Keeping], Any]]) -> None:
     """Operators are not looked at then: what they write to is known from the run before."""
     model, read = keeping
@@ -198,6 +208,7 @@ def test_it_comes_back_where_time_is_measured(keeping: tuple[Keeping, Callable[[
         assert read(model) == before
 
 
+@pytest.mark.usefixtures("beside_graphs")
 def test_it_is_known_by_name(keeping: tuple[Keeping, Callable[[Keeping], Any]]) -> None:
     """What is not put back as buffers are is told from what a pass leaves as it is."""
     model, read = keeping
@@ -272,6 +283,7 @@ EACH_TIME: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.usefixtures("beside_graphs")
 @pytest.mark.parametrize("change", ONCE.values(), ids=ONCE)
 def test_what_a_pass_sets_is_no_repeated_change(change: Callable[[Any], object]) -> None:
     """A pass that is run again sets it again."""
@@ -283,6 +295,7 @@ def test_what_a_pass_sets_is_no_repeated_change(change: Callable[[Any], object])
     assert not measurement.repeated_changes(lambda: model(torch.ones(2, 2)))
 
 
+@pytest.mark.usefixtures("beside_graphs")
 @pytest.mark.parametrize(("change", "name"), EACH_TIME.values(), ids=EACH_TIME)
 def test_what_a_pass_adds_to_is_a_repeated_change(change: Callable[[Any], object], name: str) -> None:
     """A pass that is run again would add to it twice."""
@@ -315,6 +328,58 @@ class Doubled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * self.weight * x
+
+
+class Normed(nn.Module):
+    """Writes to a weight and to buffers in each forward pass, as `nn.Embedding` with a largest norm does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(2 * torch.ones(size))
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.div_(2)
+            self.calls.add_(1)
+            self.last.copy_(x)
+        return 2 * self.weight * x
+
+
+@pytest.mark.skipif(not Writes.lets_graphs_run, reason="this torch runs graphs as written where operators are seen")
+def test_what_graphs_write_comes_back() -> None:
+    """No operator is seen inside of them; what they add to is told from what they set."""
+    model = Normed(2)
+    model.compile()
+    measurement, before = Measurement(model), model.weight._version
+    for _ in range(3):
+        with measurement.running():
+            model(torch.ones(2)).sum().backward()
+            assert model.weight.tolist() == [1, 1]
+        assert (model.weight.tolist(), model.calls.item(), model.last.tolist()) == ([2, 2], 0, [0, 0])
+    assert model.weight._version > before  # a graph says that it writes, and to whom
+    assert measurement.changed == {"weight", "calls", "last"}
+    assert measurement.repeated_changes(lambda: model(torch.ones(2))) == {"weight", "calls"}
+
+
+def test_large_weights_that_graphs_write_to_are_named() -> None:
+    """They are not copied."""
+    model = Normed(LARGEST_COPY)
+    model.compile()
+    with pytest.raises(TraceError, match="changes weight in a way"), measuring(model):
+        model(torch.ones(1)).sum().backward()
+
+
+def test_a_list_of_small_and_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside graphs one is copied and the other is watched, under one name."""
+    monkeypatch.setattr("daf_core.snapshots.measurement.LARGEST_COPY", 8)
+    torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+    model = Keeping(lambda model: [_in_place(each) for each in model.extra])
+    model.extra = [nn.Parameter(torch.ones(size)) for size in (2, 3)]
+    with measuring(model):
+        _run(model)
+    assert [each.tolist() for each in model.extra] == [[1, 1], [1, 1, 1]]
 
 
 def test_compiled_models_are_not_compiled_again() -> None:
