@@ -182,7 +182,10 @@ def _count_nothing(kept: Tensor, text: str, sizes: Sequence[int]) -> Tensor:
     return torch.empty_like(kept)
 
 
+# With mode="reduce-overhead" graphs are CUDA graphs, whose replays call no Python: this runs between two of them.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+
 _library = torch.library.Library("daf", "DEF")
-_library.define("count(Tensor kept, str text, SymInt[] sizes) -> Tensor")
+_library.define("count(Tensor kept, str text, SymInt[] sizes) -> Tensor", tags=_TAGS)
 _library.impl("count", _count, "CompositeExplicitAutograd")
 torch.library.register_fake("daf::count", _count_nothing, lib=_library)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
+from typing_extensions import override
 
 from daf_core.autograd.torch_compile import graph_hook_context
 from daf_core.autograd.torch_private import skip_dynamo
@@ -96,49 +98,63 @@ class GraphHooks:
         unpack: Callable[[Any], Tensor],
         graphs: account.GraphAccount,
     ) -> None:
-        self._levels = [level for level in reversed(PRECISIONS) if level == bits or least <= level < bits]
-        self._account = graphs
-        self._pack, self._unpack = pack, unpack
-        self._tracing = _Tracing()
-        name = f"{digest()}-{self._levels}-{graphs.room}"
-        self.pack: fx.GraphModule = _Hook(self._packed, name, pack)
-        self.unpack: fx.GraphModule = _Hook(self._unpacked, name, unpack)
+        levels = [level for level in reversed(PRECISIONS) if level == bits or least <= level < bits]
+        # What both call refers to neither: what a closed engine held is free at once, and not when Python collects.
+        self._calls = _Calls(levels, pack, unpack, graphs)
+        name = f"{digest()}-{levels}-{graphs.room}"
+        self.pack: fx.GraphModule = _Hook(self._calls.pack, name, pack)
+        self.unpack: fx.GraphModule = _Hook(self._calls.unpack, name, unpack)
 
     def forget_graphs(self) -> None:
         """Lets go of the graphs that were compiled last."""
-        self._tracing.graphs = self._tracing.last = None
+        self._calls.tracing.graphs = self._calls.tracing.last = None
 
-    def _packed(self, tensor: Tensor) -> Any:
+
+class _Calls:
+    """What the two hooks do."""
+
+    def __init__(
+        self,
+        levels: list[int],
+        pack: Callable[[Tensor, FrameType], Any],
+        unpack: Callable[[Any], Tensor],
+        graphs: account.GraphAccount,
+    ) -> None:
+        self._levels, self._account = levels, graphs
+        self._pack, self._unpack = pack, unpack
+        self.tracing = _Tracing()
+
+    def pack(self, tensor: Tensor) -> Any:
         context = graph_hook_context()
         if context is None:
             return self._pack(tensor, sys._getframe(2))  # pyright: ignore[reportPrivateUsage]  # beside __call__
         name = context["_node"].name
         pair = self._pair(context["_fw_graph"], context["_bw_graph"])
         values, decision = pair.stored(name, tensor)
-        self._tracing.last, stored = None, () if decision.unread else (values,)
+        self.tracing.last, stored = None, () if decision.unread else (values,)
         if decision.code is not None:
             values = values if is_dense(values) else values.contiguous()
             like = Like(values.shape, values.dtype, shape_of(values))
             stored = decision.code.encode(values, like.shape)
-            self._tracing.last = decision.code, like
+            self.tracing.last = decision.code, like
         return pair.count(name, tensor, decision, stored), tuple(values.shape)
 
-    def _unpacked(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         if graph_hook_context() is None:
             return self._unpack(packed)
-        (stored, sizes), last = packed, self._tracing.last
+        (stored, sizes), last = packed, self.tracing.last
         if last is None:
             return stored[0] if stored else torch.empty(0)
         code, like = last
         return code.decode(stored, Like(sizes, like.dtype, like.shape))
 
     def _pair(self, forward: fx.Graph, backward: fx.Graph) -> _Pair:
-        if self._tracing.graphs is None or self._tracing.graphs[0] is not forward:
+        if self.tracing.graphs is None or self.tracing.graphs[0] is not forward:
             decisions = Decisions(forward, backward, self._levels[0])
             if (room := self._account.room) is not None:
                 decisions.fit(_saved_names(forward), self._levels, room)
-            self._tracing.graphs = forward, _Pair(forward, backward, decisions)
-        return self._tracing.graphs[1]
+            self.tracing.graphs = forward, _Pair(forward, backward, decisions)
+        return self.tracing.graphs[1]
 
 
 class _Hook(fx.GraphModule):
@@ -165,10 +181,18 @@ class _Hook(fx.GraphModule):
         node.meta.update(is_wrapped=True, user_cache_hash=f"daf-{name}")
         graph.output(node)
         super().__init__(nn.Module(), graph)
+        self.graph.owning_module = None  # it would keep the hook alive until Python collects, and the engine with it
         object.__setattr__(self, "_function", function)
         object.__setattr__(self, "outside_of_graphs", outside)
-        # A graph module has a class of its own, whose call goes through functions of torch that hide who is saving.
-        type(self).__call__ = _Hook.__call__
+
+    @override
+    def recompile(self) -> PythonCode:
+        """Makes no function of the graph, which never runs.
+
+        Torch's would take the place of `__call__`, and hide who is saving. Making it leaves frames that refer to the
+        hook, and to each other, until Python collects.
+        """
+        return self.graph.python_code(root_module="self")
 
     def __call__(self, values: Any) -> Any:
         """Packs or unpacks."""

@@ -48,7 +48,8 @@ class Backends(Mapping[torch.device, Backend]):
         if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
             raise GraphCaptureError(
                 "a CUDA graph is being captured, and DAF looks at the values of what it stores, which a capture does "
-                "not have; run this model without torch.cuda.graph, or without DAF"
+                "not have; run this model without torch.cuda.graph, or without DAF. "
+                'torch.compile(model, mode="reduce-overhead") makes CUDA graphs with DAF\'s codes inside'
             )
         for device in self.devices - self._loaded.keys():
             self._loaded[device] = self._load(device)

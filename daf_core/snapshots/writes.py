@@ -63,20 +63,18 @@ class Copy:
 
     def __init__(self, tensor: Tensor) -> None:
         # A tensor of another class has its values elsewhere than it says.
-        plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-        self._held = tensor.untyped_storage() if plain else tensor.detach()
-        self._before = self._held.clone()
+        self._has_bytes = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        self._held: Any = tensor.untyped_storage() if self._has_bytes else tensor.detach()
+        self._before: Any = self._held.clone()
 
     @property
     def is_changed(self) -> bool:
         """Whether it holds something else than before, as far as that is known: not of a tensor of another class."""
-        if isinstance(self._held, Tensor):
-            return False
-        return not torch.equal(_bytes(self._held), _bytes(self._before))
+        return self._has_bytes and not torch.equal(_bytes(self._held), _bytes(self._before))
 
     def restore(self) -> None:
         """Puts it back."""
-        if not isinstance(self._held, Tensor) and self._held.nbytes() != self._before.nbytes():
+        if self._has_bytes and self._held.nbytes() != self._before.nbytes():
             self._held.resize_(self._before.nbytes())
         self._held.copy_(self._before)
 

@@ -248,11 +248,17 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile looks at it
+@pytest.mark.parametrize("compiled", ["", "something", "a-part"])
 @pytest.mark.parametrize("spills", [False, True], ids=["memory", "spill"])
 @pytest.mark.parametrize("step", ["none", "forward", "backward"])
-def test_memory_is_freed_with_its_engine(step: str, spills: bool, tmp_path: Path) -> None:
+def test_memory_is_freed_with_its_engine(step: str, spills: bool, compiled: str, tmp_path: Path) -> None:
     """Pages go back to the system at once, by reference counting: the collector may be off, or late."""
     model, loss_of = make_model("transformer")
+    if compiled == "something":
+        torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+    elif compiled:
+        next(each for each in model.modules() if isinstance(each, nn.Linear)).compile(backend="aot_eager")
     options: dict[str, Any] = {"memory_budget": "200KB", "spill_dir": tmp_path} if spills else {}
     engine = engine_for(model, 4, **options)
     with _no_collection():
