@@ -34,7 +34,8 @@ def check_no_foreign_hooks(own: Callable[[Tensor], Any] | None = None) -> None:
         drop_innermost_hooks()
         active = innermost_hooks()
     if active is not None:
-        owner = getattr(active[0], "__module__", None) or type(active[0]).__module__
+        pack = _pack_of(active)
+        owner = getattr(pack, "__module__", None) or type(pack).__module__
         raise HooksActiveError(
             f"saved-tensor hooks of {owner} ({_name_of(active)}) are already active. "
             f"{_REMEDIES.get(owner, _DEFAULT_REMEDY)}"
@@ -73,5 +74,11 @@ def _remove_all(pack: Callable[[Tensor], Any]) -> HookPair | None:
     return leftover
 
 
+def _pack_of(pair: HookPair) -> Any:
+    """Returns the pack hook of a pair; of a pair for graphs the one that gets what is saved outside of them."""
+    return getattr(pair[0], "outside_of_graphs", pair[0])
+
+
 def _name_of(pair: HookPair) -> object:
-    return getattr(pair[0], "__qualname__", pair[0])
+    pack = _pack_of(pair)
+    return getattr(pack, "__qualname__", pack)

@@ -192,7 +192,9 @@ class _Hook(fx.GraphModule):
         Torch's would take the place of `__call__`, and hide who is saving. Making it leaves frames that refer to the
         hook, and to each other, until Python collects.
         """
-        return self.graph.python_code(root_module="self")
+        code = self.graph.python_code(root_module="self")
+        self._code = code.src
+        return code
 
     def __call__(self, values: Any) -> Any:
         """Packs or unpacks."""

@@ -7,7 +7,7 @@ import pickle
 import warnings
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import GeneratorType
@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from daf_core.autograd.torch_compile import has_compiled_anything
-from daf_core.autograd.torch_private import is_compiled
+from daf_core.autograd.torch_private import is_compiled, storage_id
 from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, Contents, contents_of, is_plain
 from daf_core.snapshots.step import NORMALIZATION, Buffers, RandomNumbers, devices_of
-from daf_core.snapshots.writes import Copy, Writes, has_storage
+from daf_core.snapshots.writes import Copy, Writes, WritesBesideGraphs, has_storage
 
 HOOKS = "_hooks"  # what the names of a module's collections of hooks contain
 PART = 1 << 22  # elements of a tensor that are added up at once
@@ -73,24 +73,19 @@ class Measurement:
         buffers = Buffers(self._model, LARGEST_COPY)
         before = None if self._checked else _digests(contents)
         compiled = has_compiled_anything() or any(map(is_compiled, self._model.modules()))
-        watched = not timed and (not compiled or Writes.lets_graphs_run)
-        seen, unseen = list[tuple[str, Tensor]](), list[tuple[str, Copy]]()  # what may be written to
-        for name, tensor in filter(lambda each: has_storage(each[1]), contents.tensors):
-            if (name in self._written and not watched) or (compiled and _is_copied(tensor)):
-                unseen.append((name, Copy(tensor)))
-            else:
-                seen.append((name, tensor))
-        writes = Writes(seen)
+        watched = not timed and (not compiled or WritesBesideGraphs.is_possible)
+        seen, copies = self._apart(contents.tensors, watched, compiled)
+        writes = WritesBesideGraphs(seen) if compiled else Writes(seen)
         try:
             with writes if watched else nullcontext():
                 yield
         finally:
             written = writes.written
             if not timed:
-                written |= {name for name, copy in unseen if copy.is_changed}
+                written |= {name for name, copy in copies if copy.is_changed}
             self.changed |= (contents.take_back() | written) - _statistics(self._model)
             self._written |= written
-            for each in (writes, *(copy for _, copy in unseen), buffers, numbers):
+            for each in (writes, *(copy for _, copy in copies), buffers, numbers):
                 each.restore()
         if before is not None:
             self._checked = True
@@ -102,6 +97,20 @@ class Measurement:
                     'budget_covers="activations" no step is measured'
                 )
                 raise TraceError(self._trace)
+
+    def _apart(
+        self, tensors: Iterable[tuple[str, Tensor]], watched: bool, compiled: bool
+    ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Copy]]]:
+        """Returns tensors that are copied when an operator writes to them, and copies of what none may be seen to."""
+        seen, copies = list[tuple[str, Tensor]](), dict[int, tuple[str, Copy]]()
+        for name, tensor in tensors:
+            if not has_storage(tensor):
+                continue
+            if not (compiled and _is_copied(tensor)) and (watched or name not in self._written):
+                seen.append((name, tensor))
+            elif (number := storage_id(tensor)) not in copies:  # a thousand parts of one storage may be parameters
+                copies[number] = name, Copy(tensor)
+        return seen, list(copies.values())
 
     def repeated_changes(self, run: Callable[[], object]) -> set[str]:
         """Returns the names of what a pass changes once more that a pass before it has changed.

@@ -17,15 +17,12 @@ class Writes(TorchDispatchMode):
     """Copies those of some tensors with storages that an operator inside writes to, just before it does.
 
     Each operator takes about 10 us more. Kernels that write to tensors without saying so in their schema are not seen,
-    such as those of batch normalization, which write to buffers, and those that get addresses. Graphs of torch.compile
-    run as they were compiled, and what they write is not seen either.
+    such as those of batch normalization, which write to buffers, and those that get addresses. Nothing is compiled
+    inside, and what was to be compiled there then never is.
     """
 
     # Operators such as flex_attention call others, and pass through.
     supports_higher_order_operators = True
-
-    # An older torch does not ask: there nothing is compiled under a mode, and what is to be compiled then never is.
-    lets_graphs_run = hasattr(TorchDispatchMode, "ignore_compile_internals")
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
@@ -42,11 +39,6 @@ class Writes(TorchDispatchMode):
         for copy in self._copies.values():
             copy.restore()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Tells torch.compile to compile inside as it does outside."""
-        return True
-
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
@@ -56,6 +48,17 @@ class Writes(TorchDispatchMode):
                 if number in self._names and number not in self._copies:
                     self._copies[number] = Copy(tensor)
         return func(*args, **(kwargs or {}))
+
+
+class WritesBesideGraphs(Writes):
+    """The same where graphs of torch.compile run as they were compiled: what they write is not seen."""
+
+    is_possible = hasattr(TorchDispatchMode, "ignore_compile_internals")  # an older torch does not ask for it
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tells torch.compile to compile inside as it does outside."""
+        return True
 
 
 class Copy:

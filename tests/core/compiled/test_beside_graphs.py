@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from daf_core import HooksActiveError
 from tests.core.harness import (
     MODELS,
     assert_empty,
@@ -50,6 +51,16 @@ def test_a_model_of_its_own_is_stored_as_before(name: str) -> None:
     (before, stored_before), (after, stored_after) = found
     assert stored_after == stored_before
     assert_same(after, before)
+
+
+def test_two_engines_at_once_are_refused_by_name() -> None:
+    """The hook for graphs is a graph module, whose name is its source."""
+    torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+    model, loss_of = make_model("mlp")
+    first, second = engine_for(model, 4), engine_for(model, 4)
+    expected = r"hooks of daf_core\.saved_tensors\.replay \(Replays\.pack_at\) are already active"
+    with pytest.raises(HooksActiveError, match=expected), first.compress(), second.compress():
+        loss_of(model, 0)
 
 
 class Half(nn.Module):

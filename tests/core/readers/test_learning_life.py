@@ -290,6 +290,25 @@ def test_a_call_may_save_more_than_may_wait(kind: str, patience: int, monkeypatc
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("budget", [None, "3MB"])
+def test_values_wait_within_the_budget(budget: str | None) -> None:
+    """Two values of an operator are known by its own node, after both were saved; what comes next saves nothing."""
+    mark = Mark()
+
+    def head(x: Tensor) -> Tensor:
+        product = mark(x.repeat(32, 4) + 0) * mark(x.repeat(32, 4) + 1)
+        assert not any(reference.expired() for reference in mark.found)
+        product = product + 1
+        assert [reference.expired() for reference in mark.found] == [budget is not None] * 2
+        return product.mean()
+
+    options = {} if budget is None else {"memory_budget": budget}
+    engine = engine_for(net := Net(head), 4, packing="device", **options)
+    step(net, engine)
+    assert len(mark.found) == 2
+    assert_empty(engine)
+
+
 def test_a_graph_may_die_in_the_pass() -> None:
     mark = Mark()
 

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 from daf_core import TraceError
 from daf_core.snapshots.measurement import LARGEST_COPY, Measurement, measuring
-from daf_core.snapshots.writes import Writes
+from daf_core.snapshots.writes import Copy, WritesBesideGraphs
 
 SEEN: list[int] = []
 
@@ -347,7 +347,7 @@ class Normed(nn.Module):
         return 2 * self.weight * x
 
 
-@pytest.mark.skipif(not Writes.lets_graphs_run, reason="this torch runs graphs as written where operators are seen")
+@pytest.mark.skipif(not WritesBesideGraphs.is_possible, reason="this torch compiles nothing under a mode")
 def test_what_graphs_write_comes_back() -> None:
     """No operator is seen inside of them; what they add to is told from what they set."""
     model = Normed(2)
@@ -380,6 +380,45 @@ def test_a_list_of_small_and_large_weights(monkeypatch: pytest.MonkeyPatch) -> N
     with measuring(model):
         _run(model)
     assert [each.tolist() for each in model.extra] == [[1, 1], [1, 1, 1]]
+
+
+class Late(nn.Module):
+    """Compiles what writes to its weight in the first pass of several rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 1:
+            torch.compile(self.halve)()
+        return self.weight * x
+
+    def halve(self) -> None:
+        with torch.no_grad():
+            self.weight.div_(2)
+
+
+def test_nothing_is_compiled_for_the_first_time_in_a_measured_pass() -> None:
+    """No operator would be seen in the graph, and nothing was copied before."""
+    model = Late()
+    measurement = Measurement(model)
+    for rows in (1, 2, 2):
+        with measurement.running():
+            model(torch.ones(rows, 4)).sum().backward()
+        assert model.weight.tolist() == [2, 2, 2, 2]
+    assert measurement.changed == {"weight"}
+
+
+def test_parts_of_one_storage_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand weights may be parts of one vector."""
+    torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+    model, made = nn.ParameterList(torch.ones(100).split(1)), []
+    monkeypatch.setattr("daf_core.snapshots.measurement.Copy", lambda each: made.append(Copy(each)) or made[-1])
+    with measuring(model):
+        _in_place(model[7])
+    assert len(made) == 1
+    assert all(each.tolist() == [1] for each in model)
 
 
 def test_compiled_models_are_not_compiled_again() -> None:
