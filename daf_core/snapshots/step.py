@@ -52,7 +52,7 @@ class Buffers:
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             if largest is None
             or isinstance(module, NORMALIZATION)
-            or buffer.layout is not torch.strided
+            or not _has_bytes(buffer)
             or buffer.nbytes <= largest
         ]
 
@@ -129,9 +129,9 @@ def _restored(buffer: Tensor, before: Tensor) -> Tensor:
     """Returns the buffer with its content of before, written where it has changed: a graph may need what has not.
 
     Contents are compared because batch normalization updates its running statistics without counting a version. They
-    are written without counting one, too. A sparse buffer is replaced.
+    are written without counting one, too. A buffer without bytes of its own, such as a sparse one, is replaced.
     """
-    if buffer.layout is not torch.strided:
+    if not _has_bytes(buffer):
         return before.clone()
     if buffer.shape != before.shape:
         buffer.data = before.clone()
@@ -140,6 +140,10 @@ def _restored(buffer: Tensor, before: Tensor) -> Tensor:
     return buffer
 
 
+def _has_bytes(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and not (buffer.is_meta or buffer.is_quantized or buffer.is_nested)
+
+
 def _bytes(buffer: Tensor) -> Tensor:
     """Returns the content as bytes, in which a NaN equals itself and every type can be compared."""
-    return buffer.detach().contiguous().view(-1).view(torch.uint8)
+    return buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -84,7 +84,7 @@ class Copy:
 
 def has_storage(tensor: Tensor) -> bool:
     """Whether a tensor's values lie in a storage, as those of sparse ones do not, or of what FSDP has freed."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return False
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 

@@ -306,6 +306,8 @@ def test_what_a_pass_adds_to_is_a_repeated_change(change: Callable[[Any], object
     assert measurement.repeated_changes(lambda: model(torch.ones(2, 2))) == {f"0.{name}"}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_tensors_without_values_of_their_own() -> None:
     """They are left alone."""
     model = nn.Module()
@@ -313,6 +315,11 @@ def test_tensors_without_values_of_their_own() -> None:
     freed.untyped_storage().resize_(0)
     model.freed, model.meta = freed, torch.ones(2, device="meta")
     model.sparse, model.none = torch.eye(2).to_sparse(), torch.ones(0)
+    model.nested = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])
+    for name in ("meta", "sparse", "nested"):
+        model.register_buffer(f"{name}_buffer", getattr(model, name))
+    model.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
+    model.register_buffer("conjugated", torch.ones(2, dtype=torch.complex64).conj())
     model.negative = torch.ones(2, dtype=torch.complex64).conj().imag
     model.expanded = torch.ones(1).expand(4)
     for _ in range(2):
