@@ -222,6 +222,12 @@ def fields_of(node: Any) -> tuple[str, ...]:
     return _fields_of(type(node))
 
 
+def arguments_saved(node: str, operator: str) -> set[str]:
+    """Returns the arguments of an operator that autograd nodes of a name save under the same name."""
+    fields = dir(getattr(torch._C._functions, node, None))
+    return {name for name in argument_names(operator) if f"_saved_{name}" in fields}
+
+
 def field_of(node: Any, packed: object, unpack: Callable[[Any], Tensor]) -> str | None:
     """Returns the name under which an autograd node has saved what a pack hook returned; None where it has not."""
     return next((name for name in fields_of(node) if packed_for(node, name, unpack) is packed), None)

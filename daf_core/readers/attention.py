@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from daf_core.autograd.torch_private import Node, argument_names, forward_operator
+from daf_core.autograd.torch_private import Node, argument_names, arguments_saved, forward_operator
 
 INPUTS = ("query", "key", "value")
 """Under these names all of them save what they are computed from."""
@@ -128,11 +128,14 @@ def kernel_of(name: str) -> Kernel | None:
     """Returns what has to run again for an autograd node of this name; None where that is unknown.
 
     Unknown is what is no attention, and what this torch calls otherwise: its logsumexp and inputs have to stay as they
-    are.
+    are. An argument that this torch has added, such as the window of torch 2.15's, is given as the node saves it.
     """
     kernel = KERNELS.get(name)
     known = set() if kernel is None else argument_names(kernel.operator)
-    return kernel if kernel is not None and kernel.arguments <= known else None
+    if kernel is None or not kernel.arguments <= known:
+        return None
+    added = arguments_saved(name, kernel.operator) - kernel.arguments
+    return replace(kernel, saved={**kernel.saved, **_same(*added)})
 
 
 def can_attend_again(node: Node, device: torch.device) -> bool:
@@ -192,7 +195,8 @@ def attend_again(node: Node, *inputs: Tensor | None, draws: Draws | None = None)
     Returns:
         The result and the logsumexp, under the names that the node has for them.
     """
-    kernel = KERNELS[node.name()]
+    kernel = kernel_of(node.name())
+    assert kernel is not None
     arguments = {argument: _saved(node, name) for argument, name in kernel.saved.items()}
     arguments |= dict(zip(kernel.inputs, inputs, strict=True))
     with torch.no_grad(), _dropping_as(node, draws, arguments["query"].device):
