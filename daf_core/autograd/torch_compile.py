@@ -141,6 +141,13 @@ def graph_hook_context() -> dict[str, Any] | None:
     return None if context is None else context()
 
 
+def is_traced() -> bool:
+    """Whether operators that run now are written into a graph."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes time to import
+
+    return get_proxy_mode() is not None
+
+
 def shows_graphs() -> bool:
     """Whether this torch inlines hooks into the graphs that it compiles, and shows them the graphs."""
     try:

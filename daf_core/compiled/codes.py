@@ -66,7 +66,7 @@ class Shape:
     def rows(self, values: Tensor, parts: int) -> Tensor:
         """Returns the values in the order of memory, of shape (outer, parts, rows, groups in a row, group).
 
-        Where groups themselves are cut, of shape (groups, 1, 1, 1, group).
+        Where groups themselves are cut, of shape (groups, group).
         """
         values = values.permute(self.order)
         if self.split is not None:
@@ -81,7 +81,7 @@ class Shape:
         flat = values.reshape(-1)
         if self.padded:
             flat = torch.nn.functional.pad(flat, (0, -flat.shape[0] % self.group))
-        return flat.view(-1, 1, 1, 1, self.group)
+        return flat.view(-1, self.group)
 
     def back(self, rows: Tensor, sizes: Sequence[Any]) -> Tensor:
         """Returns a tensor of the sizes and the order of memory that `rows` was given."""
@@ -105,7 +105,7 @@ class Shape:
         below = torch.exp2(place * -bits).view(1, parts, *[1] * (packed.dim() - 1))
         left = torch.floor(values.unsqueeze(1) * below)
         codes = left - torch.floor(left * 2.0**-bits) * float(1 << bits)
-        return codes if self.split is not None else codes.reshape(-1, 1, 1, 1, self.group)
+        return codes if self.split is not None else codes.reshape(-1, self.group)
 
 
 def shape_of(values: Tensor) -> Shape:
@@ -160,14 +160,14 @@ class Planes:
         offsets = group - least
         mean = offsets.mean(-1, keepdim=True)
         deviation = _deviation(offsets, mean)
-        low, width = torch.zeros_like(mean), spread
+        inside, width = offsets, spread
         if self.bits <= CLIPPED_PRECISION:
             tail = LEAST_TAIL * deviation
             narrow = (spread < LARGEST_CLIPPED * deviation) & (mean > tail) & (spread - mean > tail)
-            low = torch.where(narrow, mean - CLIP * deviation, low)
+            inside = offsets - torch.where(narrow, mean - CLIP * deviation, 0.0)
             width = torch.where(narrow, 2 * CLIP * deviation, spread)
         factor = torch.where(width > INVISIBLE, steps / width, 0.0)
-        codes = ((offsets - low) * factor).round().clamp(0.0, steps)
+        codes = (inside * factor).round().clamp(0.0, steps)
         middle = codes.mean(-1, keepdim=True)
         distance = _deviation(codes, middle)
         slope = torch.where(distance > 0, deviation / distance, 0.0).bfloat16()

@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 from typing_extensions import override
 
-from daf_core.autograd.torch_compile import graph_hook_context
+from daf_core.autograd.torch_compile import graph_hook_context, is_traced
 from daf_core.autograd.torch_private import skip_dynamo
 from daf_core.compiled import account
-from daf_core.compiled.codes import Code, Like, is_dense, shape_of
+from daf_core.compiled.codes import Code, Like, Shape, is_dense, shape_of
 from daf_core.compiled.decide import Decision, Decisions, elements_of
 from daf_core.compiled.support import digest
 from daf_kernels.layout import PRECISIONS
@@ -37,6 +37,7 @@ class _Pair:
         self._decisions, self._backward = decisions, backward
         self._found: dict[str, tuple[Decision, Callable[[Tensor], Tensor] | None]] = {}
         self._saved = account.Saved()
+        self._encoded: dict[tuple[Any, ...], Sequence[Tensor]] = {}
         self._counts_at = _counting_place(forward, backward, decisions)
         self._counted: set[str] = set()
 
@@ -47,6 +48,18 @@ class _Pair:
             self._found[name] = decision, self._moved(name, decision)
         decision, function = self._found[name]
         return (values if function is None else function(values)), decision
+
+    def encoded(self, code: Code, values: Tensor, shape: Shape) -> Sequence[Tensor]:
+        """Returns what stores a tensor.
+
+        Torch asks for it once before it traces, where layers that are alike get the same: values do not matter there.
+        """
+        if is_traced():
+            return code.encode(values, shape)
+        kind = code, shape, values.dtype, values.device, *map(str, (*values.shape, *values.stride()))
+        if kind not in self._encoded:
+            self._encoded[kind] = code.encode(values, shape)
+        return self._encoded[kind]
 
     def count(self, name: str, raw: Tensor, decision: Decision, stored: Sequence[Tensor]) -> Sequence[Tensor]:
         """Counts a saved tensor; the last of a graph brings the operator that counts them all at run time."""
@@ -135,7 +148,7 @@ class _Calls:
         if decision.code is not None:
             values = values if is_dense(values) else values.contiguous()
             like = Like(values.shape, values.dtype, shape_of(values))
-            stored = decision.code.encode(values, like.shape)
+            stored = pair.encoded(decision.code, values, like.shape)
             self.tracing.last = decision.code, like
         return pair.count(name, tensor, decision, stored), tuple(values.shape)
 
