@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from daf_core.autograd.torch_private import is_compiled
@@ -141,11 +141,12 @@ def graph_hook_context() -> dict[str, Any] | None:
     return None if context is None else context()
 
 
-def is_traced() -> bool:
-    """Whether operators that run now are written into a graph."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes time to import
+def is_looked_at(values: Tensor) -> bool:
+    """Whether torch looks at what a hook makes of a tensor, and neither traces the hook nor has values."""
+    from torch._subclasses.fake_tensor import FakeTensor  # what knows graphs takes time to import
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    return get_proxy_mode() is not None
+    return type(values) is FakeTensor and get_proxy_mode() is None
 
 
 def shows_graphs() -> bool:

@@ -182,7 +182,7 @@ def _count_nothing(kept: Tensor, text: str, sizes: Sequence[int]) -> Tensor:
     return torch.empty_like(kept)
 
 
-# With mode="reduce-overhead" graphs are CUDA graphs, whose replays call no Python: this runs between two of them.
+# With mode="reduce-overhead" a graph is a CUDA graph, whose replays call no Python: Inductor cuts it at such operators.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 
 _library = torch.library.Library("daf", "DEF")

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 from typing_extensions import override
 
-from daf_core.autograd.torch_compile import graph_hook_context, is_traced
+from daf_core.autograd.torch_compile import graph_hook_context, is_looked_at
 from daf_core.autograd.torch_private import skip_dynamo
 from daf_core.compiled import account
 from daf_core.compiled.codes import Code, Like, Shape, is_dense, shape_of
@@ -50,11 +50,8 @@ class _Pair:
         return (values if function is None else function(values)), decision
 
     def encoded(self, code: Code, values: Tensor, shape: Shape) -> Sequence[Tensor]:
-        """Returns what stores a tensor.
-
-        Torch asks for it once before it traces, where layers that are alike get the same: values do not matter there.
-        """
-        if is_traced():
+        """Returns what stores a tensor; where torch only looks at it, before it traces, the same for equal shapes."""
+        if not is_looked_at(values):
             return code.encode(values, shape)
         kind = code, shape, values.dtype, values.device, *map(str, (*values.shape, *values.stride()))
         if kind not in self._encoded:
@@ -112,7 +109,7 @@ class GraphHooks:
         graphs: account.GraphAccount,
     ) -> None:
         levels = [level for level in reversed(PRECISIONS) if level == bits or least <= level < bits]
-        # What both call refers to neither: what a closed engine held is free at once, and not when Python collects.
+        # It does not refer to the hooks: there is no cycle, and the memory of a closed engine is free at once.
         self._calls = _Calls(levels, pack, unpack, graphs)
         name = f"{digest()}-{levels}-{graphs.room}"
         self.pack: fx.GraphModule = _Hook(self._calls.pack, name, pack)

@@ -76,7 +76,6 @@ class _Own(threading.local):
         showing: Whether a graph is being looked through.
         cancelling: Whether a function of `CANCELLING` is running.
         waiting: It, in order.
-        room: Bytes of values that may wait, as the budget was when the last one began to.
         unresolved: By the number of the node that has saved it.
         newest: The newest results that the watch has seen.
     """
@@ -84,7 +83,6 @@ class _Own(threading.local):
     def __init__(self) -> None:
         self.unknown, self.showing, self.cancelling = True, False, False
         self.waiting: deque[Waiting] = deque()
-        self.room = 0
         self.unresolved: dict[int, list[Waiting]] = {}
         self.newest: deque[weakref.ref[Tensor]] = deque(maxlen=NEWEST)
 
@@ -201,8 +199,6 @@ class Readers:
         self._own.newest.append(weakref.ref(result))
         for saver, field, reading in told_by(node):
             self._change(saver, field, reading)
-        if self._own.waiting and self._own.waiting[-1].sighting.number < node_number(node):
-            self._make_room()
 
     def _change(self, node: Node, field: str, reading: Reading) -> None:
         """Learns what a node reads of a field that waits, now that more of the graph is known."""
@@ -236,8 +232,7 @@ class Readers:
             own.waiting.popleft()
         while len(own.waiting) > PATIENCE:
             self._spare(own.waiting.popleft())
-        own.room = min(room, WAITING_BYTES)
-        self._make_room()
+        self._make_room(min(room, WAITING_BYTES))
 
     def end_pass(self) -> None:
         """Ends a forward pass: what nothing that was saved leads to stays exact in this one."""
@@ -366,7 +361,7 @@ class Readers:
         with suppress(ActivationBudgetError):  # its codes stay, and whoever reads them is looked at in backward
             waiting.settle(None)
 
-    def _make_room(self) -> None:
+    def _make_room(self, room: int) -> None:
         """Lets go of values whose reader is known, the oldest first.
 
         Those whose reader is not known are those of the operator that is running, which keeps them alive as well.
@@ -374,7 +369,7 @@ class Readers:
         known = [each for each in self._own.waiting if each.resolved]
         total = sum(each.size for each in known)
         for waiting in known:
-            if total <= self._own.room:
+            if total <= room:
                 return
             total -= waiting.size
             self._own.waiting.remove(waiting)

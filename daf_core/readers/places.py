@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from daf_core.autograd.functions import apply
 from daf_core.autograd.sites import ModuleCall
 from daf_core.autograd.torch_private import MODULE_CALLS
 from daf_core.readers.watch import unwatched
@@ -20,8 +21,11 @@ _WRITES_LATE = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noi
 """Operators that write what they have saved: a randomized ReLU saves its noise, and fills it then. By torch 2.13's
 schemas no other operator that can be differentiated writes an argument that is neither its result nor a buffer."""
 
-_APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-"""From torch 2.14 on it is written in C, and has no frame."""
+_APPLY: tuple[CodeType | None, ...] = (
+    getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None),
+    apply.__code__,
+)
+"""Who calls a ``torch.autograd.Function``. From torch 2.14 on its own is written in C, and has no frame."""
 
 
 class Place(NamedTuple):
@@ -89,4 +93,4 @@ def is_written_late(tensor: Tensor, frame: FrameType | None) -> bool:
 
 def function_that_saves(frame: FrameType | None) -> type | None:
     """Returns the ``torch.autograd.Function`` that is saving, where `frame` is the innermost function."""
-    return frame.f_locals.get("cls") if frame is not None and frame.f_code is _APPLY else None
+    return frame.f_locals.get("cls") if frame is not None and frame.f_code in _APPLY else None

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from daf_core.autograd.functions import apply
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.base import Undo, is_bare
 
@@ -73,7 +74,7 @@ def dropped_attention(
         return None
     settings = _Settings(dropout_p, is_causal, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
-    return _DroppedAttention.apply(query, key, value, mask, settings)  # pyright: ignore[reportReturnType]
+    return apply(_DroppedAttention, query, key, value, mask, settings)
 
 
 class _Attention(TorchFunctionMode):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from daf_core.autograd.functions import apply
 from daf_core.rewrites.base import autocast_device
 
 CHUNK_BYTES = 32 << 20
@@ -59,7 +60,7 @@ def linear_cross_entropy_sum(
         RuntimeError: A target is outside of the vocabulary, or the gradient is to be differentiated.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        return _LinearCrossEntropy.apply(hidden, weight, bias, _Loss(targets, ignore_index, dtype, bend, smoothing))  # pyright: ignore[reportReturnType]
+        return apply(_LinearCrossEntropy, hidden, weight, bias, _Loss(targets, ignore_index, dtype, bend, smoothing))
 
 
 class _Loss(NamedTuple):

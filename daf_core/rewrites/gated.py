@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from daf_core.autograd.functions import apply
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.model.recompute import in_recomputed_block
 from daf_core.rewrites.base import Undo, is_bare
@@ -47,7 +48,7 @@ GATES = (
 
 def gated_product(gate: Tensor, up: Tensor, form: Gate) -> Tensor:
     """Returns ``form.value(gate) * up`` for tensors of one shape and type; autograd saves `gate` and `up` alone."""
-    return _GatedProduct.apply(gate, up, form)  # pyright: ignore[reportReturnType]
+    return apply(_GatedProduct, gate, up, form)
 
 
 def find_gate(module: nn.Module) -> Gate | None:

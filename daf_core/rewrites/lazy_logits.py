@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
+from daf_core.autograd.functions import apply
 from daf_core.errors import ModifiedInPlaceError, ReaderError
 from daf_core.rewrites.base import autocast_device
 from daf_core.rewrites.chunked_loss import Bend
@@ -161,7 +162,7 @@ class LazyLogits(Tensor):
     @classmethod
     def of(cls, source: LogitsSource, changes: tuple[Change, ...] = ()) -> Self:
         """Returns the logits of a source, with a node of autograd's for code that passes the tensor on as it is."""
-        return cast("Self", _Project.apply(source.hidden, source.weight, source.bias, source, changes))
+        return cast("Self", apply(_Project, source.hidden, source.weight, source.bias, source, changes))
 
     @property
     def bend(self) -> Bend:

@@ -8,7 +8,7 @@ import warnings
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from types import GeneratorType
 from typing import Any, cast
@@ -31,7 +31,7 @@ PART = 1 << 22  # elements of a tensor that are added up at once
 
 LARGEST_COPY = 1 << 20
 """Bytes of a buffer up to which it is copied in any case: kernels may write to it without saying so. Graphs of
-torch.compile may write to weights, too."""
+torch.compile may write to weights, too: bytes of the storage of one up to which it is copied beside them."""
 
 LARGEST_DIGEST = 1 << 20  # bytes of a value that are looked at to see whether it has changed
 
@@ -40,8 +40,9 @@ class Measurement:
     """Has a model run beside its training, and takes back what that changes.
 
     That is: random generators, buffers, attributes of all modules and of their classes with what these refer to, and
-    the values of all tensors among them, parameters included. After the first run it is checked whether everything is
-    as before. Gradients are left to what runs inside, and so are globals.
+    the values of all tensors among them, parameters included, but large ones that a graph of torch.compile writes to.
+    After the first run it is checked whether everything is as before. Gradients are left to what runs inside, and so
+    are globals.
 
     `changed` are the names of the attributes and tensors that a run has changed, but for statistics of normalizations:
     no pass of training reads these.
@@ -58,8 +59,8 @@ class Measurement:
     def running(self, timed: bool = False) -> Generator[None]:
         """Takes back what runs inside, also where it fails.
 
-        Where time is measured inside, operators are not looked at, and only tensors that a run before has written to
-        are taken back.
+        Where time is measured inside, operators are not looked at, and of the tensors those are taken back that a run
+        before has written to. Where anything is compiled, buffers, other tensors and small weights are in any case.
 
         Raises:
             TraceError: A run changes what cannot be taken back, or the model has parameters that its first run makes.
@@ -74,19 +75,23 @@ class Measurement:
         before = None if self._checked else _digests(contents)
         compiled = has_compiled_anything() or any(map(is_compiled, self._model.modules()))
         watched = not timed and (not compiled or WritesBesideGraphs.is_possible)
-        seen, copies = self._apart(contents.tensors, watched, compiled)
-        writes = WritesBesideGraphs(seen) if compiled else Writes(seen)
+        copies, others = self._copies(contents.tensors, watched, compiled)
+        writes = WritesBesideGraphs(others) if compiled else Writes(others)
+        written, replaced = set[str](), set[str]()
         try:
             with writes if watched else nullcontext():
                 yield
         finally:
-            written = writes.written
-            if not timed:
-                written |= {name for name, copy in copies if copy.is_changed}
-            self.changed |= (contents.take_back() | written) - _statistics(self._model)
+            with ExitStack() as stack:  # the last comes first, and each whatever another raises
+                stack.callback(numbers.restore)
+                stack.callback(buffers.restore)
+                for name, copy in copies:
+                    stack.callback(_put_back, name, copy, written)
+                stack.callback(writes.restore)
+                replaced |= contents.take_back()
+            written |= writes.written
+            self.changed |= (replaced | written) - _statistics(self._model)
             self._written |= written
-            for each in (writes, *(copy for _, copy in copies), buffers, numbers):
-                each.restore()
         if before is not None:
             self._checked = True
             found = sorted(name for name, digest in _digests(contents).items() if digest != before[name])
@@ -98,19 +103,21 @@ class Measurement:
                 )
                 raise TraceError(self._trace)
 
-    def _apart(
+    def _copies(
         self, tensors: Iterable[tuple[str, Tensor]], watched: bool, compiled: bool
-    ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Copy]]]:
-        """Returns tensors that are copied when an operator writes to them, and copies of what none may be seen to."""
-        seen, copies = list[tuple[str, Tensor]](), dict[int, tuple[str, Copy]]()
+    ) -> tuple[list[tuple[str, Copy]], list[tuple[str, Tensor]]]:
+        """Returns copies of the tensors that may be written to without being watched, and the other tensors."""
+        copies, others, copied = list[tuple[str, Copy]](), list[tuple[str, Tensor]](), set[int]()
         for name, tensor in tensors:
             if not has_storage(tensor):
                 continue
             if not (compiled and _is_copied(tensor)) and (watched or name not in self._written):
-                seen.append((name, tensor))
-            elif (number := storage_id(tensor)) not in copies:  # a thousand parts of one storage may be parameters
-                copies[number] = name, Copy(tensor)
-        return seen, list(copies.values())
+                others.append((name, tensor))
+            elif storage_id(tensor) not in copied:  # a thousand weights may be parts of one storage
+                copy = Copy(tensor)
+                copies.append((name, copy))
+                copied |= {storage_id(tensor)} if copy.is_whole else set()
+        return copies, others
 
     def repeated_changes(self, run: Callable[[], object]) -> set[str]:
         """Returns the names of what a pass changes once more that a pass before it has changed.
@@ -143,11 +150,15 @@ def missing_values(model: nn.Module) -> str | None:
     return f"{lazy} has no values before a first batch has run through the model; run one through it, without gradient"
 
 
+def _put_back(name: str, copy: Copy, changed: set[str]) -> None:
+    if copy.restore():
+        changed.add(name)
+
+
 def _is_copied(tensor: Tensor) -> bool:
     """Whether a tensor is copied where graphs may write to it: all but weights that are large, or of another class."""
-    if isinstance(tensor, nn.Parameter):
-        return type(tensor) is nn.Parameter and tensor.untyped_storage().nbytes() <= LARGEST_COPY
-    return True
+    is_small = type(tensor) is nn.Parameter and tensor.untyped_storage().nbytes() <= LARGEST_COPY
+    return is_small or not isinstance(tensor, nn.Parameter)
 
 
 def measuring(model: nn.Module) -> AbstractContextManager[None]:

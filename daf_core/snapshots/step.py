@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] what all have in common
 
+from daf_core.snapshots.writes import has_storage
+
 
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Returns the devices that parameters of the model are on."""
@@ -52,7 +54,7 @@ class Buffers:
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             if largest is None
             or isinstance(module, NORMALIZATION)
-            or not _has_bytes(buffer)
+            or not has_storage(buffer)
             or buffer.nbytes <= largest
         ]
 
@@ -129,19 +131,17 @@ def _restored(buffer: Tensor, before: Tensor) -> Tensor:
     """Returns the buffer with its content of before, written where it has changed: a graph may need what has not.
 
     Contents are compared because batch normalization updates its running statistics without counting a version. They
-    are written without counting one, too. A buffer without bytes of its own, such as a sparse one, is replaced.
+    are written without counting one, too. A buffer without a storage of its own, such as a sparse one, is replaced.
     """
-    if not _has_bytes(buffer):
+    if buffer.is_meta:
+        return buffer
+    if not has_storage(buffer):
         return before.clone()
     if buffer.shape != before.shape:
         buffer.data = before.clone()
     if not torch.equal(_bytes(buffer), _bytes(before)):
         buffer.data.copy_(before)
     return buffer
-
-
-def _has_bytes(buffer: Tensor) -> bool:
-    return buffer.layout is torch.strided and not (buffer.is_meta or buffer.is_quantized or buffer.is_nested)
 
 
 def _bytes(buffer: Tensor) -> Tensor:

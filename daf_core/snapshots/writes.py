@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from daf_core.autograd.torch_private import storage_id
 
+PART_BYTES = 16 << 20  # bytes of two storages that are compared at once
+
 
 class Writes(TorchDispatchMode):
     """Copies those of some tensors with storages that an operator inside writes to, just before it does.
@@ -62,24 +64,24 @@ class WritesBesideGraphs(Writes):
 
 
 class Copy:
-    """What a tensor's whole storage holds now."""
+    """What a tensor holds now: its whole storage, but of a tensor of another class, whose values lie elsewhere."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # A tensor of another class has its values elsewhere than it says.
-        self._has_bytes = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-        self._held: Any = tensor.untyped_storage() if self._has_bytes else tensor.detach()
+        self.is_whole = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        self._held: Any = tensor.untyped_storage() if self.is_whole else tensor.detach()
         self._before: Any = self._held.clone()
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether it holds something else than before, as far as that is known: not of a tensor of another class."""
-        return self._has_bytes and not torch.equal(_bytes(self._held), _bytes(self._before))
-
-    def restore(self) -> None:
-        """Puts it back."""
-        if self._has_bytes and self._held.nbytes() != self._before.nbytes():
+    def restore(self) -> bool:
+        """Puts it back; returns whether it was another, as far as that is known: not of another class."""
+        if not self.is_whole:
+            self._held.copy_(self._before)
+            return False
+        if _equal(self._held, self._before):  # what is only read may be memory that cannot be written
+            return False
+        if self._held.nbytes() != self._before.nbytes():
             self._held.resize_(self._before.nbytes())
         self._held.copy_(self._before)
+        return True
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -89,8 +91,12 @@ def has_storage(tensor: Tensor) -> bool:
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _equal(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Compares in parts: on a GPU a comparison takes a byte for each of those compared."""
+    parts = [
+        torch.empty(0, dtype=torch.uint8, device=each.device).set_(each).split(PART_BYTES) for each in (one, other)
+    ]
+    return one.nbytes() == other.nbytes() and all(map(torch.equal, *parts))
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

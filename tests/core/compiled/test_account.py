@@ -8,17 +8,15 @@ from torch import fx
 
 from daf_core.compiled.account import GraphAccount, counting
 
-inductor = pytest.importorskip("torch._inductor.utils")
 
-
-@pytest.mark.skipif(
-    not hasattr(inductor, "is_cudagraph_unsafe_fx_node"), reason="this torch makes one CUDA graph of a graph"
-)
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch makes one CUDA graph of a graph")
 def test_what_counts_runs_between_two_cuda_graphs() -> None:
     """A replay calls no Python: figures would be those of the step that was captured."""
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
     graph = fx.Graph()
     node = graph.call_function(torch.ops.daf.count.default, (graph.placeholder("kept"), "{}", []))
-    assert inductor.is_cudagraph_unsafe_fx_node(node)
+    assert is_cudagraph_unsafe_fx_node(node)
 
 
 def test_what_is_held_goes_with_the_result() -> None:

@@ -402,7 +402,7 @@ def test_an_argument_that_a_later_torch_adds_is_given(monkeypatch: pytest.Monkey
     try:
         kernel = kernel_of(name)
         assert kernel is not None
-        assert kernel.arguments - older.arguments == {"scale", "is_causal"}
+        assert kernel.arguments - older.arguments >= {"scale", "is_causal"}
         inputs = [tensor.requires_grad_() for tensor in _qkv(*SHAPE)]
         node = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.5).grad_fn
         found = attend_again(node, *inputs, None)

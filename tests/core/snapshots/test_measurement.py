@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from torch._dynamo.utils import counters
 
 from daf_core import TraceError
 from daf_core.snapshots.measurement import LARGEST_COPY, Measurement, measuring
-from daf_core.snapshots.writes import Copy, WritesBesideGraphs
+from daf_core.snapshots.writes import Copy, Writes, WritesBesideGraphs
 
 SEEN: list[int] = []
 
@@ -404,6 +405,42 @@ class Late(nn.Module):
     def halve(self) -> None:
         with torch.no_grad():
             self.weight.div_(2)
+
+
+class Other(torch.Tensor):
+    """A tensor of another class."""
+
+
+def test_two_views_of_another_class_come_back() -> None:
+    """What is copied of one holds nothing of the other, though both are parts of one storage."""
+    torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+    model, whole = nn.Module(), torch.ones(4)
+    model.views = [whole[:2].as_subclass(Other), whole[2:].as_subclass(Other)]
+    with measuring(model):
+        for view in model.views:
+            view.add_(1)
+    assert whole.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+def test_memory_that_is_only_read_is_not_written(tmp_path: Path) -> None:
+    """To write to it ends the process."""
+    np.save(tmp_path / "table.npy", np.ones(4))
+    torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+    model = nn.Module()
+    model.table = torch.from_numpy(np.load(tmp_path / "table.npy", mmap_mode="r"))
+    with measuring(model):
+        assert model.table.sum() == 4
+
+
+def test_all_else_comes_back_where_one_tensor_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Keeping(lambda model: (model.range.add_(1), torch.rand(1)))
+    monkeypatch.setattr(Writes, "restore", lambda _: {}["memory"])
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError, match="memory"), measuring(model):
+        _run(model)
+    assert model.range.tolist() == [0, 0]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_nothing_is_compiled_for_the_first_time_in_a_measured_pass() -> None:
