@@ -183,7 +183,7 @@ def _count_nothing(kept: Tensor, text: str, sizes: Sequence[int]) -> Tensor:
 
 
 # With mode="reduce-overhead" a graph is a CUDA graph, whose replays call no Python: Inductor cuts it at such operators.
-_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 _library = torch.library.Library("daf", "DEF")
 _library.define("count(Tensor kept, str text, SymInt[] sizes) -> Tensor", tags=_TAGS)

@@ -24,7 +24,7 @@ from daf_core.autograd.torch_private import is_compiled, storage_id
 from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, Contents, contents_of, is_plain
 from daf_core.snapshots.step import NORMALIZATION, Buffers, RandomNumbers, devices_of
-from daf_core.snapshots.writes import Copy, Writes, WritesBesideGraphs, has_storage
+from daf_core.snapshots.writes import PLAIN, Copy, Writes, WritesBesideGraphs, has_storage
 
 HOOKS = "_hooks"  # what the names of a module's collections of hooks contain
 PART = 1 << 22  # elements of a tensor that are added up at once
@@ -196,7 +196,7 @@ def _digests(contents: Contents) -> dict[str, Any]:
 
 def _sum_of_bits(tensor: Tensor) -> Any:
     """Returns a number that differs where one value does; it reads as fast as memory does."""
-    if not has_storage(tensor) or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+    if not has_storage(tensor) or type(tensor) not in PLAIN:
         return None
     values = tensor.detach().resolve_conj().resolve_neg()
     if not values.is_contiguous():

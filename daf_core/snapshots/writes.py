@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from daf_core.autograd.torch_private import storage_id
 
+PLAIN = Tensor, nn.Parameter, nn.Buffer  # a tensor of another class may have its values elsewhere than it says
+
 PART_BYTES = 16 << 20  # bytes of two storages that are compared at once
 
 
@@ -67,7 +69,7 @@ class Copy:
     """What a tensor holds now: its whole storage, but of a tensor of another class, whose values lie elsewhere."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.is_whole = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        self.is_whole = type(tensor) in PLAIN
         self._held: Any = tensor.untyped_storage() if self.is_whole else tensor.detach()
         self._before: Any = self._held.clone()
 
