@@ -7,6 +7,7 @@ from functools import lru_cache
 from logging import getLogger
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from daf_kernels.backend import Backend, WrongBytesError
 from daf_kernels.reference.backend import ReferenceBackend
@@ -60,11 +61,12 @@ def _warn_once(kind: str, why: str) -> None:
 def _load_cpu() -> Backend:
     # numba takes 0.5 s to import, which a program that only imports DAF does not pay.
     from daf_kernels.cpu import backend as cpu
-    from daf_kernels.cpu import compile_ahead, compile_cache, loader_pages
+    from daf_kernels.cpu import compile_ahead, compile_cache
 
     compile_ahead.compile_ahead()
     before = compile_cache.compilations()
-    seconds = cpu.warm_up()
+    with _disable_current_modes():  # fake tensors, say, have no memory to write to
+        seconds = cpu.warm_up()
     if compile_cache.compilations() > before:
         lost = compile_cache.why_not_kept()
         log.warning(
@@ -72,8 +74,19 @@ def _load_cpu() -> Backend:
             seconds,
             "the next run finds them on disk." if lost is None else f"the next run does so again: {lost}",
         )
-    loader_pages.give_back_compiler()
+    _give_back_compiler(compile_cache.known())
     return cpu.CpuBackend()
+
+
+@lru_cache(maxsize=1)
+def _give_back_compiler(kernels: int) -> None:
+    """Gives back the memory of the compiler, once for so many kernels: to find it takes 60 ms beside torch's libraries.
+
+    An engine is made in 4 ms otherwise.
+    """
+    from daf_kernels.cpu import loader_pages
+
+    loader_pages.give_back_compiler()
 
 
 @lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ import torch
 from daf_kernels import NoKernelError, dispatch, load_backend
 from daf_kernels.backend import WrongBytesError
 from daf_kernels.cpu import backend as cpu
-from daf_kernels.cpu import compile_ahead, compile_cache
+from daf_kernels.cpu import compile_ahead, compile_cache, loader_pages
 from daf_kernels.cpu.backend import CpuBackend
 from daf_kernels.reference.backend import ReferenceBackend
 from tests.kernels.triton_device import DEVICE
@@ -155,6 +155,20 @@ def test_only_compilations_are_reported(
     assert len(caplog.records) == bool(compiled)
     assert all("compiled its CPU kernels in 12.3 s; " in message for message in caplog.messages)
     assert all(again in message for message in caplog.messages)
+
+
+def test_the_compiler_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find its pages takes longer than all else that an engine begins with."""
+    found: list[None] = []
+    monkeypatch.setattr(loader_pages, "give_back_compiler", lambda: found.append(None))
+    dispatch._give_back_compiler.cache_clear()
+    for _ in range(3):
+        load_backend(torch.device("cpu"))
+    assert len(found) == 1
+    monkeypatch.setattr(compile_cache, "_kernels", [*compile_cache._kernels, compile_cache._kernels[0]])
+    load_backend(torch.device("cpu"))
+    assert len(found) == 2  # more are loaded now
+    dispatch._give_back_compiler.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,11 @@ def compilations():
     )
 
 
+def known():
+    """Returns how many kernels this process has, compiled or loaded."""
+    return sum(1 if isinstance(each, CFunc) else len(each.overloads) for each in _kernels)
+
+
 def why_not_kept():
     """Returns why the next run does not find compiled kernels on disk, and what to do; None where it does."""
     if not _not_kept:
