@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from daf_core.autograd import hook_stack
 from daf_core.autograd.sites import ModuleFollower, ModuleScopes
+from daf_core.autograd.torch_compile import has_no_values
 from daf_core.autograd.torch_private import tensors_of
 from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.compiled.executor import CompiledGraphs
@@ -95,7 +96,8 @@ class ActivationEngine:
     def compress(self) -> Generator[None]:
         """Compresses what autograd saves inside: wrap it around the forward pass and the loss, not around backward.
 
-        Entering it again inside itself changes nothing.
+        Entering it again inside itself changes nothing, and neither does entering it where operators are recorded or
+        transformed, as in ``torch.jit.trace``, ``torch.export`` or `torch.func.grad`.
 
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
@@ -105,7 +107,7 @@ class ActivationEngine:
             SpillError: The spill file cannot be read or written, or main memory takes nothing more from a GPU; raised
                 in backward too.
         """
-        if self._own.in_scope:
+        if self._own.in_scope or has_no_values(self._model):
             yield
             return
         own = self._replays.own.pack

@@ -9,14 +9,17 @@ import gc
 import importlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
-from daf_core.autograd.torch_private import is_compiled
+from daf_core.autograd.torch_private import is_compiled, is_tracing, is_transforming
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Gets a forward and its arguments, and returns what it returns."""
@@ -139,6 +142,60 @@ def graph_hook_context() -> dict[str, Any] | None:
     compile_graphs = sys.modules.get("torch._functorch._aot_autograd.graph_compile")
     context = getattr(compile_graphs, "_get_saved_tensor_hook_context", None)
     return None if context is None else context()
+
+
+_TRACES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def has_no_values(model: nn.Module) -> bool:
+    """Whether this thread's operators are recorded or transformed, so that tensors have no memory of their own.
+
+    That is so in ``torch.jit.trace``, ``torch.export``, `make_fx`, `FakeTensorMode` and the transforms of `torch.func`,
+    but for a `vmap` that leaves the parameters as they are.
+    """
+    if is_tracing() or any(torch._C._get_dispatch_mode(each) is not None for each in _TRACES):
+        return True
+    if not is_transforming():
+        return False
+    functorch = torch._C._functorch
+    if any(each.key() != functorch.TransformType.Vmap for each in functorch.get_interpreter_stack() or ()):
+        return True
+    return any(map(functorch.is_batchedtensor, model.parameters()))
+
+
+class _Tracer:
+    """Torch's function that traces hooks, as long as scopes have another one in its place."""
+
+    function: Callable[..., Any] | None = None
+    scopes = 0
+    lock = threading.Lock()
+
+
+@contextmanager
+def hooks_trace_themselves() -> Generator[None]:
+    """Has hooks inlined inside that have a method `daf_traced`, which says what graph a call of theirs is.
+
+    It gets the arguments, and a function that traces the hook as torch does, for each tensor that a graph saves.
+    """
+    compile_graphs: Any = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+    with _Tracer.lock:
+        if not _Tracer.scopes:
+            _Tracer.function, compile_graphs.prepare_hook_gm = compile_graphs.prepare_hook_gm, _trace
+        _Tracer.scopes += 1
+    try:
+        yield
+    finally:
+        with _Tracer.lock:
+            _Tracer.scopes -= 1
+            if not _Tracer.scopes:
+                compile_graphs.prepare_hook_gm = _Tracer.function
+
+
+def _trace(config: Any, hook: Any, arguments: tuple[Any, ...]) -> Any:
+    assert _Tracer.function is not None
+    anew = partial(_Tracer.function, config, hook, arguments)
+    traced = getattr(hook, "daf_traced", None)
+    return anew() if traced is None else traced(arguments, anew)
 
 
 def is_looked_at(values: Tensor) -> bool:

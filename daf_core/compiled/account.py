@@ -55,8 +55,9 @@ def _expression(size: Any) -> Any:
 
 
 def symbols_in(values: Tensor) -> list[Any]:
-    """Returns the sizes of a tensor that are symbols of their own."""
-    return [size for size in values.shape if getattr(_expression(size), "is_Symbol", False)]
+    """Returns the sizes of a tensor that are symbols of their own, each once."""
+    symbols = [size for size in values.shape if getattr(_expression(size), "is_Symbol", False)]
+    return list({_expression(size): size for size in symbols}.values())
 
 
 def _polynomial(expression: Any, names: Sequence[Any]) -> Polynomial:

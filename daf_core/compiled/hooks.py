@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
 from torch.fx.graph import PythonCode
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from daf_core.autograd.torch_compile import graph_hook_context, is_looked_at
@@ -20,6 +22,9 @@ from daf_core.compiled.codes import Code, Like, Shape, is_dense, shape_of
 from daf_core.compiled.decide import Decision, Decisions, elements_of
 from daf_core.compiled.support import digest
 from daf_kernels.layout import PRECISIONS
+
+Anew = Callable[[], fx.GraphModule]
+"""Has torch trace a call of a hook."""
 
 
 class _Tracing(threading.local):
@@ -38,6 +43,7 @@ class _Pair:
         self._found: dict[str, tuple[Decision, Callable[[Tensor], Tensor] | None]] = {}
         self._saved = account.Saved()
         self._encoded: dict[tuple[Any, ...], Sequence[Tensor]] = {}
+        self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
         self._counts_at = _counting_place(forward, backward, decisions)
         self._counted: set[str] = set()
 
@@ -49,11 +55,27 @@ class _Pair:
         decision, function = self._found[name]
         return (values if function is None else function(values)), decision
 
+    def code_of(self, name: str) -> Code | None:
+        """Returns how a saved tensor that `stored` was asked for is stored; None where others like it are not."""
+        decision, function = self._found[name]
+        return None if function is not None or name == self._counts_at else decision.code
+
+    def traced(self, kind: tuple[Any, ...], arguments: tuple[Any, ...], anew: Anew) -> fx.GraphModule:
+        """Returns the graph of a hook's call, which is traced once for a kind of arguments: their sizes are the same.
+
+        To trace one takes torch 20 to 200 ms, and a block saves a dozen tensors that its neighbours save as well.
+        """
+        if kind not in self._traced:
+            self._traced[kind] = anew()
+        else:
+            _Renewed(self._traced[kind]).renew(arguments)
+        return self._traced[kind]
+
     def encoded(self, code: Code, values: Tensor, shape: Shape) -> Sequence[Tensor]:
         """Returns what stores a tensor; where torch only looks at it, before it traces, the same for equal shapes."""
         if not is_looked_at(values):
             return code.encode(values, shape)
-        kind = code, shape, values.dtype, values.device, *map(str, (*values.shape, *values.stride()))
+        kind = code, shape, *_like(values)
         if kind not in self._encoded:
             self._encoded[kind] = code.encode(values, shape)
         return self._encoded[kind]
@@ -87,6 +109,41 @@ class _Pair:
         return fx.GraphModule(nn.Module(), own)
 
 
+class _Renewed(fx.Interpreter):
+    """Works out anew what a traced graph's nodes stand for: who shares memory is told from that.
+
+    The graph is copied by whoever gets it, and may be used again.
+    """
+
+    @override
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if "val" in n.meta:
+            n.meta["val"] = value
+        return value
+
+    def renew(self, arguments: tuple[Any, ...]) -> None:
+        """Takes other arguments; whoever calls the graph with them gets what was worked out."""
+        given = pytree.tree_leaves(arguments)
+        mode = detect_fake_mode(given)
+        assert mode is not None
+        with mode:
+            results = self.run(*given, enable_io_processing=False)
+        self.module.forward = lambda *_: results
+
+
+def _different(sizes: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Returns the sizes that differ, and which of them each is: a hook that returns a symbol twice is no graph."""
+    different = {str(size): size for size in sizes}
+    places = list(different)
+    return tuple(different.values()), tuple(places.index(str(size)) for size in sizes)
+
+
+def _like(values: Tensor) -> tuple[Any, ...]:
+    """Returns what tensors have in common of which the same graphs are traced."""
+    return values.dtype, values.device, *map(str, (*values.shape, *values.stride()))
+
+
 class GraphHooks:
     """A pair of hooks that stores what graphs save in codes, and gives everything else to another pair.
 
@@ -112,8 +169,8 @@ class GraphHooks:
         # It does not refer to the hooks: there is no cycle, and the memory of a closed engine is free at once.
         self._calls = _Calls(levels, pack, unpack, graphs)
         name = f"{digest()}-{levels}-{graphs.room}"
-        self.pack: fx.GraphModule = _Hook(self._calls.pack, name, pack)
-        self.unpack: fx.GraphModule = _Hook(self._calls.unpack, name, unpack)
+        self.pack: fx.GraphModule = _Hook(self._calls.pack, self._calls.traced_pack, name, pack)
+        self.unpack: fx.GraphModule = _Hook(self._calls.unpack, self._calls.traced_unpack, name, unpack)
 
     def forget_graphs(self) -> None:
         """Lets go of the graphs that were compiled last."""
@@ -147,16 +204,33 @@ class _Calls:
             like = Like(values.shape, values.dtype, shape_of(values))
             stored = pair.encoded(decision.code, values, like.shape)
             self.tracing.last = decision.code, like
-        return pair.count(name, tensor, decision, stored), tuple(values.shape)
+        return pair.count(name, tensor, decision, stored), *_different(values.shape)
 
     def unpack(self, packed: Any) -> Tensor:
         if graph_hook_context() is None:
             return self._unpack(packed)
-        (stored, sizes), last = packed, self.tracing.last
+        (stored, different, places), last = packed, self.tracing.last
         if last is None:
             return stored[0] if stored else torch.empty(0)
         code, like = last
-        return code.decode(stored, Like(sizes, like.dtype, like.shape))
+        return code.decode(stored, Like([different[place] for place in places], like.dtype, like.shape))
+
+    def traced_pack(self, arguments: tuple[Tensor], anew: Anew) -> fx.GraphModule:
+        """Returns the graph of `pack`, which torch has just called with the same tensor."""
+        context, [values] = graph_hook_context(), arguments
+        assert context is not None
+        pair = self._pair(context["_fw_graph"], context["_bw_graph"])
+        code = pair.code_of(context["_node"].name)
+        return anew() if code is None else pair.traced((code, *_like(values)), arguments, anew)
+
+    def traced_unpack(self, arguments: tuple[Any], anew: Anew) -> fx.GraphModule:
+        """Returns the graph of `unpack`, of what `pack` has given last."""
+        last, graphs, [(stored, *sizes)] = self.tracing.last, self.tracing.graphs, arguments
+        if last is None or graphs is None:
+            return anew()
+        code, like = last
+        kinds = [each for values in stored for each in _like(values)]
+        return graphs[1].traced((code, like.dtype, like.shape, str(sizes), *kinds), arguments, anew)
 
     def _pair(self, forward: fx.Graph, backward: fx.Graph) -> _Pair:
         if self.tracing.graphs is None or self.tracing.graphs[0] is not forward:
@@ -175,6 +249,7 @@ class _Hook(fx.GraphModule):
 
     Args:
         function: What a call does.
+        traced: Returns the graph of a call, given its arguments and what traces it: see `hooks_trace_themselves`.
         name: What changes with it.
         outside: What it gives everything to that no graph saves.
 
@@ -183,9 +258,16 @@ class _Hook(fx.GraphModule):
     """
 
     _function: Callable[[Any], Any]
+    daf_traced: Callable[[Any, Anew], fx.GraphModule]
     outside_of_graphs: Callable[..., Any]
 
-    def __init__(self, function: Callable[[Any], Any], name: str, outside: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        traced: Callable[[Any, Anew], fx.GraphModule],
+        name: str,
+        outside: Callable[..., Any],
+    ) -> None:
         graph = fx.Graph()
         node = graph.call_function(_policy, (graph.placeholder("values"),))
         node.meta.update(is_wrapped=True, user_cache_hash=f"daf-{name}")
@@ -193,6 +275,7 @@ class _Hook(fx.GraphModule):
         super().__init__(nn.Module(), graph)
         self.graph.owning_module = None  # it would keep the hook alive until Python collects, and the engine with it
         object.__setattr__(self, "_function", function)
+        object.__setattr__(self, "daf_traced", traced)
         object.__setattr__(self, "outside_of_graphs", outside)
 
     @override

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from daf_core import DAFConfig, ProfileError
-from daf_core.autograd.torch_compile import is_forward_compiled
+from daf_core.autograd.torch_compile import has_no_values, is_forward_compiled
 from daf_core.autograd.torch_private import COMPILED
 from daf_core.distributed import exchanging
 from daf_core.model.forward_patch import ForwardPatch
@@ -162,10 +162,10 @@ class Training:
 
     @property
     def _records(self) -> bool:
-        return self.outer.training and torch.is_grad_enabled()
+        return self.outer.training and torch.is_grad_enabled() and not has_no_values(self.model)
 
     def _compressed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._measuring:
+        if self._measuring or has_no_values(self.model):
             return forward(*args, **kwargs)
         if not self._records:
             self.session.unfreeze()  # an evaluation

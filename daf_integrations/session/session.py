@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig, ModelError, StepStatistics
 from daf_core.autograd.hook_stack import check_no_foreign_hooks
+from daf_core.autograd.torch_compile import has_no_values
 from daf_core.batch.micro_batches import Step
 from daf_core.elastic.schedule import ElasticStep
 from daf_core.elastic.training import ElasticTraining
@@ -84,6 +85,7 @@ class DAFSession:
         self.totals, self._recent = RunTotals(), RunTotals()
         self.last_step: StepStatistics | None = None
         self.runner: StepRunner | None = None
+        self._model: nn.Module | None = None
         self._engine: ActivationEngine | None = None
         self._elastic: ElasticTraining | None = None
         self._audits: Audits | None = None
@@ -136,14 +138,14 @@ class DAFSession:
             self.detach()
             raise
         self._audits = Audits(engine, called, self._elastic, self.runner)
-        self._parameters = frozenset(map(id, model.parameters()))
+        self._model, self._parameters = model, frozenset(map(id, model.parameters()))
         self._description = describe(model)
 
     def detach(self) -> None:
         """Removes everything from the model, also in the middle of a step; does nothing where nothing is attached."""
         self._learned = self._learned_now()
         self._attached.close()
-        self._engine = self._elastic = self._audits = self.runner = None
+        self._model = self._engine = self._elastic = self._audits = self.runner = None
 
     @contextmanager
     def forward(
@@ -152,7 +154,8 @@ class DAFSession:
         """Compresses what the forward pass and the loss inside save, and begins an optimizer step if none is open.
 
         Before the pass it measures the error of the gradient where that is due, and yields whether it did. Does nothing
-        where no gradient is recorded, as in evaluation, and inside a session that covers this model.
+        where no gradient is recorded, as in evaluation, where operators are recorded or transformed, as by
+        ``torch.export`` or `torch.func.grad`, and inside a session that covers this model.
 
         Args:
             batch: The step's batch.
@@ -167,7 +170,7 @@ class DAFSession:
             PlanError: No plan keeps the budget for a step that `run_step` does not run.
             ProfileError: That step cannot be measured.
         """
-        if self._engine is None or not torch.is_grad_enabled() or self.enclosing_session:
+        if self._engine is None or not torch.is_grad_enabled() or self._has_no_values or self.enclosing_session:
             yield False
             return
         audited = self._begin_pass(batch, loss_of, unmeasurable)
@@ -184,7 +187,7 @@ class DAFSession:
             batch: The step's batch.
             loss_of: Returns the loss of some of its rows, and leaves no trace.
             step: Runs `forward` and backward of a part of the batch; see `run_parts`. It gets the whole batch where no
-                budget covers steps.
+                budget covers steps, or operators are recorded.
             restore: Takes back what the trainer itself has counted, at the beginning of each attempt.
 
         Returns:
@@ -194,6 +197,8 @@ class DAFSession:
             PlanError: No plan keeps the budget.
             ProfileError: The step cannot be measured.
         """
+        if self._has_no_values:
+            return step(batch, 1.0, True)
         self._begin_step()
         if self.runner is None:
             loss = step(batch, 1.0, True)
@@ -340,14 +345,25 @@ class DAFSession:
             self._elastic.begin_step()
 
     def _begin_pass(self, batch: Any, loss_of: LossFunction | None, unmeasurable: str | None) -> bool:
-        """Plans and audits a forward pass of a step; says whether it was audited."""
-        if self._audits is None or (loss_of is None and unmeasurable is None):
+        """Plans and audits a forward pass of a step; says whether it was audited.
+
+        It does neither where nothing is trained, as where a frozen critic gives another model its gradient.
+        """
+        if self._audits is None or (loss_of is None and unmeasurable is None) or not self._trains:
             return False
         self._begin_step()
         if self.runner is not None and loss_of is not None and not self._splits:
             self.runner.prepare(batch, partial(self._cover, loss_of), WHOLE)
         with self._covering():
             return self._audits.measure(batch, loss_of, unmeasurable, self.totals)
+
+    @property
+    def _has_no_values(self) -> bool:
+        return self._model is not None and has_no_values(self._model)
+
+    @property
+    def _trains(self) -> bool:
+        return self._model is not None and any(each.requires_grad for each in self._model.parameters())
 
     def _cover(self, loss_of: LossFunction, rows: Any) -> Tensor:
         with self._covering():
