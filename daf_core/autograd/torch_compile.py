@@ -33,6 +33,9 @@ with adapters for a compiled one: nothing would be replayed, and a step of the s
 """
 
 
+_GRAPHS = "torch._functorch._aot_autograd.graph_compile"
+"""The module that inlines hooks into graphs."""
+
 # What a compiler calls, down to the backend; the latter in an older torch.
 _WITHIN, _WITHIN_OLDER = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
 
@@ -139,7 +142,7 @@ def _backends_of(library: ModuleType) -> set[int]:
 
 def graph_hook_context() -> dict[str, Any] | None:
     """Returns what a hook is told of the graphs that it is inlined into, from torch 2.10 on; None outside of that."""
-    compile_graphs = sys.modules.get("torch._functorch._aot_autograd.graph_compile")
+    compile_graphs = sys.modules.get(_GRAPHS)
     context = getattr(compile_graphs, "_get_saved_tensor_hook_context", None)
     return None if context is None else context()
 
@@ -177,7 +180,7 @@ def hooks_trace_themselves() -> Generator[None]:
 
     It gets the arguments, and a function that traces the hook as torch does, for each tensor that a graph saves.
     """
-    compile_graphs: Any = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+    compile_graphs: Any = importlib.import_module(_GRAPHS)
     with _Tracer.lock:
         if not _Tracer.scopes:
             _Tracer.function, compile_graphs.prepare_hook_gm = compile_graphs.prepare_hook_gm, _trace
@@ -209,7 +212,7 @@ def is_looked_at(values: Tensor) -> bool:
 def shows_graphs() -> bool:
     """Whether this torch inlines hooks into the graphs that it compiles, and shows them the graphs."""
     try:
-        compile_graphs = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+        compile_graphs = importlib.import_module(_GRAPHS)
     except ImportError:
         return False
     return hasattr(compile_graphs, "_get_saved_tensor_hook_context")

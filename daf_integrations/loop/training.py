@@ -165,10 +165,11 @@ class Training:
         return self.outer.training and torch.is_grad_enabled() and not has_no_values(self.model)
 
     def _compressed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._measuring or has_no_values(self.model):
+        if self._measuring:
             return forward(*args, **kwargs)
         if not self._records:
-            self.session.unfreeze()  # an evaluation
+            if not has_no_values(self.model):
+                self.session.unfreeze()  # an evaluation
             return forward(*args, **kwargs)
         unmeasurable = OTHER_METHOD if is_redirected(self.outer) else COMPILED if is_forward_compiled() else None
         if unmeasurable is not None:

@@ -349,7 +349,11 @@ class DAFSession:
 
         It does neither where nothing is trained, as where a frozen critic gives another model its gradient.
         """
-        if self._audits is None or (loss_of is None and unmeasurable is None) or not self._trains:
+        if self._engine is None or self._audits is None or (loss_of is None and unmeasurable is None):
+            return False
+        # To ask takes .06 to 1 ms, which most passes need not wait for.
+        asks = self.runner is not None or self._elastic is not None or self._engine.audit_due
+        if asks and not self._trains:
             return False
         self._begin_step()
         if self.runner is not None and loss_of is not None and not self._splits:

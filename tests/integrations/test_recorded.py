@@ -64,9 +64,7 @@ def ensemble(model: nn.Module) -> Any:
 
 def forward_derivative(model: nn.Module) -> Any:
     given = parameters(model)
-    return jvp(
-        lambda *values: loss(model)(dict(zip(given, values, strict=True)), X, Y), (*given.values(),), (*given.values(),)
-    )
+    return jvp(lambda values: loss(model)(values, X, Y), (given,), (given,))
 
 
 def of_input(model: nn.Module) -> Any:
@@ -102,12 +100,16 @@ def train(model: nn.Module, steps: int) -> Tensor:
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
+def copy_of(model: nn.Module) -> nn.Module:
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
 def same(one: Any, other: Any) -> bool:
-    pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
-    return all(
-        each is again or torch.equal(each, again) if isinstance(each, Tensor) else each == again
-        for each, again in pairs
-    )
+    if isinstance(one, tuple):
+        return all(map(same, one, other)) and len(one) == len(other)
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -117,9 +119,9 @@ def test_a_call_that_is_recorded_or_transformed_is_as_without_daf(
     call: Callable[[nn.Module], Any], steps: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is no training pass, so that nothing is planned, audited or stored for it; training goes on."""
-    plain, model = Net(), daf.prepare(Net(), **options)
+    model = daf.prepare(Net(), **options)
     train(model, steps)
-    plain.load_state_dict(model.state_dict())
+    plain = copy_of(model)
     with caplog.at_level(logging.WARNING, logger="daf"):
         assert same(call(model), call(plain))
         found, expected = train(model, 3), train(plain, 3)
@@ -162,12 +164,6 @@ def test_a_pass_in_front_of_each_step_that_trains_nothing(
     training = training_of(model)
     assert training is not None
     assert (training.session.totals.audits > 0) is ("audit_every" in options)
-
-
-def copy_of(model: nn.Module) -> nn.Module:
-    plain = Net()
-    plain.load_state_dict(model.state_dict())
-    return plain
 
 
 def test_a_batch_that_is_mapped_is_trained() -> None:
