@@ -133,6 +133,8 @@ class ActivationEngine:
 
         It says what is stored how; to recompute blocks is the caller's part, with `Recomputation`.
         """
+        if treatments != self._passes.treatments:
+            self._readers.expect_others()
         self._passes.turn_to(treatments)
         self._policy.recomputed = treatments.recomputed
 

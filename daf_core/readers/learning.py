@@ -64,6 +64,10 @@ MOST_PLACES = 1 << 16
 UNREAD_PASSES = 3
 """Forward passes after which a tensor that no backward has asked for stays exact, without being looked for."""
 
+BARREN_PASSES = 3
+"""Forward passes in a row that save nothing in few bits, as where all blocks are recomputed, after which passes are not
+watched any more: the watch takes such a model of small blocks as long again as its step."""
+
 _CLONE = "CloneBackward0"
 """An operator in place saves a clone, which has a node of its own, made after that of the operator."""
 
@@ -73,6 +77,7 @@ class _Own(threading.local):
 
     Attributes:
         unknown: Whether a place was new in the last pass: others may be in the next one.
+        barren: Passes that were watched since, and have found nothing.
         showing: Whether a graph is being looked through.
         cancelling: Whether a function of `CANCELLING` is running.
         waiting: It, in order.
@@ -82,6 +87,7 @@ class _Own(threading.local):
 
     def __init__(self) -> None:
         self.unknown, self.showing, self.cancelling = True, False, False
+        self.barren = 0
         self.waiting: deque[Waiting] = deque()
         self.unresolved: dict[int, list[Waiting]] = {}
         self.newest: deque[weakref.ref[Tensor]] = deque(maxlen=NEWEST)
@@ -107,16 +113,30 @@ class Readers:
     @property
     def learning(self) -> bool:
         """Whether the next forward pass of this thread will be watched."""
-        return self._wanted and (self._own.unknown or not self._readings)
+        return self._wanted and (self._own.unknown or self._is_barren is bool(self._readings))
 
     @contextmanager
     def watching(self, always: bool = False) -> Generator[None]:
         """Watches what runs in a forward pass inside, where there is something to learn or `always`."""
-        unknown = self.learning or (self._wanted and always)
-        self._own.unknown = False
+        own, unknown = self._own, self.learning or (self._wanted and always)
+        if self._is_barren and self._readings:  # the pass that has found them was not watched
+            own.barren = 0
+            self.look_again()
+        own.unknown = False
         watched = unknown and not has_compiled_parts(self._model)
         with Watch(self._show_result, self._cancelling) if watched else nullcontext():
             yield
+        if watched:
+            own.barren = 0 if self._readings else own.barren + 1
+
+    @property
+    def _is_barren(self) -> bool:
+        """Whether the last passes of this thread that were watched have found nothing."""
+        return self._own.barren >= BARREN_PASSES
+
+    def expect_others(self) -> None:
+        """Has the next passes of this thread watched, as what they save may be another part of what the model makes."""
+        self._own.barren = 0
 
     def look_again(self) -> None:
         """Has the next forward pass look at each place as at one whose reader may be another; what is known stays."""

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine
 from daf_core.errors import ReaderError
+from daf_core.model.treatments import Treatments
 from daf_core.readers import learning
-from daf_core.readers.learning import UNREAD_PASSES, Readers
+from daf_core.readers.learning import BARREN_PASSES, UNREAD_PASSES, Readers
 from daf_core.telemetry import StepStatistics
 from tests.core.harness import assert_empty, assert_same, engine_for, error, integers, normal
 
@@ -229,6 +230,37 @@ def test_nothing_is_watched_once_all_is_known() -> None:
         assert not watched()
     assert (seen[0], seen[4]) == (True, True)  # a pass with new places has the next one watched
     assert not any(seen[2:4] + seen[5:])
+
+
+def test_passes_that_save_nothing_in_few_bits_are_watched_a_few_times() -> None:
+    found = list[bool]()
+
+    def classify(x: Tensor) -> Tensor:
+        found.append(watched())
+        return F.cross_entropy(net.last(x.tanh()), integers(4, len(x)))
+
+    net = Net(classify)
+    net.last = nn.Linear(WIDTH, 4)
+    engine = engine_for(net, 4)
+    for _ in range(BARREN_PASSES + 3):
+        step(net, engine, X[:2])
+    assert found == [True] * BARREN_PASSES + [False] * 3
+    unwatched, _, known = (step(net, engine) for _ in range(3))
+    assert found[-3:] == [False, True, False]
+    first = step(net, engine_for(net, 4))
+    assert_same(known, first)  # the input of the last layer takes more bits, which the watch alone finds
+    assert error(unwatched, first) > 0
+
+
+def test_other_treatments_are_watched_from_their_first_pass() -> None:
+    found = list[bool]()
+    net = Net(lambda x: (found.append(watched()), x.sin().mean())[1])
+    engine = engine_for(net, 4)
+    for _ in range(BARREN_PASSES + 1):
+        step(net, engine, X[:2])
+    engine.treat(Treatments({"layer": True}))
+    step(net, engine)
+    assert found[-2:] == [False, True]
 
 
 def test_exact_engines_watch_nothing() -> None:
