@@ -178,6 +178,15 @@ class DAFConfig(_Options):
         least = most if self.spill_dir is not None else 0
         return least if self.min_precision is None else self.min_precision
 
+    def ways_to_fit(self, spills: bool = True) -> tuple[str, ...]:
+        """Returns which options may be changed so that activations fit in the budget, if they may be spilled, say."""
+        ways = ["set spill_dir"] if spills and self.spill_dir is None else []
+        if self.precision == "exact":
+            ways.append("set precision to a number of bits")
+        elif self.kept_precision:
+            ways.append("lower min_precision")
+        return tuple(ways)
+
     @classmethod
     def from_dict(cls, options: object) -> DAFConfig:
         """Makes a configuration from a mapping with the fields as keys; missing ones take their defaults.

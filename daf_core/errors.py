@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 200, 200, 40
@@ -110,22 +111,24 @@ class ActivationBudgetError(DAFError, MemoryError):
     Attributes:
         needed: Bytes that would have been held.
         allowed: The budget in bytes.
+        ways: What options may be changed, besides the budget, as commands; see `DAFConfig.ways_to_fit`.
     """
 
-    def __init__(self, needed: int, allowed: int) -> None:
+    def __init__(self, needed: int, allowed: int, ways: Sequence[str] = ()) -> None:
         self.needed = needed
         self.allowed = allowed
+        self.ways = tuple(ways)
         from humanfriendly import format_size  # 10 ms that a program without the error does not pay
 
         super().__init__(
             f"saved activations need {format_size(needed)} with everything dropped and spilled that may be, and "
-            f"memory_budget allows {format_size(allowed)}. Raise memory_budget, set spill_dir or lower min_precision, "
+            f"memory_budget allows {format_size(allowed)}. Raise memory_budget, {''.join(f'{way}, ' for way in ways)}"
             "or train on smaller batches or shorter texts"
         )
 
-    def __reduce__(self) -> tuple[type[ActivationBudgetError], tuple[int, int]]:
+    def __reduce__(self) -> tuple[type[ActivationBudgetError], tuple[int, int, tuple[str, ...]]]:
         """Pickles with its own arguments: launchers send errors of their workers on to the main process."""
-        return type(self), (self.needed, self.allowed)
+        return type(self), (self.needed, self.allowed, self.ways)
 
 
 class PeerMemoryError(DAFError, MemoryError):

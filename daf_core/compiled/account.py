@@ -96,10 +96,11 @@ class GraphAccount(threading.local):
 
     Args:
         room: Returns the bytes that the budget leaves to graphs, with what they hold; None where nothing limits them.
+        ways: What else may be changed where the budget is too small, see `ActivationBudgetError`.
     """
 
-    def __init__(self, room: Callable[[], int | None] = lambda: None) -> None:
-        self._room = room
+    def __init__(self, room: Callable[[], int | None] = lambda: None, ways: Sequence[str] = ()) -> None:
+        self._room, self.ways = room, ways
         self._held: list[tuple[Any, int]] = []
         self._stored_as: Counter[str] = Counter()
         self._peak_bytes = 0
@@ -127,7 +128,7 @@ class GraphAccount(threading.local):
 
         room = self.room
         if room is not None and held > room:
-            raise ActivationBudgetError(held, max(room, 0))
+            raise ActivationBudgetError(held, max(room, 0), self.ways)
         self._held.append((StorageWeakRef(kept.untyped_storage()), held))
         self.pass_raw_bytes += raw
         self._stored_as.update(stored_as)

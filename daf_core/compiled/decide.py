@@ -81,18 +81,18 @@ class Decisions:
             return KEPT
         return self._of_values(reader, values)
 
-    def fit(self, names: Sequence[str], levels: Sequence[int], room: int) -> None:
+    def fit(self, names: Sequence[str], levels: Sequence[int], room: int, ways: Sequence[str] = ()) -> None:
         """Takes the most bits, of falling `levels`, for which saved tensors of these names fit in `room` bytes.
 
         Raises:
-            ActivationBudgetError: They fit in none.
+            ActivationBudgetError: They fit in none; `ways` are its ways out.
         """
         needed = 0
         for self._bits in levels:
             needed = math.ceil(sum(map(self._bytes_of, names)))
             if needed <= room:
                 return
-        raise ActivationBudgetError(needed, max(room, 0))
+        raise ActivationBudgetError(needed, max(room, 0), ways)
 
     def _bytes_of(self, name: str) -> float:
         """Returns about how many bytes a saved tensor takes."""

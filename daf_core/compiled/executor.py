@@ -46,7 +46,7 @@ class CompiledGraphs:
         self._bits = max(UNIFORM, config.min_precision or 0) if isinstance(config.precision, str) else config.precision
         self._least = config.min_precision or 1
         self._hooks: GraphHooks | None = None
-        self.account = GraphAccount(room)  # what graphs hold
+        self.account = GraphAccount(room, config.ways_to_fit(spills=False))  # what graphs hold
 
     def hook_over(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Returns the pack hook that is installed, or would be, where `pack` serves what is not compiled."""

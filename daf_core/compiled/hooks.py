@@ -236,7 +236,7 @@ class _Calls:
         if self.tracing.graphs is None or self.tracing.graphs[0] is not forward:
             decisions = Decisions(forward, backward, self._levels[0])
             if (room := self._account.room) is not None:
-                decisions.fit(_saved_names(forward), self._levels, room)
+                decisions.fit(_saved_names(forward), self._levels, room, self._account.ways)
             self.tracing.graphs = forward, _Pair(forward, backward, decisions)
         return self.tracing.graphs[1]
 

@@ -52,6 +52,7 @@ class DevicePagers:
         self._set_aside = 0
         self.clock = ReleaseClock()  # the time of releases
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
+        self._ways = config.ways_to_fit()
         self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
         self._to_host = to_host
         self._file = None if config.spill_dir is None else SpillFile(config.spill_dir, page_bytes)
@@ -141,7 +142,8 @@ class DevicePagers:
     def _add(self, device: torch.device) -> Pager:
         with self._lock:
             if device not in self._pagers:
-                pager = Pager(self._make_pool(device), None, self._least_planes, self._next_tier(device), self.clock)
+                pool, tier = self._make_pool(device), self._next_tier(device)
+                pager = Pager(pool, None, self._least_planes, tier, self.clock, self._ways)
                 pager.set_budget(self._bytes(self.budget, device, pager))
                 pager.set_aside = self._set_aside
                 self._pagers[device] = pager

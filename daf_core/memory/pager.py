@@ -34,6 +34,7 @@ class Pager(LeasesAtEase):
         least_planes: Leading planes that are never dropped.
         spill: Where activations move that do not fit; None for nowhere.
         clock: Says which releases count already; by default all do.
+        ways: What else may be changed where the budget is too small, see `ActivationBudgetError`.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Pager(LeasesAtEase):
         least_planes: int = 0,
         spill: Tier | None = None,
         clock: ReleaseClock | None = None,
+        ways: Sequence[str] = (),
     ) -> None:
         super().__init__(pool, budget, least_planes, spill, clock)
+        self._ways = ways
         self.spills = spill is not None  # whether activations on pages may move
         # Bytes of the budget for what will lie outside of the pool, which keeps pages that it had once.
         self.set_aside = 0
@@ -146,7 +149,7 @@ class Pager(LeasesAtEase):
             self._collect()
             largest = 0 if self._spill is None else self._index.largest * self.pool.page_bytes
             if budget is not None and largest > budget:  # it could be spilled, and never be read back
-                raise ActivationBudgetError(largest, budget)
+                raise ActivationBudgetError(largest, budget, self._ways)
             self._make_room(0, 0, budget, drop=True)
             self._idle.reclaim()
             self.budget = budget
@@ -296,7 +299,7 @@ class Pager(LeasesAtEase):
         page = self.pool.page_bytes
         needed = self.held_bytes + least - self._index.obtainable_pages(self._read, drop, self.spills) * page
         if needed > budget:  # before anything is given up in vain
-            raise ActivationBudgetError(needed, budget)
+            raise ActivationBudgetError(needed, budget, self._ways)
 
         def excess() -> int:
             return self.held_bytes + (wanted if incoming is None else incoming.size * page) - budget
@@ -312,7 +315,7 @@ class Pager(LeasesAtEase):
             self._copy_out(self._spill, last)
             self._evict(last)
         if excess() > 0:
-            raise ActivationBudgetError(budget + excess(), budget)
+            raise ActivationBudgetError(budget + excess(), budget, self._ways)
 
     def _drop(self, lease: Lease) -> Pages:
         """Drops the next planes of a lease, written or not, and returns the pages that the caller gives the pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,10 +176,32 @@ def test_relu_gives_up_its_planes_for_its_bits(pages: int, dropped: int) -> None
 
 def test_error_names_the_ways_out() -> None:
     """What was needed, what is allowed and each thing that can be changed."""
-    error = ActivationBudgetError(3_000_000, 1_000_000)
+    error = ActivationBudgetError(3_000_000, 1_000_000, ["set spill_dir", "lower min_precision"])
     assert (error.needed, error.allowed) == (3_000_000, 1_000_000)
-    ways = ("Raise memory_budget", "spill_dir", "min_precision", "smaller batches", "shorter texts")
-    assert all(way in str(error) for way in ("3 MB", "1 MB", *ways))
+    ways = "Raise memory_budget, set spill_dir, lower min_precision, or train on smaller batches or shorter texts"
+    assert all(part in str(error) for part in ("3 MB", "1 MB", ways))
+
+
+@pytest.mark.parametrize(
+    ("options", "ways"),
+    [
+        ({"precision": 4}, "set spill_dir, "),
+        ({"precision": "auto"}, "set spill_dir, "),
+        ({"precision": 4, "min_precision": 2}, "set spill_dir, lower min_precision, "),
+        ({"precision": 4, "spill_dir": "spilled"}, "lower min_precision, "),
+        ({"precision": 4, "spill_dir": "spilled", "min_precision": 0}, ""),
+        ({"precision": "exact"}, "set spill_dir, set precision to a number of bits, "),
+        ({"precision": "exact", "spill_dir": "spilled"}, "set precision to a number of bits, "),
+    ],
+)
+def test_the_error_of_a_step_names_what_is_left_to_change(options: dict[str, Any], ways: str, tmp_path: Path) -> None:
+    """A single activation that does not fit, whatever is dropped or spilled."""
+    if "spill_dir" in options:
+        options = {**options, "spill_dir": tmp_path}
+    model = Scale()
+    engine = engine_for(model, memory_budget=1000, **options)
+    with pytest.raises(ActivationBudgetError, match=f"Raise memory_budget, {ways}or train on"), engine.compress():
+        model(normal(*LARGE))
 
 
 def test_parameters_do_not_count_against_the_budget() -> None:

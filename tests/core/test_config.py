@@ -427,8 +427,8 @@ def test_configuration_is_frozen() -> None:
 
 def test_budget_error_survives_pickling() -> None:
     """Launchers send the errors of their workers on."""
-    error = pickle.loads(pickle.dumps(ActivationBudgetError(3_000_000, 1_000_000)))
+    error = pickle.loads(pickle.dumps(ActivationBudgetError(3_000_000, 1_000_000, ["set spill_dir"])))
     assert (error.needed, error.allowed) == (3_000_000, 1_000_000)
     text = str(error)
     assert text.startswith("saved activations need 3 MB with everything dropped and spilled that may be, and ")
-    assert "memory_budget allows 1 MB. Raise memory_budget, set spill_dir or lower min_precision, or " in text
+    assert "memory_budget allows 1 MB. Raise memory_budget, set spill_dir, or train on smaller " in text

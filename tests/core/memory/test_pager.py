@@ -315,7 +315,7 @@ def test_what_cannot_fit_drops_nothing(refused: Callable[[Pager], object]) -> No
         return *memory, pager.settle(), pager.budget, pager.account.peak_bytes, lease.planes, lease.pages.tolist()
 
     before = state()
-    with pytest.raises(ActivationBudgetError, match="Raise memory_budget, set spill_dir or lower") as raised:
+    with pytest.raises(ActivationBudgetError, match="Raise memory_budget, or train on") as raised:
         refused(pager)
     assert raised.value.needed > raised.value.allowed
     assert state() == before
