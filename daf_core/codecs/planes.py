@@ -19,8 +19,8 @@ from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease, LeaseKind
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Reading
-from daf_kernels import Backend, DeviceFlag, PlaneLayout, plane_layout, planes_for
-from daf_kernels.layout import LARGEST_SPREAD_RATIO, shares_groups
+from daf_kernels import Backend, DeviceFlag, PlaneLayout, planes_for
+from daf_kernels.layout import LARGEST_SPREAD_RATIO
 
 TYPICAL_RANGE = 32.0
 """Squared range of a scaling group over its variance: that of 256 normal values. Without a budget nothing is dropped,
@@ -118,7 +118,7 @@ class PlanesActivation(PagedActivation):
         """See `StoredActivation.encode`; None where a normalization would enlarge the error of a row."""
         if ctx.groups is None:
             return None
-        if saved.normalizes and shares_groups(ctx.groups.row) and spreads_differ(ctx.values, ctx.groups.row):
+        if saved.normalizes and ctx.groups.shares and spreads_differ(ctx.values, ctx.groups.row):
             return None
         assert ctx.lossy is not None
         return ctx.lossy.store(cls, saved, ctx)
@@ -133,21 +133,21 @@ class PlanesActivation(PagedActivation):
     def sizes(cls, ctx: EncodeContext) -> list[int]:
         """Returns the bytes of the values at each of `LEVELS`, and as they are, which is the most."""
         values = ctx.values
-        return cls.sizes_of(values.numel(), cls.groups_of(ctx).row, values.element_size(), ctx.pager.pool.page_bytes)
+        return cls.sizes_of(values.numel(), cls.groups_of(ctx).group, values.element_size(), ctx.pager.pool.page_bytes)
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def sizes_of(elements: int, row: int, element_size: int, page_bytes: int) -> list[int]:
-        """Returns `sizes` of so many elements, of which so many make a row."""
-        layout = plane_layout(elements, row, page_bytes)
+    def sizes_of(elements: int, group: int, element_size: int, page_bytes: int) -> list[int]:
+        """Returns `sizes` of so many elements, of which so many make a scaling group."""
+        layout = PlaneLayout(elements, group, page_bytes)
         raw = elements * element_size
         return [*(min(layout.pages(planes) * page_bytes, raw) for planes in range(len(LEVELS))), raw]
 
     @staticmethod
-    def pages_of(elements: int, row: int, element_size: int, planes: int, pager: Pager) -> LeaseKind | None:
+    def pages_of(elements: int, group: int, element_size: int, planes: int, pager: Pager) -> LeaseKind | None:
         """Returns the kind of leases that so many planes take without a budget; None where they would save nothing."""
         page_bytes = pager.pool.page_bytes
-        layout, header_pages, pages = _pages(elements, row, page_bytes, LEVELS[planes])
+        layout, header_pages, pages = _pages(elements, group, page_bytes, LEVELS[planes])
         if layout.pages(planes) * page_bytes >= elements * element_size:
             return None
         return pager.kind(header_pages, pages, _typical_importances(elements, pages, page_bytes))
@@ -166,7 +166,7 @@ class PlanesActivation(PagedActivation):
         """
         values, pager, groups = ctx.values, ctx.pager, cls.groups_of(ctx)
         page_bytes = pager.pool.page_bytes
-        layout, header_pages, pages = _pages(values.numel(), groups.row, page_bytes, ctx.precision)
+        layout, header_pages, pages = _pages(values.numel(), groups.group, page_bytes, ctx.precision)
         if (header_pages + sum(pages)) * page_bytes >= values.numel() * values.element_size():
             return None
         arranged = groups.arrange(values)
@@ -216,9 +216,9 @@ class PlanesActivation(PagedActivation):
 
 
 @lru_cache(maxsize=4096)
-def _pages(elements: int, row: int, page_bytes: int, precision: int) -> tuple[PlaneLayout, int, tuple[int, ...]]:
+def _pages(elements: int, group: int, page_bytes: int, precision: int) -> tuple[PlaneLayout, int, tuple[int, ...]]:
     """Returns the layout of an activation, the pages of its header, and those of each plane of a precision."""
-    layout = plane_layout(elements, row, page_bytes)
+    layout = PlaneLayout(elements, group, page_bytes)
     return layout, layout.header_pages, tuple(layout.plane_pages(plane) for plane in range(planes_for(precision)))
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import Tensor
 
 from daf_core.codecs.tensor_layout import Geometry
+from daf_kernels.layout import SHARED_ROW, group_size, shares_groups
 
 LEAST_MAP = 128
 """Positions of a channel in one image from which they are scaling groups of their own: 0.4 header bits an element."""
+
+OWN_ROW = 32
+"""Rows from this length on do not share scaling groups where a normalization reads them: it enlarges the error of a row
+that spreads less than others. With shared groups the gradients of a ViT of hidden size 64, whose class token spreads a
+sixth of its patches, had a cosine of .52 at 4 bits, with groups of their own .98, in 1.5 header bits an element or
+less."""
 
 _NORMALIZATIONS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
 _ON_MAPS = ("Convolution", *_NORMALIZATIONS, "MaxPool", "AvgPool", "AdaptiveAvgPool")
@@ -40,10 +47,30 @@ class Rows:
 class Grouping:
     """The order in which flat values are taken for scaling groups."""
 
-    row: int  # elements in a row; scaling groups are rows, or equal pieces of rows
+    row: int  # elements in a row; scaling groups are rows, or equal pieces of rows, or several rows; 0 for none
     shape: tuple[int, ...] | None = None  # shape of the values in that order; None where it is theirs
     strides: tuple[int, ...] = ()
     logarithms: Rows | None = None  # rows of logarithms whose probabilities sum to 1; None where they are anything else
+    own: bool = False  # whether each row has a group of its own, where it would share one
+
+    @property
+    def group(self) -> int:
+        """Elements in a scaling group; 0 for none."""
+        return self.row if self.own or not self.row else group_size(self.row)
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows share groups."""
+        return not self.own and shares_groups(self.row)
+
+    @property
+    def suits_rows(self) -> bool:
+        """Whether a normalization may read it row by row; rows that are too short for groups of their own have to."""
+        return self.own or self.shape is not None or not OWN_ROW <= self.row <= SHARED_ROW
+
+    def for_normalization(self) -> Grouping:
+        """Returns the grouping of what a normalization reads, row by row."""
+        return self if self.suits_rows else replace(self, own=True)
 
     def arrange(self, values: Tensor) -> Tensor:
         """Returns flat values in that order, a view."""

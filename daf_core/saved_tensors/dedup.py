@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
-from daf_core.codecs import StoredActivation
+from daf_core.codecs import PlanesActivation, StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.tensor_layout import Geometry
@@ -112,5 +112,7 @@ def serves(stored: StoredActivation, form: TensorKind, reading: Reading | None) 
     if reading is None:
         return stored.readable_by_any_op
     if stored.lossy and reading.deviation >= SHARP:  # in the bits that others take
+        return False
+    if reading.kind is Kind.NORMALIZED and isinstance(stored, PlanesActivation) and not stored.groups.suits_rows:
         return False
     return reading.kind is not Kind.SHAPE and stored.serves(reading)

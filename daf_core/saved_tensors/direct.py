@@ -27,8 +27,7 @@ from daf_core.memory.pager import Pager
 from daf_core.saved_tensors.dedup import MetStorage, StorageTable
 from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.telemetry import StepRecorder
-from daf_kernels import Backend, DirectBackend, DirectCodec, PlaneLayout, mask_pages, plane_layout
-from daf_kernels.layout import shares_groups
+from daf_kernels import Backend, DirectBackend, DirectCodec, PlaneLayout, mask_pages
 
 if TYPE_CHECKING:
     from daf_core.saved_tensors.recording import Decision, Look
@@ -97,15 +96,15 @@ class Direct:
             return cls(pager, token, codec, pages, backend, derive=derive)
         if kind is not PlanesActivation or token is None or groups is None or groups.shape is not None:
             return None
-        layout = plane_layout(elements, groups.row, page_bytes)
-        row = groups.row if look.reads_rows and shares_groups(groups.row) and not elements % groups.row else 0
+        layout = PlaneLayout(elements, groups.group, page_bytes)
+        row = groups.row if look.reads_rows and groups.shares and not elements % groups.row else 0
         codec = backend.direct_planes(layout, planes, dtype, row, device)
         if codec is None:
             return None
-        pages = PlanesActivation.pages_of(elements, groups.row, dtype.itemsize, planes, pager)
+        pages = PlanesActivation.pages_of(elements, groups.group, dtype.itemsize, planes, pager)
         if pages is None:
             return None
-        sizes = PlanesActivation.sizes_of(elements, groups.row, dtype.itemsize, page_bytes)
+        sizes = PlanesActivation.sizes_of(elements, groups.group, dtype.itemsize, page_bytes)
         return cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, derive)
 
     def for_shape(self, decision: Decision, look: Look, dtype: torch.dtype) -> Direct | None:

@@ -30,7 +30,7 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import calling_frame, is_written_late
-from daf_core.readers.table import Reading
+from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
@@ -209,7 +209,7 @@ class Packer:
 
     def _store_again(self, saved: SavedTensor, packed: Packed, reading: Reading | None) -> None:
         """Stores a tensor as its reader needs it; None keeps it as it is."""
-        as_it_is = reading is not None and reading.takes_approximations and not (reading.deviation or reading.dim)
+        as_it_is = reading is not None and reading.kind in (Kind.APPROXIMATE, Kind.ATTENTION) and not reading.deviation
         if not as_it_is:
             self.drain()
         handle = packed.packed if isinstance(packed, PendingActivation) else packed

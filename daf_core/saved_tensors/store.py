@@ -43,7 +43,6 @@ from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.recording import Decision, Look
 from daf_core.telemetry import StepRecorder
 from daf_kernels import Backend
-from daf_kernels.layout import shares_groups
 
 
 class ActivationStore:
@@ -168,7 +167,7 @@ class ActivationStore:
             return None
         decision = Decision.of(tensor, look, latest.kind, latest.shared)
         if latest.kind is PlanesActivation:
-            decision.groups = self._grouping(look.takes, look.reading, decision.geometry, look.site.op)
+            decision.groups = self._grouping(look.takes, look, decision.geometry, look.reads_rows)
         if latest.direct is not None and latest.direct.token is self.shelf.token and decision.follows is latest.follows:
             decision.direct = latest.direct.for_shape(decision, look, tensor.dtype)
         return decision
@@ -218,9 +217,9 @@ class ActivationStore:
             return None
         groups = decision.groups
         if groups is None:
-            groups = decision.groups = self._grouping(form, look.reading, geometry, look.site.op)
+            groups = decision.groups = self._grouping(form, look, geometry, look.reads_rows)
             assert groups is not None
-        if look.reads_rows and shares_groups(groups.row) and spreads_differ(values, groups.row):
+        if look.reads_rows and groups.shares and spreads_differ(values, groups.row):
             return None
         ctx = EncodeContext(values, pager, backend, groups, lossy=self._lossy)
         stored = self._lossy.store(PlanesActivation, look, ctx)
@@ -262,7 +261,7 @@ class ActivationStore:
         tensor, stored = saved.tensor, None
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         if reading is not None and reading.kind is Kind.NORMALIZED:
-            if _suits_normalization(tensor, geometry, saved.site.op):
+            if _suits_normalization(handle.stored, saved, reading, geometry):
                 return
             saved.normalizes = True
         if reading is not None and (reading.kind is Kind.SHAPE or tensor._version == saved.version):
@@ -275,7 +274,8 @@ class ActivationStore:
             met = self._meet(tensor)
             kept = self._sharing.keep(met, tensor.untyped_storage(), self._pagers.on(tensor.device))
             stored = _compact(saved, geometry, kept)
-            met.add(sharing_key(tensor, geometry), saved.version, stored)
+        if stored.readable_by_any_op:  # what is saved of it after this has the same error
+            self._meet(tensor).add(sharing_key(tensor, geometry), saved.version, stored)
         handle.stored = stored
         self._lossy.withdraw(saved.site, before())
         counts = self._recorder.stored_as
@@ -327,26 +327,33 @@ class ActivationStore:
 
     def _context(self, saved: SavedTensor, geometry: Geometry, backend: Backend) -> EncodeContext:
         values, pager = geometry.compact(saved.tensor), self._pagers.on(saved.tensor.device)
-        groups = self._grouping(saved.form, saved.reading, geometry, saved.site.op)
+        groups = self._grouping(saved.form, saved, geometry, saved.normalizes)
         return EncodeContext(values, pager, backend, groups, lossy=self._lossy, codecs=registry.CODECS)
 
-    def _grouping(self, form: TensorKind, reading: Reading | None, geometry: Geometry, op: str) -> Grouping | None:
-        """Returns the scaling groups of a tensor; None where it has none."""
+    def _grouping(
+        self, form: TensorKind, saved: SavedTensor | Look, geometry: Geometry, normalized: bool
+    ) -> Grouping | None:
+        """Returns the scaling groups of a tensor, which a normalization reads or not; None where it has none."""
+        reading = saved.reading
         if form is not TensorKind.LOSSY or self._exact:
             return None
         if reading is not None and reading.kind is Kind.LOGARITHMS:
             return logarithms_of(geometry, reading.dim)
         if reading is not None and reading.kind is Kind.NORMALIZED and reading.dim:
-            return Grouping(geometry.row)
-        return grouping_of(geometry, op)
+            return Grouping(geometry.row).for_normalization()
+        groups = grouping_of(geometry, saved.site.op)
+        return groups.for_normalization() if normalized else groups
 
 
 def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -> RawActivation:
     return RawActivation(geometry.compact(saved.tensor), kept, saved.version)
 
 
-def _suits_normalization(tensor: Tensor, geometry: Geometry, op: str) -> bool:
-    """Says whether the usual scaling groups keep the error of each row small beside the row."""
-    if grouping_of(geometry, op).shape is not None or grouping_of(geometry, op).row != geometry.row:
+def _suits_normalization(stored: StoredActivation, saved: SavedTensor, reading: Reading, geometry: Geometry) -> bool:
+    """Says whether what was stored of a tensor keeps the error of each row small beside the row."""
+    groups = stored.groups if isinstance(stored, PlanesActivation) else grouping_of(geometry, saved.site.op)
+    if groups.shape is not None or groups.row != geometry.row:
+        return not reading.dim
+    if isinstance(stored, PlanesActivation) and not groups.suits_rows:
         return False
-    return not (shares_groups(geometry.row) and spreads_differ(geometry.compact(tensor), geometry.row))
+    return not (groups.shares and spreads_differ(geometry.compact(saved.tensor), groups.row))

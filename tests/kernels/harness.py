@@ -85,23 +85,25 @@ class Embedded:
         assert (self._bytes[around] == SENTINEL).all(), "an element beside the tensor was written"
 
 
-def layout_of(values: Tensor, page_bytes: int = PAGE_BYTES) -> PlaneLayout:
-    """Returns the layout of a tensor whose scaling groups follow its last dimension."""
-    return plane_layout(values.numel(), values.shape[-1] if values.dim() else 1, page_bytes)
+def layout_of(values: Tensor, page_bytes: int = PAGE_BYTES, own: bool = False) -> PlaneLayout:
+    """Returns the layout of a tensor whose scaling groups follow its last dimension, or are rows of it if `own`."""
+    row = values.shape[-1] if values.dim() else 1
+    return PlaneLayout(values.numel(), row, page_bytes) if own else plane_layout(values.numel(), row, page_bytes)
 
 
 def encode(
-    backend: Backend, values: Tensor, planes: int, seed: Seed | None = None, page_bytes: int = PAGE_BYTES, fill: int = 0
-) -> tuple[GuardedPages, bool]:
+    backend: Backend, values: Tensor, planes: int, seed: Seed | None = None, page_bytes: int = PAGE_BYTES,
+    fill: int = 0, own: bool = False,
+) -> tuple[GuardedPages, bool]:  # fmt: skip
     """Encodes a tensor into new pages; returns them and what the backend answered."""
-    layout = layout_of(values, page_bytes)
+    layout = layout_of(values, page_bytes, own)
     memory = GuardedPages(layout.pages(planes), page_bytes, fill, values.device)
     return memory, bool(backend.encode(values, layout, planes, memory, memory.pages, seed))
 
 
-def decode(backend: Backend, memory: GuardedPages, like: Tensor, planes: int) -> Tensor:
+def decode(backend: Backend, memory: GuardedPages, like: Tensor, planes: int, own: bool = False) -> Tensor:
     """Decodes what is left of an encoded tensor, with only the pages that are left at hand."""
-    layout = layout_of(like, memory.page_bytes)
+    layout = layout_of(like, memory.page_bytes, own)
     out = torch.full(like.shape, -77.0, dtype=like.dtype, device=like.device)
     backend.decode(out, layout, planes, memory, memory.pages[: layout.pages(planes)])
     return out

@@ -31,6 +31,23 @@ def test_bytes_are_those_of_the_reference(make: Make, dtype: torch.dtype, seed: 
         assert torch.equal(bits(decode(CPU, found, values, left)), bits(decode(REFERENCE, found, values, left)))
 
 
+@pytest.mark.parametrize("planes", range(5), ids="planes{}".format)
+@pytest.mark.parametrize("seed", ROUNDINGS)
+@pytest.mark.parametrize("row", [32, 33, 48, 63, 64])
+def test_short_rows_may_have_groups_of_their_own(row: int, seed: Seed | None, planes: int) -> None:
+    """Rows that normalizations read; elsewhere they share groups. Each has its own mean, and its own spread."""
+    values = normal(300, row) * torch.logspace(-6, 6, 300)[:, None] + torch.arange(300)[:, None]
+    expected, _ = encode(REFERENCE, values, planes, seed, own=True)
+    found, answer = encode(CPU, values, planes, seed, own=True)
+    assert answer
+    assert torch.equal(found.content, expected.content)
+    for left in range(planes + 1):
+        decoded = decode(CPU, found, values, left, own=True)
+        assert torch.equal(bits(decoded), bits(decode(REFERENCE, found, values, left, own=True)))
+        spreads = values.amax(1) - values.amin(1)
+        assert bool(((decoded - values).abs().amax(1) <= spreads).all())
+
+
 @pytest.mark.parametrize("page_bytes", [128, 256, 4096, 65536])
 @pytest.mark.parametrize("row", [79, 64, 8])
 def test_bytes_do_not_depend_on_the_page_size(row: int, page_bytes: int) -> None:

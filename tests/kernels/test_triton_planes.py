@@ -32,16 +32,18 @@ class InTwo(Selector):
         return list(ways)[-1]
 
 
-def check(values: Tensor, form: TensorKind, page_bytes: int = PAGE_BYTES, backend: TritonBackend = TRITON) -> None:
+def check(
+    values: Tensor, form: TensorKind, page_bytes: int = PAGE_BYTES, backend: TritonBackend = TRITON, own: bool = False
+) -> None:
     """Compares what is stored of a tensor, what is answered, and what is read back, bit for bit."""
     planes, seed, left = form
-    expected, reference_answer = encode(REFERENCE, values, planes, seed, page_bytes)
-    found, answer = encode(backend, values.to(DEVICE), planes, seed, page_bytes)
+    expected, reference_answer = encode(REFERENCE, values, planes, seed, page_bytes, own=own)
+    found, answer = encode(backend, values.to(DEVICE), planes, seed, page_bytes, own=own)
     assert answer == reference_answer
     assert torch.equal(found.content.cpu(), expected.content)
     for fewer in left:
-        decoded = decode(backend, found, values.to(DEVICE), fewer)
-        assert torch.equal(bits(decoded.cpu()), bits(decode(REFERENCE, expected, values, fewer)))
+        decoded = decode(backend, found, values.to(DEVICE), fewer, own)
+        assert torch.equal(bits(decoded.cpu()), bits(decode(REFERENCE, expected, values, fewer, own)))
 
 
 @pytest.mark.parametrize(("make", "dtype"), each(HARD_INPUTS))
@@ -58,6 +60,12 @@ def test_every_precision_in_every_kind_of_group(row: int, planes: int, seed: See
     """Groups of one block, of half and of a quarter of one, and some that follow no block; the last one is cut."""
     values = normal(-(-900 // row), row)
     check(values, (planes, seed, tuple(range(planes + 1))))
+
+
+@pytest.mark.parametrize("form", [EIGHT, FOUR, TWO, ONE], ids=str)
+@pytest.mark.parametrize("row", [32, 48, 63, 64])
+def test_short_rows_may_have_groups_of_their_own(row: int, form: TensorKind) -> None:
+    check(normal(-(-900 // row), row), form, own=True)
 
 
 @pytest.mark.parametrize("form", [EIGHT, FOUR, TWO, ONE], ids=str)

@@ -14,6 +14,7 @@ from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PagePool
 from daf_kernels import load_backend
+from daf_kernels.layout import MAX_GROUP, SHARED_ROW, group_size
 from tests.core.harness import normal
 
 CPU = torch.device("cpu")
@@ -141,3 +142,21 @@ def test_values_come_back_to_their_places(tensor: Tensor, op: str) -> None:
     decoded = torch.full_like(tensor, torch.nan)
     stored.decode_into(_flat(decoded))
     assert (decoded - tensor).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("row", [1, 8, 31, 32, 48, 64, 65, 256, 257, 768])
+def test_rows_that_are_normalized_share_no_groups(row: int) -> None:
+    """But for very short ones, whose headers would take more than 1.5 bits an element."""
+    usual, normalized = Grouping(row), Grouping(row).for_normalization()
+    assert usual.group == group_size(row)
+    assert usual.shares is (row <= SHARED_ROW or row == 257)  # which has no divisor: groups run through rows
+    assert normalized.group == (row if 32 <= row <= SHARED_ROW else group_size(row))
+    assert normalized.shares is (row < 32 or row == 257)
+    assert normalized.group <= MAX_GROUP
+
+
+def test_channels_that_are_normalized_have_their_groups() -> None:
+    """A normalization of the batch reads them, and no rows."""
+    groups = _grouping(normal(2, 3, 5, 5), "ConvolutionBackward0")
+    assert groups.shape is not None
+    assert groups.for_normalization() is groups

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -162,12 +164,42 @@ def test_a_row_of_zeros_beside_others_is_normalized_as_it_is(width: int, precisi
     engine.close()
 
 
-def test_rows_that_spread_alike_share_groups() -> None:
-    norm = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-    engine = ActivationEngine(norm, DAFConfig(precision=4))
-    with engine.compress():
-        norm(normal(128, 64)).square().mean().backward()
-    assert engine.finish_step().stored_as["planes"] > 0
+def _normalized_by_hand(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def _after_another_reader(x: Tensor) -> Tensor:
+    return 0.0 * F.silu(x) + F.layer_norm(x, (64,))
+
+
+@pytest.mark.parametrize(
+    "normalize",
+    [nn.LayerNorm(64), partial(F.layer_norm, normalized_shape=(64,)), _normalized_by_hand, _after_another_reader],
+    ids=["module", "function", "by hand", "after another reader"],
+)
+@pytest.mark.parametrize("fraction", [1, 1 / 4, 1 / 12])
+def test_a_row_that_spreads_less_than_others_is_normalized_as_well(normalize: Any, fraction: float) -> None:
+    """As the class token of a small ViT does, whose row alone is classified: rows share no scaling groups there."""
+    torch.manual_seed(0)
+    layer, last = nn.Linear(64, 64), nn.Linear(64, 64)
+    net = nn.ModuleList([layer, last])
+    scale = torch.ones(33, 1).index_fill(0, torch.tensor([0]), fraction)
+    x = normal(8, 33, 64)
+
+    def loss() -> Tensor:
+        return last(normalize(layer(x) * scale)[:, 0]).tanh().square().mean()
+
+    loss().backward()
+    exact = gradient(net)
+    engine = ActivationEngine(net, DAFConfig(precision=4))
+    for _ in range(3):
+        net.zero_grad()
+        with engine.compress():
+            value = loss()
+        value.backward()
+        assert torch.cosine_similarity(gradient(net), exact, dim=0) > 0.98
+        assert engine.finish_step().stored_as["planes"] > 1
+    engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
