@@ -75,13 +75,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks; computes its own loss."""
+    """Two blocks, which compile for seconds each, or so many; computes its own loss."""
 
-    def __init__(self, dropout: float = 0.1) -> None:
+    def __init__(self, dropout: float = 0.1, blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, LABELS)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ class TestCompiledAfterwards:
 
 def test_other_sizes_of_batches_are_stored_as_well() -> None:
     """Torch then makes a graph for all sizes, which saves their numbers, too."""
-    plain, compressed = whole(Net()), daf.prepare(whole(Net()), precision="exact")
+    plain, compressed = whole(Net(blocks=1)), daf.prepare(whole(Net(blocks=1)), precision="exact")
     [batch] = loader(1)
     for rows in (8, 6, 5):
         part = {name: values[:rows] for name, values in batch.items()}
@@ -256,14 +256,17 @@ def test_sizes_may_all_be_unknown_while_a_graph_is_compiled() -> None:
     def any_size(model: nn.Module) -> nn.Module:
         return torch.compile(model, backend=QUICK, dynamic=True)
 
-    plain, compressed = any_size(Net(dropout=0.0)), daf.prepare(any_size(Net(dropout=0.0)), precision=4)
+    plain, compressed = (
+        any_size(Net(dropout=0.0, blocks=1)),
+        daf.prepare(any_size(Net(dropout=0.0, blocks=1)), precision=4),
+    )
     batches = [
         {name: values[:rows] for name, values in batch.items()} for rows, batch in zip((8, 5), loader(2), strict=True)
     ]
     for batch in batches:
         exact = gradient(plain.train(), batch)
         assert 0 < error(gradient(compressed.train(), batch), exact) < 0.3
-    fixed = daf.prepare(whole(Net(dropout=0.0)), precision=4)
+    fixed = daf.prepare(whole(Net(dropout=0.0, blocks=1)), precision=4)
     held = []
     for model in (compressed, fixed):
         optimizer = adam(model)
@@ -321,7 +324,7 @@ class TestInsideOfGraphs:
 
     @pytest.mark.parametrize(("precision", "said"), [(4, 0), ("exact", 1)])
     def test_a_peak_that_stays_is_said(self, precision: Any, said: int, caplog: pytest.LogCaptureFixture) -> None:
-        losses_of(daf.prepare(whole(Net()), precision=precision, audit_every=None), 2)
+        losses_of(daf.prepare(whole(Net(blocks=1)), precision=precision, audit_every=None), 2)
         found = [record.message for record in daf_records(caplog) if "peak of the step stays" in record.message]
         assert len(found) == said
         assert all("100%" in message for message in found)
@@ -337,7 +340,7 @@ class TestInsideOfGraphs:
         assert step.held_bytes < step.raw_bytes / 1.5
 
     def test_nothing_is_held_after_a_step(self) -> None:
-        model, [batch] = daf.prepare(whole(Net().train()), precision=4, audit_every=None), loader(1)
+        model, [batch] = daf.prepare(whole(Net(blocks=1).train()), precision=4, audit_every=None), loader(1)
         found = training.training_of(model)
         assert found is not None
         engine = found.session._engine
@@ -372,7 +375,7 @@ class TestInsideOfGraphs:
         assert graphs() <= 2
 
     def test_gradients_add_up_over_passes(self) -> None:
-        model, [batch] = whole(Net(dropout=0.0).train()), loader(1)
+        model, [batch] = whole(Net(dropout=0.0, blocks=1).train()), loader(1)
         exact = gradient(model, batch)
         daf.prepare(model, precision=4, audit_every=None)
         first, second = loss_of(model, batch), loss_of(model, batch)  # both held at once
@@ -381,7 +384,7 @@ class TestInsideOfGraphs:
         assert error(found / 2, exact) < 0.1
 
     def test_autocast_is_stored_as_well(self) -> None:
-        model, [batch] = whole(Net(dropout=0.0).train()), loader(1)
+        model, [batch] = whole(Net(dropout=0.0, blocks=1).train()), loader(1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             exact = gradient(model, batch)
             daf.prepare(model, precision=4, audit_every=None)
