@@ -66,7 +66,7 @@ UNREAD_PASSES = 3
 
 BARREN_PASSES = 3
 """Forward passes in a row that save nothing in few bits, as where all blocks are recomputed, after which passes are not
-watched any more: the watch takes such a model of small blocks as long again as its step."""
+watched any more: a step of six checkpointed blocks of hidden size 64 takes 1.07 of plain's, with the watch 1.27."""
 
 _CLONE = "CloneBackward0"
 """An operator in place saves a clone, which has a node of its own, made after that of the operator."""
