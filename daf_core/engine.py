@@ -242,7 +242,8 @@ class ActivationEngine:
     @contextmanager
     def accumulating(self) -> Generator[None]:
         """Counts the forward passes inside as those of parts of one batch: plain training would keep their sum."""
-        self._recorder.enter_scope(self.held_bytes)
+        self._packer.drain()
+        self._recorder.enter_scope()
         self._recorder.in_batch = True
         try:
             yield
@@ -251,7 +252,8 @@ class ActivationEngine:
 
     def finish_backward(self) -> None:
         """Counts what is saved next as another forward pass, after a backward pass inside the scope."""
-        self._recorder.enter_scope(self.held_bytes)
+        self._packer.drain()
+        self._recorder.enter_scope()
 
     def finish_step(self) -> StepStatistics:
         """Returns the statistics since the last call, and starts counting anew."""
@@ -366,7 +368,7 @@ class ActivationEngine:
         self._streams.passes += 1
         self._pagers.follow_available_memory()
         self._eligibility.refresh(tensors)
-        self._recorder.enter_scope(self.held_bytes)
+        self._recorder.enter_scope()
         if threads:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
         replayable = not (threads or self._readers.learning)
@@ -384,7 +386,6 @@ class ActivationEngine:
         self._scopes.stop()
         self._replays.own.end()
         self._packer.end_pass()
-        self._recorder.leave_scope(self.held_bytes)
         census = self._store.census
         if complete and (sizes := census.sizes):
             self._passes.last = self._passes.last.updated(census.precisions(), sizes)

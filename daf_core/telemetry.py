@@ -29,8 +29,7 @@ class StepStatistics:
 
     Attributes:
         raw_bytes: Bytes plain training would have kept: each storage counted once, parameters and buffers not at all.
-            With several forward passes in a step (gradient accumulation) the largest of them, where each has a backward
-            pass of its own; the sum of those that come before one.
+            With several forward passes in a step (gradient accumulation) the largest of them.
         held_bytes: The most bytes that were held at once instead, pages and exact tensors together.
         stored_as: How many saved tensors each codec stored, parameters and buffers not counted; "shared" ones were
             stored already.
@@ -73,24 +72,15 @@ class StepRecorder:
     def _begin_step(self) -> None:
         self.raw_bytes = self.scope_raw_bytes = self.batch_raw_bytes = 0
         self.in_batch = False
-        self._held_before = self._held_after = 0  # bytes held when the last forward passes began, and when they ended
         self.stored_as: Counter[str] = Counter()
         self.pack_seconds = self.worker_seconds = self.unpack_seconds = self.audit_seconds = 0.0
         self.gradient_error: GradientError | None = None
 
-    def enter_scope(self, held: int) -> None:
-        """Starts a forward pass beside `held` bytes of those before it.
-
-        Plain training would keep what it saves beside what the pass before has saved, where both are parts of a batch
-        (`in_batch`), or no backward pass has let go of that.
-        """
+    def enter_scope(self) -> None:
+        """Starts a forward pass: that of a batch, or of a part of it while `in_batch`."""
         self.scope_raw_bytes = 0
-        if not self.in_batch and not self._held_before < self._held_after <= held:
-            self.batch_raw_bytes, self._held_before = 0, held
-
-    def leave_scope(self, held: int) -> None:
-        """Ends a forward pass, after which `held` bytes are held."""
-        self._held_after = held
+        if not self.in_batch:
+            self.batch_raw_bytes = 0
 
     def add_raw(self, size: int) -> None:
         """Counts a storage that plain training would keep."""
