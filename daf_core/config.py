@@ -179,12 +179,12 @@ class DAFConfig(_Options):
         return least if self.min_precision is None else self.min_precision
 
     def ways_to_fit(self, spills: bool = True) -> tuple[str, ...]:
-        """Returns which options may be changed so that activations fit in the budget, if they may be spilled, say."""
+        """Returns what options may be changed where activations do not fit in the budget; `spills` says if they can."""
         ways = ["set spill_dir"] if spills and self.spill_dir is None else []
         if self.precision == "exact":
             ways.append("set precision to a number of bits")
         elif self.kept_precision:
-            ways.append("lower min_precision")
+            ways.append("set min_precision" if self.min_precision is None else "lower min_precision")
         return tuple(ways)
 
     @classmethod

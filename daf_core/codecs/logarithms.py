@@ -85,7 +85,7 @@ class LogarithmsActivation(PlanesActivation):
         stored._rows = rows
         stored._best = best[:, :-1].clone()
         stored._places = places[:, :-1].int()
-        stored._log_sum = _total(others, stored._best, places[:, :-1]).log_()
+        stored._log_sum = _total(shaped, stored._best, places[:, :-1]).clamp_min_(LEAST).log_()
         stored._kept = KeptStorage(ctx.pager, beside)
         return stored
 
@@ -155,7 +155,7 @@ def _total(others: Tensor, best: Tensor, places: Tensor) -> Tensor:
     """Returns the sum of the probabilities of all but the largest logarithms of each row.
 
     Args:
-        others: The logarithms, of shape (outer, length, inner), perhaps with others in place of the largest.
+        others: The logarithms, of shape (outer, length, inner).
         best: The largest of them.
         places: Where these are.
     """

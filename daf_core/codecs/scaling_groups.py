@@ -15,10 +15,10 @@ LEAST_MAP = 128
 """Positions of a channel in one image from which they are scaling groups of their own: 0.4 header bits an element."""
 
 OWN_ROW = 32
-"""Rows from this length on do not share scaling groups where a normalization reads them: it enlarges the error of a row
-that spreads less than others. With shared groups the gradients of a ViT of hidden size 64, whose class token spreads a
-sixth of its patches, had a cosine of .52 at 4 bits, with groups of their own .98, in 1.5 header bits an element or
-less."""
+"""Rows from this length on do not share scaling groups where a normalization reads them, which enlarges the error of a
+row that spreads less than others, or where a softmax has made them, whose probabilities sum to 1. With shared groups
+the gradients of a ViT of hidden size 64, whose class token spreads a sixth of its patches, had a cosine of .52 at 4
+bits, with groups of their own .98, in 1.5 header bits an element or less."""
 
 _NORMALIZATIONS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
 _ON_MAPS = ("Convolution", *_NORMALIZATIONS, "MaxPool", "AvgPool", "AdaptiveAvgPool")
@@ -65,11 +65,11 @@ class Grouping:
 
     @property
     def suits_rows(self) -> bool:
-        """Whether a normalization may read it row by row; rows that are too short for groups of their own have to."""
+        """Whether it may be read row by row; rows that are too short for groups of their own have to."""
         return self.own or self.shape is not None or not OWN_ROW <= self.row <= SHARED_ROW
 
-    def for_normalization(self) -> Grouping:
-        """Returns the grouping of what a normalization reads, row by row."""
+    def for_rows(self) -> Grouping:
+        """Returns the grouping of what is read row by row."""
         return self if self.suits_rows else replace(self, own=True)
 
     def arrange(self, values: Tensor) -> Tensor:

@@ -35,7 +35,14 @@ from daf_core.autograd.torch_private import (
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, product_input
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
-from daf_core.readers.sharpness import Looks, needs_exact_softmax, score_deviation, takes_same_bits, told_by
+from daf_core.readers.sharpness import (
+    Looks,
+    needs_exact_softmax,
+    of_argument,
+    score_deviation,
+    takes_same_bits,
+    told_by,
+)
 from daf_core.readers.table import (
     CHECKPOINT,
     Kind,
@@ -77,7 +84,7 @@ class _Own(threading.local):
 
     Attributes:
         unknown: Whether a place was new in the last pass: others may be in the next one.
-        barren: Passes that were watched since, and have found nothing.
+        barren: Passes in a row that were watched and have found nothing.
         showing: Whether a graph is being looked through.
         cancelling: Whether a function of `CANCELLING` is running.
         waiting: It, in order.
@@ -113,29 +120,25 @@ class Readers:
     @property
     def learning(self) -> bool:
         """Whether the next forward pass of this thread will be watched."""
-        return self._wanted and (self._own.unknown or self._is_barren is bool(self._readings))
+        barren = self._own.barren >= BARREN_PASSES
+        return self._wanted and (self._own.unknown or (barren if self._readings else not barren))
 
     @contextmanager
     def watching(self, always: bool = False) -> Generator[None]:
         """Watches what runs in a forward pass inside, where there is something to learn or `always`."""
         own, unknown = self._own, self.learning or (self._wanted and always)
-        if self._is_barren and self._readings:  # the pass that has found them was not watched
+        if self._readings and own.barren >= BARREN_PASSES:  # the pass that has found them was not watched
             own.barren = 0
             self.look_again()
         own.unknown = False
         watched = unknown and not has_compiled_parts(self._model)
         with Watch(self._show_result, self._cancelling) if watched else nullcontext():
             yield
-        if watched:
+        if watched and own.newest:  # without a gradient nothing is saved
             own.barren = 0 if self._readings else own.barren + 1
 
-    @property
-    def _is_barren(self) -> bool:
-        """Whether the last passes of this thread that were watched have found nothing."""
-        return self._own.barren >= BARREN_PASSES
-
     def expect_others(self) -> None:
-        """Has the next passes of this thread watched, as what they save may be another part of what the model makes."""
+        """Begins to count `BARREN_PASSES` again: the next passes of this thread may save something else."""
         self._own.barren = 0
 
     def look_again(self) -> None:
@@ -308,6 +311,8 @@ class Readers:
             reading = reading_of(node, field or "", large)
             if field in ("query", "key") and reading.kind is Kind.ATTENTION:
                 reading = replace(reading, deviation=deviation)
+            elif reading.kind is Kind.APPROXIMATE and field in values:
+                reading = of_argument(reading, node, values[field])
             assert waiting.sighting.place is not None
             waiting.settle(self._learn(waiting.sighting.place, reading))
             if waiting.sighting.reading is not None or (stops_poles(node) and not is_narrow(node, unpack)):

@@ -8,6 +8,7 @@ written out at a deviation of 1, 1.5 times at 3 and 3.6 times at 10. With twice 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ SHARP = 2.5
 
 SHARP_FOR_BYTES = 5.0
 """The same for query and key in 8 bits, which then stay exact."""
+
+_GLU = "GluBackward0"
+_BENT = ("SinBackward0", "CosBackward0", "AtanBackward0", "AsinhBackward0", _GLU)
+"""Operators whose derivative changes within a unit of their argument, however large that is. At a deviation of 10 the
+gradient of a sine had a cosine of .48 at 4 bits and an error of .07 at 8, at 30 of -.1 and .2."""
+
+WIDE = 30.0
+"""Deviation of an argument from which it stays exact."""
 
 SHORT = 16
 """Probabilities below which a softmax stays exact: so few share a scaling group with those of other rows, and no longer
@@ -76,6 +85,16 @@ def score_deviation(node: Node, query: Tensor, key: Tensor) -> float:
     scale = query.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
     variances = (queries @ keys.mT * scale).var(-1).mean(-1)
     return float(variances.nan_to_num(0.0, 0.0).max().sqrt())
+
+
+def of_argument(reading: Reading, node: Node, argument: Tensor) -> Reading:
+    """Returns what a node needs of its argument: more bits where its derivative changes within a step of codes."""
+    if node.name() not in _BENT:
+        return reading
+    if node.name() == _GLU:
+        argument = argument.chunk(2, dim_from_end(node))[1]
+    deviation = float(argument.detach().float().std(correction=0).nan_to_num(0.0, 0.0, 0.0))
+    return Reading(Kind.EXACT, reading.reader) if deviation >= WIDE else replace(reading, deviation=deviation)
 
 
 def told_by(node: Node) -> Iterator[tuple[Node, str, Reading]]:

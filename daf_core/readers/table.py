@@ -76,8 +76,8 @@ class Reading:
     # Of `Kind.LOGARITHMS`: the dimension along which the probabilities sum to 1, counted from the end. Of
     # `Kind.NORMALIZED`: that of the rows that are normalized; 0 where the module tells.
     dim: int = 0
-    # Of a query or a key: the deviation of the scores of one query, where that is known. Of the input of a last layer
-    # of few results: infinity.
+    # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
+    # the like: its own. Of the input of a last layer of few results: infinity.
     deviation: float = 0.0
     varies: bool = False  # whether the same operator reads otherwise where it has other arguments
 

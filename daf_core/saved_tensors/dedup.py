@@ -105,14 +105,14 @@ def sharing_key(tensor: Tensor, geometry: Geometry) -> tuple[object, ...]:
     return tensor.storage_offset(), tensor.dtype, geometry.compact_shape, geometry.compact_strides, tensor.is_neg()
 
 
-def serves(stored: StoredActivation, form: TensorKind, reading: Reading | None) -> bool:
-    """Says whether what was stored of the same values for another reader serves a tensor's."""
+def serves(stored: StoredActivation, form: TensorKind, reading: Reading | None, normalized: bool) -> bool:
+    """Says whether what was stored of the same values for another reader serves a tensor's, a normalization or not."""
     if form is TensorKind.RAW:
+        return False
+    if normalized and isinstance(stored, PlanesActivation) and not stored.groups.suits_rows:
         return False
     if reading is None:
         return stored.readable_by_any_op
     if stored.lossy and reading.deviation >= SHARP:  # in the bits that others take
-        return False
-    if reading.kind is Kind.NORMALIZED and isinstance(stored, PlanesActivation) and not stored.groups.suits_rows:
         return False
     return reading.kind is not Kind.SHAPE and stored.serves(reading)

@@ -35,7 +35,7 @@ from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
-from daf_core.readers.table import Kind, Reading
+from daf_core.readers.table import SOFTMAXES, Kind, Reading
 from daf_core.saved_tensors.dedup import MetStorage, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.direct import Derive, Direct, Shelf
@@ -90,7 +90,9 @@ class ActivationStore:
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         key = sharing_key(tensor, geometry)
         shared = met.find(key, saved.version)
-        if shared is not None and not serves(shared, saved.form, saved.reading):  # another block's lossy copy
+        if shared is not None and not serves(
+            shared, saved.form, saved.reading, saved.normalizes
+        ):  # another block's lossy copy
             shared = None
         stored = kept = None
         try:
@@ -144,7 +146,7 @@ class ActivationStore:
             return None
         met = self._meet(tensor)
         stored = None if met.last is None else met.find(sharing_key(tensor, decision.geometry), tensor._version)
-        if stored is not None and not serves(stored, look.takes, reading):
+        if stored is not None and not serves(stored, look.takes, reading, look.reads_rows):
             stored = None
         raw = type(stored) is RawActivation
         if decision.shared is not (stored is not None and not raw):
@@ -340,9 +342,11 @@ class ActivationStore:
         if reading is not None and reading.kind is Kind.LOGARITHMS:
             return logarithms_of(geometry, reading.dim)
         if reading is not None and reading.kind is Kind.NORMALIZED and reading.dim:
-            return Grouping(geometry.row).for_normalization()
+            return Grouping(geometry.row).for_rows()
         groups = grouping_of(geometry, saved.site.op)
-        return groups.for_normalization() if normalized else groups
+        # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
+        sums = reading is not None and reading.reader in SOFTMAXES
+        return groups.for_rows() if normalized or sums else groups
 
 
 def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -> RawActivation:
@@ -351,9 +355,12 @@ def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -
 
 def _suits_normalization(stored: StoredActivation, saved: SavedTensor, reading: Reading, geometry: Geometry) -> bool:
     """Says whether what was stored of a tensor keeps the error of each row small beside the row."""
-    groups = stored.groups if isinstance(stored, PlanesActivation) else grouping_of(geometry, saved.site.op)
-    if groups.shape is not None or groups.row != geometry.row:
-        return not reading.dim
-    if isinstance(stored, PlanesActivation) and not groups.suits_rows:
+    if isinstance(stored, PlanesActivation) and not stored.groups.suits_rows:
         return False
-    return not (groups.shares and spreads_differ(geometry.compact(saved.tensor), groups.row))
+    if not reading.dim:  # as a module or a function of torch's reads it, whose rows are those of the groups
+        return True
+    groups = grouping_of(geometry, saved.site.op)
+    if groups.shape is not None or groups.row != geometry.row:
+        return False
+    own = groups.for_rows()
+    return not (own.shares and spreads_differ(geometry.compact(saved.tensor), own.row))

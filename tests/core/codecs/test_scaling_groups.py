@@ -147,7 +147,7 @@ def test_values_come_back_to_their_places(tensor: Tensor, op: str) -> None:
 @pytest.mark.parametrize("row", [1, 8, 31, 32, 48, 64, 65, 256, 257, 768])
 def test_rows_that_are_normalized_share_no_groups(row: int) -> None:
     """But for very short ones, whose headers would take more than 1.5 bits an element."""
-    usual, normalized = Grouping(row), Grouping(row).for_normalization()
+    usual, normalized = Grouping(row), Grouping(row).for_rows()
     assert usual.group == group_size(row)
     assert usual.shares is (row <= SHARED_ROW or row == 257)  # which has no divisor: groups run through rows
     assert normalized.group == (row if 32 <= row <= SHARED_ROW else group_size(row))
@@ -159,4 +159,4 @@ def test_channels_that_are_normalized_have_their_groups() -> None:
     """A normalization of the batch reads them, and no rows."""
     groups = _grouping(normal(2, 3, 5, 5), "ConvolutionBackward0")
     assert groups.shape is not None
-    assert groups.for_normalization() is groups
+    assert groups.for_rows() is groups

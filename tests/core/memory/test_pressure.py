@@ -75,7 +75,7 @@ def test_a_byte_less_than_the_least_is_an_error(name: str, options: dict[str, An
     least = least_budget(name, 4, **folder)
     model, loss_of = make_model(name)
     engine = engine_for(model, 4, memory_budget=least - 1, **folder)
-    way = "lower min_precision" if options else "set spill_dir"
+    way = "set min_precision" if options else "set spill_dir"
     with pytest.raises(ActivationBudgetError, match=f"Raise memory_budget, {way}, or train on") as raised:
         forward(engine, model, loss_of)
     assert raised.value.allowed == least - 1 < raised.value.needed <= least

@@ -261,6 +261,20 @@ def test_other_treatments_are_watched_from_their_first_pass() -> None:
     engine.treat(Treatments({"layer": True}))
     step(net, engine)
     assert found[-2:] == [False, True]
+    for _ in range(BARREN_PASSES):
+        step(net, engine, X[:2])
+        engine.treat(Treatments({"layer": True}))  # as before
+    assert not engine._readers.learning
+
+
+def test_passes_without_a_gradient_tell_nothing() -> None:
+    """Evaluations before training: its first pass is watched as that of a new engine is."""
+    net = Net(lambda x: F.cosine_similarity(x, x.roll(1, 0)).square().sum())
+    engine = engine_for(net, 4)
+    for _ in range(BARREN_PASSES + 1):
+        with torch.no_grad(), engine.compress():
+            net(X)
+    assert_same(step(net, engine), step(net, engine_for(net, 4)))
 
 
 def test_exact_engines_watch_nothing() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -168,26 +166,35 @@ def _normalized_by_hand(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-def _after_another_reader(x: Tensor) -> Tensor:
-    return 0.0 * F.silu(x) + F.layer_norm(x, (64,))
+_NORMALIZES: dict[str, Callable[[int], Head]] = {
+    "layer norm": nn.LayerNorm,
+    "root mean square norm": nn.RMSNorm,
+    "function": lambda width: lambda x: F.layer_norm(x, (width,)),
+    "by hand": lambda width: _normalized_by_hand,
+}
 
 
-@pytest.mark.parametrize(
-    "normalize",
-    [nn.LayerNorm(64), partial(F.layer_norm, normalized_shape=(64,)), _normalized_by_hand, _after_another_reader],
-    ids=["module", "function", "by hand", "after another reader"],
-)
+@pytest.mark.parametrize("width", [32, 48, 64])
+@pytest.mark.parametrize("beside", [None, "before", "after"])
+@pytest.mark.parametrize("name", _NORMALIZES)
 @pytest.mark.parametrize("fraction", [1, 1 / 4, 1 / 12])
-def test_a_row_that_spreads_less_than_others_is_normalized_as_well(normalize: Any, fraction: float) -> None:
-    """As the class token of a small ViT does, whose row alone is classified: rows share no scaling groups there."""
+def test_a_row_that_spreads_less_is_normalized_as_well(name: str, fraction: float, beside: str, width: int) -> None:
+    """As the class token of a small ViT does, whose row alone is classified: rows share no scaling groups there.
+
+    Neither do they where another operator saves the same tensor, before or after.
+    """
     torch.manual_seed(0)
-    layer, last = nn.Linear(64, 64), nn.Linear(64, 64)
-    net = nn.ModuleList([layer, last])
+    layer, last, normalize = nn.Linear(width, width), nn.Linear(width, width), _NORMALIZES[name](width)
+    net = nn.ModuleList([layer, last, *([normalize] if isinstance(normalize, nn.Module) else [])])
     scale = torch.ones(33, 1).index_fill(0, torch.tensor([0]), fraction)
-    x = normal(8, 33, 64)
+    x = normal(8, 33, width)
 
     def loss() -> Tensor:
-        return last(normalize(layer(x) * scale)[:, 0]).tanh().square().mean()
+        h = layer(x) * scale
+        other = F.silu(h) if beside == "before" else 0.0
+        normalized = normalize(h)
+        other = F.silu(h) if beside == "after" else other
+        return last((normalized + 0.0 * other)[:, 0]).tanh().square().mean()
 
     loss().backward()
     exact = gradient(net)
@@ -199,6 +206,27 @@ def test_a_row_that_spreads_less_than_others_is_normalized_as_well(normalize: An
         value.backward()
         assert torch.cosine_similarity(gradient(net), exact, dim=0) > 0.98
         assert engine.finish_step().stored_as["planes"] > 1
+    engine.close()
+
+
+@pytest.mark.parametrize("keys", [32, 50, 64])
+def test_probabilities_sum_to_one_in_short_rows(keys: int) -> None:
+    """What the gradients of all have in common cancels in that of the scores then."""
+
+    def head(x: Tensor) -> Tensor:
+        probabilities = (x[:, :keys] @ normal(WIDTH, keys, seed=3) / 4).softmax(-1)
+        return (probabilities * (normal(ROWS, keys, keys, seed=4) + 20)).mean()
+
+    net, x = Net(head), normal(ROWS, TOKENS, WIDTH)
+    net(x).backward()
+    exact = gradient(net)
+    engine = ActivationEngine(net, DAFConfig(precision=4))
+    for _ in range(2):
+        net.zero_grad()
+        with engine.compress():
+            loss = net(x)
+        loss.backward()
+        assert (gradient(net) - exact).norm() < 0.25 * exact.norm()
     engine.close()
 
 

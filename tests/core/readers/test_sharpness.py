@@ -43,6 +43,37 @@ def test_bits_double_where_scores_deviate(bits: int | None, deviation: float, ex
     assert bits_for(bits, deviation) == expected
 
 
+BENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "sin": torch.sin, "cos": torch.cos, "atan": torch.atan, "asinh": torch.asinh, "glu": lambda x: F.glu(x, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("deviation", [1.0, 3.0, 10.0, 30.0, 100.0])
+@pytest.mark.parametrize("name", BENT)
+def test_wide_arguments_keep_the_gradient(name: str, deviation: float, bits: int) -> None:
+    """Where a derivative changes within a unit of its argument, code steps are smaller than that, or there are none."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), normal(512, 64)
+    nn.init.normal_(layer.weight, std=deviation / 8)
+    slope = normal(512, 64)[:, : BENT[name](torch.zeros(1, 64)).shape[1]]
+
+    def gradient() -> list[Tensor]:
+        assert layer.weight.grad is not None
+        return [layer.weight.grad.clone()]
+
+    (BENT[name](layer(x)) * slope).mean().backward()
+    exact, engine = gradient(), engine_for(layer, bits)
+    for _ in range(3):
+        layer.zero_grad()
+        with engine.compress():
+            loss = (BENT[name](layer(x)) * slope).mean()
+        loss.backward()
+        assert error(gradient(), exact) < (0.05 if bits == 8 else 0.25)
+    del loss
+    assert_empty(engine)
+
+
 class Node:
     """Stands for the node of an attention."""
 
