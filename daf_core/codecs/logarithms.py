@@ -25,6 +25,9 @@ DEPTH = 20.0
 """How far below the largest of its row a logarithm is told from smaller ones: such probabilities are 2e-9 of the
 largest. The range of a group would otherwise be that of a mask (-1e9)."""
 
+DEPTH_OF_OTHERS = 10.0
+"""The same below the largest of all others than those that are exact: where one is sure, they are alike."""
+
 LEAST_DIFFERENCE = 0.1
 """Probability of all but the largest logarithms of a row from which 1 minus that of the largest is as good as a sum."""
 
@@ -141,11 +144,11 @@ def _largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _bounded(rows: Tensor, best: Tensor) -> Tensor:
-    """Returns rows of which no value is more than `DEPTH` below the largest; the same tensor if that was so before.
+    """Returns rows of which no value is below the least that is told; the same tensor if that was so before.
 
     Only a host asks for that: a device would have it wait, and writes a copy sooner.
     """
-    least = best[:, :1] - DEPTH
+    least = torch.minimum(best[:, :1] - DEPTH, best[:, -1:] - DEPTH_OF_OTHERS)
     if rows.device.type == "cpu" and bool((rows.amin(1, keepdim=True) >= least).all()):
         return rows
     return torch.maximum(rows, least)
