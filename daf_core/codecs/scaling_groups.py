@@ -65,7 +65,7 @@ class Grouping:
 
     @property
     def suits_rows(self) -> bool:
-        """Whether it may be read row by row; rows that are too short for groups of their own have to."""
+        """Whether `for_rows` has nothing to change: rows share no groups, or are too short, or there are channels."""
         return self.own or self.shape is not None or not OWN_ROW <= self.row <= SHARED_ROW
 
     def for_rows(self) -> Grouping:

@@ -90,9 +90,8 @@ class ActivationStore:
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         key = sharing_key(tensor, geometry)
         shared = met.find(key, saved.version)
-        if shared is not None and not serves(
-            shared, saved.form, saved.reading, saved.normalizes
-        ):  # another block's lossy copy
+        # Another block's lossy copy may not.
+        if shared is not None and not serves(shared, saved.form, saved.reading, saved.normalizes):
             shared = None
         stored = kept = None
         try:
