@@ -89,7 +89,7 @@ def score_deviation(node: Node, query: Tensor, key: Tensor) -> float:
 
 def of_argument(reading: Reading, node: Node, argument: Tensor) -> Reading:
     """Returns what a node needs of its argument: more bits where its derivative changes within a step of codes."""
-    if node.name() not in _BENT:
+    if node.name() not in _BENT or argument.is_meta:
         return reading
     if node.name() == _GLU:
         argument = argument.chunk(2, dim_from_end(node))[1]

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -234,7 +235,8 @@ def test_compressed_inputs_make_no_larger_error_than_compressed_blocks(name: str
     """They are stored in 8 bits, whatever the precision is.
 
     Of ReLU the signs are exact where its result is compressed, and not where it is recomputed: with 4 bits a residual
-    network's errors are about equal.
+    network's errors are about equal. The input of BART's last layer follows from what a normalization in a block reads,
+    where that is compressed, and takes codes of its own elsewhere: what is compared is the gradient inside of blocks.
     """
     allowed = 1.25 if name == "resnet" and bits == 4 else 1.0
     model, batch, loss = nets.make(name, rows=8)
@@ -243,12 +245,16 @@ def test_compressed_inputs_make_no_larger_error_than_compressed_blocks(name: str
         parameter.data.add_(0.02 * torch.randn_like(parameter))
     exact = gradients_of(model, lambda: loss(model, batch), nullcontext)
     engine = ActivationEngine(model, DAFConfig(precision=bits))
+    parts = tuple(f"{block.name}." for block in blocks_of(model))
+    compared = [name != "bart" or parameter.startswith(parts) for parameter, _ in model.named_parameters()]
+    assert sum(compared) > 20
     found = []
     for names in ([], [block.name for block in blocks_of(model)]):
         engine.treat(Treatments({}, frozenset(names)))
         applied = AppliedPolicies()
         applied.follow({block: RECOMPUTE for block in blocks_of(model) if block.name in names})
-        found.append(error(gradients_of(model, lambda: loss(model, batch), engine.compress), exact))
+        gradients = gradients_of(model, lambda: loss(model, batch), engine.compress)
+        found.append(error(*([*compress(each, compared)] for each in (gradients, exact))))
         applied.follow({})
     compressed, recomputed = found
     assert 0 < recomputed <= allowed * compressed

@@ -295,9 +295,10 @@ class TestInTheTrainer:
         assert left_behind(trainer) == left_behind(plain)
 
     def test_metrics_of_logits_are_those_of_plain(self, make_trainer: MakeTrainer) -> None:
+        # Weights stay: with other codes in their gradients, one of the two may get a token right a step sooner.
+        options: dict[str, Any] = {"trainer": ReadsLogits, "learning_rate": 0.0}
         trainers = [
-            make_trainer(DAFCallback(**STORED, chunked_loss=on), model=causal(), trainer=ReadsLogits)
-            for on in (False, True)
+            make_trainer(DAFCallback(**STORED, chunked_loss=on), model=causal(), **options) for on in (False, True)
         ]
         for trainer in trainers:
             trainer.right = []
