@@ -41,6 +41,11 @@ class StoredActivation(ABC):
     values_gone: bool = False  # whether nothing is left to decode, since backward computes the values otherwise
     direct: DirectCodec | None = None  # decodes a dense tensor in one call, as `decode_to`; None where that takes more
 
+    @property
+    def suits_rows(self) -> bool:
+        """Whether its error is as small beside each row as it can be stored; see `Grouping.suits_rows`."""
+        return True
+
     @classmethod
     def accepts(cls, saved: SavedTensor) -> bool:
         """Says whether the codec is made for a tensor; called before anything looks at its values."""

@@ -26,7 +26,7 @@ DEPTH = 20.0
 largest. The range of a group would otherwise be that of a mask (-1e9)."""
 
 DEPTH_OF_OTHERS = 10.0
-"""The same below the largest of all others than those that are exact: where one is sure, they are alike."""
+"""The same below the largest logarithm that is not exact: where a row is sure, that is far below the largest of all."""
 
 LEAST_DIFFERENCE = 0.1
 """Probability of all but the largest logarithms of a row from which 1 minus that of the largest is as good as a sum."""

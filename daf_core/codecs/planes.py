@@ -103,6 +103,11 @@ class PlanesActivation(PagedActivation):
         return LEVELS[self.lease.planes]
 
     @property
+    @override
+    def suits_rows(self) -> bool:
+        return self.groups.suits_rows
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of its pages, in memory or in the next tier."""
         return self.lease.size * self.pager.pool.page_bytes

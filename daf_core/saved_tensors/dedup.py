@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
-from daf_core.codecs import PlanesActivation, StoredActivation
+from daf_core.codecs import StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.tensor_layout import Geometry
@@ -109,7 +109,7 @@ def serves(stored: StoredActivation, form: TensorKind, reading: Reading | None, 
     """Says whether what was stored of the same values for another reader serves a tensor's, a normalization or not."""
     if form is TensorKind.RAW:
         return False
-    if normalized and isinstance(stored, PlanesActivation) and not stored.groups.suits_rows:
+    if normalized and not stored.suits_rows:
         return False
     if reading is None:
         return stored.readable_by_any_op

@@ -268,15 +268,14 @@ class ActivationStore:
         if reading is not None and (reading.kind is Kind.SHAPE or tensor._version == saved.version):
             saved.reading = reading
             stored = self._encode_for(reading, saved, geometry)
-        before, name = weakref.ref(handle.stored), handle.stored.name
+        before, name, met = weakref.ref(handle.stored), handle.stored.name, self._meet(tensor)
         if stored is None:
             if reading is not None:  # its codes are of no use, also where there is no room for it
                 handle.stored = ShapeActivation()
-            met = self._meet(tensor)
             kept = self._sharing.keep(met, tensor.untyped_storage(), self._pagers.on(tensor.device))
             stored = _compact(saved, geometry, kept)
         if stored.readable_by_any_op:  # what is saved of it after this has the same error
-            self._meet(tensor).add(sharing_key(tensor, geometry), saved.version, stored)
+            met.add(sharing_key(tensor, geometry), saved.version, stored)
         handle.stored = stored
         self._lossy.withdraw(saved.site, before())
         counts = self._recorder.stored_as
@@ -354,7 +353,7 @@ def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -
 
 def _suits_normalization(stored: StoredActivation, saved: SavedTensor, reading: Reading, geometry: Geometry) -> bool:
     """Says whether what was stored of a tensor keeps the error of each row small beside the row."""
-    if isinstance(stored, PlanesActivation) and not stored.groups.suits_rows:
+    if not stored.suits_rows:
         return False
     if not reading.dim:  # as a module or a function of torch's reads it, whose rows are those of the groups
         return True
