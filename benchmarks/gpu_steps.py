@@ -3,6 +3,8 @@
 Run ``python -m benchmarks.gpu_steps --json steps.json --markdown steps.md``. Each method takes its steps in turn with
 plain ones, in one process and on one model; ratios are taken within rounds. *Host* is the part of the forward pass
 after which the host goes on, though the GPU may not be done. Peaks are of allocated bytes above the loaded model.
+
+With ``--compile MODE`` the whole model is one graph of torch.compile, for plain steps and for each method.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +29,7 @@ SIZES = (("roberta-base", 32, 128), ("roberta-base", 128, 512), ("gpt2-medium", 
 """Models with batches of so many rows of so many tokens."""
 
 METHODS: dict[str, Precision] = {"daf-exact": "exact", "daf-8bit": 8, "daf-4bit": 4}
+MODES = ("default", "reduce-overhead")
 DEVICE = "cuda"
 SETTLING = 7
 """Steps in which readers are learned, kernels are compiled and the pool grows."""
@@ -116,14 +120,19 @@ class Steps:
         )
 
 
-def measure(name: str, rows: int, length: int, rounds: int) -> Iterator[StepResult]:
-    """Measures all methods with a model in bfloat16."""
+def measure(
+    name: str, rows: int, length: int, rounds: int, methods: Sequence[str], mode: str | None
+) -> Iterator[StepResult]:
+    """Measures methods with a model in bfloat16, compiled if there is a mode."""
     model = build_model(name, lora_dropout=0.1).to(DEVICE, torch.bfloat16)
+    if mode is not None:
+        torch.compiler.reset()
+        model = cast("nn.Module", torch.compile(model, mode=mode, dynamic=False))
     batch = {key: value.to(DEVICE) for key, value in build_batch(name, batch=rows, seq=length, image=32).items()}
     torch.cuda.synchronize()
     loaded = torch.cuda.memory_allocated()
-    for method, precision in METHODS.items():
-        engine = ActivationEngine(model, DAFConfig(precision=precision, audit_every=None))
+    for method in methods:
+        engine = ActivationEngine(model, DAFConfig(precision=METHODS[method], audit_every=None))
         plain, compressed = Steps(model, batch, None, loaded), Steps(model, batch, engine, loaded)
         plain.take()  # alone: nothing of the engine is allocated yet
         peak = plain.peak_bytes
@@ -133,7 +142,7 @@ def measure(name: str, rows: int, length: int, rounds: int) -> Iterator[StepResu
             compressed.take()
         plain.peak_bytes, plain.saved_bytes, plain.held_bytes = peak, compressed.saved_bytes, compressed.saved_bytes
         engine.close()
-        if method == next(iter(METHODS)):
+        if method == methods[0]:
             yield plain.result(name, rows, length, "plain", plain)
         yield compressed.result(name, rows, length, method, plain)
 
@@ -155,11 +164,21 @@ def grid(results: Sequence[StepResult]) -> Grid:
     return Grid("training steps in bfloat16", headings, rows)
 
 
+def parse_size(text: str) -> tuple[str, int, int]:
+    """Returns a model, rows of its batches and tokens of each, written as ``roberta-base:32x128``."""
+    model, _, batch = text.partition(":")
+    rows, tokens = map(int, batch.split("x"))
+    return model, rows, tokens
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options of a run; without a GPU it ends here."""
     parser = benchmark_parser(
         "gpu_steps", "Times training steps on a GPU.", "json", "markdown", rounds=15, threads=None
     )
+    parser.add_argument("--sizes", nargs="+", type=parse_size, default=SIZES, metavar="MODEL:ROWSxTOKENS")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--compile", choices=MODES, help="compile the whole model, in this mode")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU here; run it on a machine that has one")
@@ -169,7 +188,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its table and writes the files asked for."""
     options = parse_arguments(arguments)
-    results = [result for size in SIZES for result in measure(*size, options.rounds)]
+    results = [
+        result
+        for name, rows, length in options.sizes
+        for result in measure(name, rows, length, options.rounds, options.methods, options.compile)
+    ]
     write_results(options, {"steps": results}, [grid(results)], dtype="bf16", device=DEVICE)
 
 

@@ -37,6 +37,8 @@ FOREIGN_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning
     "TORCHINDUCTOR_CACHE_DIR",  # transformers, through torch._inductor
+    "TRITON_CACHE_DIR",  # torch._inductor, when it compiles for a GPU
+    "TRITON_PTXAS_PATH",  # the same
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # torch._inductor, when it compiles
 }
 

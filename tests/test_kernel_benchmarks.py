@@ -237,7 +237,7 @@ def test_steps_are_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> N
     for name, figure in figures.items():
         monkeypatch.setattr(torch.cuda, name, partial(lambda figure: figure, figure))
     monkeypatch.setattr(gpu_steps, "DEVICE", "cpu")
-    results = list(gpu_steps.measure("tiny", 8, 64, rounds=2))
+    results = list(gpu_steps.measure("tiny", 8, 64, 2, list(gpu_steps.METHODS), None))
     assert [result.method for result in results] == ["plain", *gpu_steps.METHODS]
     plain, exact, eight, four = results
     assert plain.step_ratio == 1

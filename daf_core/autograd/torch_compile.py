@@ -33,6 +33,9 @@ with adapters for a compiled one: nothing would be replayed, and a step of the s
 """
 
 
+NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+"""Tags of operators that call Python, which the replay of a CUDA graph does not: Inductor cuts the graph there."""
+
 _GRAPHS = "torch._functorch._aot_autograd.graph_compile"
 """The module that inlines hooks into graphs."""
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf_core.autograd.torch_compile import NOT_IN_CUDA_GRAPHS
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.books import PagerAccount
 
@@ -184,10 +185,7 @@ def _count_nothing(kept: Tensor, text: str, sizes: Sequence[int]) -> Tensor:
     return torch.empty_like(kept)
 
 
-# With mode="reduce-overhead" a graph is a CUDA graph, whose replays call no Python: Inductor cuts it at such operators.
-_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-
 _library = torch.library.Library("daf", "DEF")
-_library.define("count(Tensor kept, str text, SymInt[] sizes) -> Tensor", tags=_TAGS)
+_library.define("count(Tensor kept, str text, SymInt[] sizes) -> Tensor", tags=NOT_IN_CUDA_GRAPHS)
 _library.impl("count", _count, "CompositeExplicitAutograd")
 torch.library.register_fake("daf::count", _count_nothing, lib=_library)

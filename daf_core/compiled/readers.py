@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from daf_core.compiled.codes import Sides
-from daf_core.readers.table import Kind, listed
+from daf_core.readers.attention import KERNELS
+from daf_core.readers.table import NARROW, Kind, listed
 
 aten = torch.ops.aten
 
@@ -90,6 +91,7 @@ _BACKWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "ScaledDotProductEfficientAttentionBackward0",
         ("", "query", "key", "value", "", "output"),
     ),
+    "_scaled_dot_product_cudnn_attention_backward": ("ScaledDotProductCudnnAttentionBackward0", _ATTENDED),
 }
 """Autograd's node, and its field for each argument, of operators that are a backward formula as a whole."""
 
@@ -102,12 +104,8 @@ _NEEDS = {
     Kind.SHAPE: Needs.NOTHING,
 }
 
-ATTENTIONS = (
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-)
-"""Fused attentions."""
+ATTENTIONS = {kernel.operator: kernel for kernel in KERNELS.values() if f"{kernel.operator}_backward" in _BACKWARDS}
+"""Fused attentions by the name of their operator."""
 
 
 def name_of(node: fx.Node) -> str:
@@ -174,7 +172,7 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
     if name in _SMOOTH:
         return Needs.VALUES, True
     if name in _BACKWARDS:
-        return _needs_of_argument(name, user.args, source), False
+        return _needs_of_argument(name, user.args, source) if _is_of_what_it_reads(user) else Needs.EXACT, False
     if name in ("exp", "exp2"):
         return Needs.EXPONENTIAL, False
     if name == "div":  # by what is exact, or of it
@@ -186,6 +184,18 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
     if comparison is not None and comparison.bound == 0 and not comparison.closed:
         return Needs.SIGNS, False
     return Needs.EXACT, False
+
+
+def _is_of_what_it_reads(backward: fx.Node) -> bool:
+    """Says whether an attention's backward reads a result of the query, key and value that it is given.
+
+    With the result of others, probabilities do not sum to 1: all are exact then. True of what is no attention.
+    """
+    if name_of(backward).removesuffix("_backward") not in ATTENTIONS:
+        return True
+    results = (each for each in backward.all_input_nodes if each.target is operator.getitem)
+    wide = backward.all_input_nodes[1].meta["val"].shape[-1] >= NARROW
+    return wide and any(name_of(each.all_input_nodes[0]) in ATTENTIONS for each in results)
 
 
 def _needs_of_argument(name: str, arguments: tuple[Any, ...], source: fx.Node) -> Needs:

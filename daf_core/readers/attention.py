@@ -9,7 +9,7 @@ has to be stored.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -162,6 +162,11 @@ class Draws:
         self._start = start.to("cpu", non_blocking=True)
         self._copied = torch.cuda.current_stream(start.device).record_event() if start.is_cuda else None
 
+    @classmethod
+    def of(cls, drawn: Sequence[Tensor]) -> Draws:
+        """Returns those that an operator has given under the names of `Kernel.drawn`."""
+        return cls(torch.cat([each.reshape(-1).view(torch.int64) for each in drawn])[:2])
+
     def arrived(self) -> Tensor:
         """Returns them, on the CPU, as soon as they are there."""
         if self._copied is not None:
@@ -177,7 +182,7 @@ def draws_of(node: Node) -> Draws | None:
     kernel = KERNELS[node.name()]
     if not node._saved_dropout_p:
         return None
-    return Draws(torch.cat([_saved(node, name).reshape(-1).view(torch.int64) for name in kernel.drawn])[:2])
+    return Draws.of([_saved(node, name) for name in kernel.drawn])
 
 
 def attend_again(node: Node, *inputs: Tensor | None, draws: Draws | None = None) -> dict[str, Tensor]:
@@ -214,7 +219,14 @@ def _dropping_as(node: Node, draws: Draws | None, device: torch.device) -> Abstr
     draws = draws or draws_of(node)
     if draws is None:
         return nullcontext()
-    return _drawing_from(torch.cuda.default_generators[device.index], draws.arrived())
+    return drawing_from(device, draws)
+
+
+@contextmanager
+def drawing_from(device: torch.device, draws: Draws) -> Generator[None]:
+    """Has a GPU's generator draw, inside, the random numbers that an attention has drawn before."""
+    with _drawing_from(torch.cuda.default_generators[device.index], draws.arrived()):
+        yield
 
 
 @contextmanager
