@@ -4,7 +4,6 @@ raw, verbatim, bitmask and narrow_int are exact; planes, logarithms and slopes a
 signs keep what one operator reads. product, normalized, sum and attended follow from other activations.
 """
 
-from daf_core.codecs.attended import AttendedActivation
 from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.byte_copy import ByteCopyActivation
@@ -17,8 +16,8 @@ from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
 from daf_core.codecs.relu_output import ReluOutputActivation
 from daf_core.codecs.relu_signs import ReluSignsActivation
-from daf_core.codecs.shape import ShapeActivation
 from daf_core.codecs.sides import SidesActivation
+from daf_core.codecs.without_values import AttendedActivation, ShapeActivation
 
 __all__ = [
     "AttendedActivation",

@@ -42,7 +42,9 @@ BLOCK = 128
 """Logarithms of a row of which the largest is looked for first."""
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of rows that are decoded at a time: what is computed of them is as large."""
+LARGE_CHUNK_BYTES = 64 << 20
+"""Bytes of rows that are decoded at a time, on a CPU and elsewhere: what is computed of them is as large. A GPU works
+on 16 MB for some 20 us, in which a host does not launch the next operation."""
 
 
 class LogarithmsActivation(PlanesActivation):
@@ -96,7 +98,6 @@ class LogarithmsActivation(PlanesActivation):
     _best: Tensor
     _places: Tensor
     _log_sum: Tensor
-    _kept: KeptStorage
 
     @property
     @override
@@ -174,7 +175,8 @@ def _total(others: Tensor, best: Tensor, places: Tensor) -> Tensor:
 
 
 def _chunk_rows(rows: Tensor) -> int:
-    return max(1, CHUNK_BYTES // max(1, rows[0].nbytes))
+    together = CHUNK_BYTES if rows.device.type == "cpu" else LARGE_CHUNK_BYTES
+    return max(1, together // max(1, rows[0].nbytes))
 
 
 def _rows_of(ctx: EncodeContext) -> Rows:

@@ -12,8 +12,10 @@ from typing_extensions import Self, override
 
 from daf_core.autograd.sites import Site
 from daf_core.codecs.base import EncodeContext, PagedActivation, StoredActivation
+from daf_core.codecs.common_row import Common
 from daf_core.codecs.deferred_check import Compact, PendingCheck, PendingChecks
 from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
+from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease, LeaseKind
@@ -90,6 +92,8 @@ class PlanesActivation(PagedActivation):
     # has found no other reader, and a smaller error.
     only_reader: ClassVar[str] = ""
     check: PendingCheck | None = None  # keeps the values until it is known whether the codes stand for them
+    common: Common | None = None  # what the rows share, which the codes are without
+    _kept: KeptStorage | None = None  # accounts for it
 
     def __init__(self, pager: Pager, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
         self.pager = pager  # `super` takes as long as the rest
@@ -109,8 +113,8 @@ class PlanesActivation(PagedActivation):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its pages, in memory or in the next tier."""
-        return self.lease.size * self.pager.pool.page_bytes
+        """Bytes of its pages, in memory or in the next tier, and of what rows share."""
+        return self.lease.size * self.pager.pool.page_bytes + self.groups.bytes_beside
 
     @override
     @classmethod
@@ -137,23 +141,25 @@ class PlanesActivation(PagedActivation):
     @classmethod
     def sizes(cls, ctx: EncodeContext) -> list[int]:
         """Returns the bytes of the values at each of `LEVELS`, and as they are, which is the most."""
-        values = ctx.values
-        return cls.sizes_of(values.numel(), cls.groups_of(ctx).group, values.element_size(), ctx.pager.pool.page_bytes)
+        values, groups, page_bytes = ctx.values, cls.groups_of(ctx), ctx.pager.pool.page_bytes
+        return cls.sizes_of(values.numel(), groups.group, values.element_size(), page_bytes, groups.bytes_beside)
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def sizes_of(elements: int, group: int, element_size: int, page_bytes: int) -> list[int]:
-        """Returns `sizes` of so many elements, of which so many make a scaling group."""
+    def sizes_of(elements: int, group: int, element_size: int, page_bytes: int, beside: int) -> list[int]:
+        """Returns `sizes` of so many elements, of which so many make a scaling group, with `Grouping.bytes_beside`."""
         layout = PlaneLayout(elements, group, page_bytes)
         raw = elements * element_size
-        return [*(min(layout.pages(planes) * page_bytes, raw) for planes in range(len(LEVELS))), raw]
+        return [*(min(layout.pages(planes) * page_bytes + beside, raw) for planes in range(len(LEVELS))), raw]
 
     @staticmethod
-    def pages_of(elements: int, group: int, element_size: int, planes: int, pager: Pager) -> LeaseKind | None:
+    def pages_of(
+        elements: int, group: int, element_size: int, planes: int, pager: Pager, beside: int
+    ) -> LeaseKind | None:
         """Returns the kind of leases that so many planes take without a budget; None where they would save nothing."""
         page_bytes = pager.pool.page_bytes
         layout, header_pages, pages = _pages(elements, group, page_bytes, LEVELS[planes])
-        if layout.pages(planes) * page_bytes >= elements * element_size:
+        if layout.pages(planes) * page_bytes + beside >= elements * element_size:
             return None
         return pager.kind(header_pages, pages, _typical_importances(elements, pages, page_bytes))
 
@@ -172,9 +178,10 @@ class PlanesActivation(PagedActivation):
         values, pager, groups = ctx.values, ctx.pager, cls.groups_of(ctx)
         page_bytes = pager.pool.page_bytes
         layout, header_pages, pages = _pages(values.numel(), groups.group, page_bytes, ctx.precision)
-        if (header_pages + sum(pages)) * page_bytes >= values.numel() * values.element_size():
+        if (header_pages + sum(pages)) * page_bytes + groups.bytes_beside >= values.numel() * values.element_size():
             return None
-        arranged = groups.arrange(values)
+        stored = cls(pager, ctx.backend, layout, groups)
+        arranged = groups.arrange(stored.without_common(values))
         if ctx.errors is not None:
             importances = tuple(plane_importances(ctx.errors, [page_bytes * count for count in pages]))
         elif pager.budget is None:
@@ -182,7 +189,6 @@ class PlanesActivation(PagedActivation):
         else:
             errors = rounding_errors(cls._relative_range(ctx, arranged, layout), values.numel())
             importances = tuple(plane_importances(errors, [page_bytes * count for count in pages]))
-        stored = cls(pager, ctx.backend, layout, groups)
         with stored._new_pages(header_pages, pages, importances) as lease:
             finite = cls._write(ctx, arranged, layout, lease)
         if not ctx.require_finite:
@@ -190,6 +196,14 @@ class PlanesActivation(PagedActivation):
         if not isinstance(finite, bool):
             stored.check_later(ctx.checks, values, finite)
         return stored if stored.check is not None or finite else None
+
+    def without_common(self, values: Tensor) -> Tensor:
+        """Keeps what the rows of values share, and returns the rest, which is to be encoded; both are compact."""
+        if self.groups.common is None:
+            return values
+        self.common, rest = self.groups.common.split(values)
+        self._kept = KeptStorage(self.pager, self.groups.bytes_beside)
+        return rest
 
     def check_later(
         self, checks: PendingChecks | None, values: Tensor, finite: DeviceFlag, compact: Compact | None = None
@@ -217,7 +231,13 @@ class PlanesActivation(PagedActivation):
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        self._backend.decode(self.groups.arrange(out), self.layout, lease.planes, self.pager.pool, lease.pages)
+        common = self.common
+        dense = out if common is None or out.is_contiguous() else out.new_empty(out.shape)
+        self._backend.decode(self.groups.arrange(dense), self.layout, lease.planes, self.pager.pool, lease.pages)
+        if common is not None:
+            common.add_to(dense)
+        if dense is not out:
+            out.copy_(dense)
 
 
 @lru_cache(maxsize=4096)

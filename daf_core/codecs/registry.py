@@ -11,8 +11,8 @@ from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.relu_output import ReluOutputActivation
 from daf_core.codecs.relu_signs import ReluSignsActivation
-from daf_core.codecs.shape import ShapeActivation
 from daf_core.codecs.sides import SidesActivation
+from daf_core.codecs.without_values import ShapeActivation
 
 CODECS: tuple[type[StoredActivation], ...] = (
     ShapeActivation,

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from daf_core.codecs.common_row import RowBlocks
 from daf_core.codecs.tensor_layout import Geometry
 from daf_kernels.layout import SHARED_ROW, group_size, shares_groups
 
@@ -52,11 +53,17 @@ class Grouping:
     strides: tuple[int, ...] = ()
     logarithms: Rows | None = None  # rows of logarithms whose probabilities sum to 1; None where they are anything else
     own: bool = False  # whether each row has a group of its own, where it would share one
+    common: RowBlocks | None = None  # blocks of rows whose groups are those of what their rows do not share
 
     @property
     def group(self) -> int:
         """Elements in a scaling group; 0 for none."""
         return self.row if self.own or not self.row else group_size(self.row)
+
+    @property
+    def bytes_beside(self) -> int:
+        """Bytes that are held beside the codes."""
+        return 0 if self.common is None else self.common.nbytes
 
     @property
     def shares(self) -> bool:

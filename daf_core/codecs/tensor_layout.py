@@ -24,6 +24,7 @@ class Geometry:
     compact_shape: tuple[int, ...]  # shape of the compact form
     compact_strides: tuple[int, ...]  # its strides
     row: int  # elements in a row: the length of the innermost dimension in memory
+    memory_shape: tuple[int, ...]  # its dimensions in order of falling stride, as those of the compact form
 
     @cached_property
     def has_holes(self) -> bool:
@@ -71,8 +72,8 @@ def geometry_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Geometry:
     span = 1 + sum((size - 1) * stride for stride, size in dims)
     row = sizes[-1] if sizes else 1
     if _has_holes(sizes, steps):
-        return Geometry(shape, strides, span, sizes, steps, row)
-    return Geometry(shape, strides, span, (span,), (1,), row)
+        return Geometry(shape, strides, span, sizes, steps, row, sizes)
+    return Geometry(shape, strides, span, (span,), (1,), row, sizes)
 
 
 def _has_holes(sizes: tuple[int, ...], steps: tuple[int, ...]) -> bool:

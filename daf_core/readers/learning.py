@@ -30,7 +30,6 @@ from daf_core.autograd.torch_private import (
     is_leaf_node,
     node_number,
     packed_for,
-    saving_node,
 )
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, product_input
@@ -53,7 +52,7 @@ from daf_core.readers.table import (
     reading_of_function,
     stops_poles,
 )
-from daf_core.readers.waiting import EXACT_MODE, Saved, Sighting, StoreAgain, Unpack, Waiting
+from daf_core.readers.waiting import EXACT_MODE, Saved, Sighting, StoreAgain, Unpack, Waiting, saver_of
 from daf_core.readers.watch import Watch
 
 NEWEST = 8
@@ -74,9 +73,6 @@ UNREAD_PASSES = 3
 BARREN_PASSES = 3
 """Forward passes in a row that save nothing in few bits, as where all blocks are recomputed, after which passes are not
 watched any more: a step of six checkpointed blocks of hidden size 64 takes 1.07 of plain's, with the watch 1.27."""
-
-_CLONE = "CloneBackward0"
-"""An operator in place saves a clone, which has a node of its own, made after that of the operator."""
 
 
 class _Own(threading.local):
@@ -167,14 +163,12 @@ class Readers:
         """
         if not self._wanted:
             return EXACT_MODE
-        number = saving_node()
+        number = saver_of(tensor, site.op)
         if (function := function_that_saves(frame)) is not None:
             return Sighting(None, number, reading_of_function(function), False)
         if is_checkpoint(frame):
             return Sighting(None, number, CHECKPOINT, False)
         node = tensor.grad_fn
-        if site.op == _CLONE and node_number(node) == number:
-            number -= 1
         place = place or self._places.name(frame, call, site.op)
         if self._own.cancelling:
             return Sighting(place, number, self._learn(place, Reading(Kind.EXACT, "terms that cancel")), False)

@@ -45,7 +45,7 @@ MOST_ROWS = 64
 """Of a softmax that are looked at."""
 
 GOLDEN = 0.6180339887498949
-"""Multiples of it spread evenly between 0 and 1, how many there are."""
+"""Multiples of it spread evenly between 0 and 1, however many there are."""
 
 MOST_HEADS, MOST_QUERIES, MOST_KEYS = 16, 32, 256
 """Of each attention that are looked at."""
@@ -147,7 +147,18 @@ def _is_sure(probabilities: Tensor, dim: int) -> bool:
     length = probabilities.shape[dim]
     if length < SHORT:
         return True
-    rows = probabilities.detach().movedim(dim, -1).reshape(-1, length)
-    # Not at equal distances, which may be a multiple of the queries' number: the first row of a causal mask is sure.
-    places = torch.arange(min(MOST_ROWS, len(rows)), device=rows.device) * GOLDEN % 1 * len(rows)
-    return len(rows) > 0 and float(1 - rows[places.long()].float().amax(-1).mean()) < SURE
+    rows = some_of(probabilities.detach().movedim(dim, -1).reshape(-1, length), 0, MOST_ROWS)
+    return len(rows) > 0 and float(1 - rows.float().amax(-1).mean()) < SURE
+
+
+def some_of(values: Tensor, dim: int, most: int) -> Tensor:
+    """Returns at most so many parts along a dimension, the first among them.
+
+    They are not at equal distances, which may be a multiple of the number of heads or of queries: the first row of a
+    causal mask is sure.
+    """
+    count = values.shape[dim]
+    if count <= most:
+        return values
+    numbers = torch.arange(most, device=values.device, dtype=torch.float32)
+    return values.index_select(dim, (numbers * GOLDEN % 1 * count).long())

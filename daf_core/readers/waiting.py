@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from daf_core.autograd.torch_private import Node
+from daf_core.autograd.torch_private import Node, node_number, saving_node
 from daf_core.readers.places import Place
 from daf_core.readers.table import Kind, Reading
+
+_CLONE = "CloneBackward0"
+"""An operator in place saves a clone, which has a node of its own, made after that of the operator."""
 
 Unpack = Callable[[Any], Tensor]
 
@@ -33,6 +36,11 @@ class Sighting(NamedTuple):
     number: int  # the number of the autograd node that saves it
     reading: Reading | None  # what that reads; None where it is not known yet
     fresh: bool  # whether the place was not known before, or its reader may read otherwise this time
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the reader is known, though its arguments may be others this time."""
+        return not self.fresh or (self.reading is not None and self.reading.varies)
 
 
 EXACT_MODE = Sighting(None, 0, None, False)
@@ -67,3 +75,9 @@ class Waiting:
     def let_go(self) -> None:
         """Lets go of the values: they are not needed any more."""
         self.saved, self.size = None, 0
+
+
+def saver_of(tensor: Tensor, op: str) -> int:
+    """Returns the number of the autograd node that is saving a tensor which a node named `op` has made."""
+    number = saving_node()
+    return number - 1 if op == _CLONE and node_number(tensor.grad_fn) == number else number

@@ -99,12 +99,12 @@ class Direct:
         layout = PlaneLayout(elements, groups.group, page_bytes)
         row = groups.row if look.reads_rows and groups.shares and not elements % groups.row else 0
         codec = backend.direct_planes(layout, planes, dtype, row, device)
-        if codec is None:
+        if codec is None or (row and groups.common is not None):
             return None
-        pages = PlanesActivation.pages_of(elements, groups.group, dtype.itemsize, planes, pager)
+        pages = PlanesActivation.pages_of(elements, groups.group, dtype.itemsize, planes, pager, groups.bytes_beside)
         if pages is None:
             return None
-        sizes = PlanesActivation.sizes_of(elements, groups.group, dtype.itemsize, page_bytes)
+        sizes = PlanesActivation.sizes_of(elements, groups.group, dtype.itemsize, page_bytes, groups.bytes_beside)
         return cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, derive)
 
     def for_shape(self, decision: Decision, look: Look, dtype: torch.dtype) -> Direct | None:
@@ -165,12 +165,16 @@ class Direct:
             stored = BitmaskActivation(pager, backend, (0, 0))
         else:
             stored = PlanesActivation(pager, backend, layout, groups)
-        geometry = decision.geometry
-        dense = geometry.compact(tensor.detach()).contiguous() if geometry.has_holes else tensor
+        geometry, common = decision.geometry, None if groups is None else groups.common
+        dense = geometry.compact(tensor.detach()).contiguous() if geometry.has_holes and common is None else tensor
+        if common is not None and type(stored) is PlanesActivation:
+            dense = stored.without_common(geometry.compact(tensor.detach()))
         declined, zero, one, finite = pager.take(kind, stored, codec.encode, dense.data_ptr())
         if declined:
             return None
-        stored.direct, stored.two = codec, (zero, one)
+        stored.two = zero, one
+        if common is None:
+            stored.direct = codec
         if finite is not None and type(stored) is PlanesActivation:
             stored.check_later(shelf.lossy.checks, tensor, finite, geometry.compact)
             if stored.check is None and not finite:

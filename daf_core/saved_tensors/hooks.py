@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import ModuleScopes
-from daf_core.autograd.torch_private import in_backward, running_node, skip_dynamo
+from daf_core.autograd.torch_private import Node, in_backward, running_node, skip_dynamo
 from daf_core.codecs import (
     AttendedActivation,
     GeluDerivativeActivation,
@@ -31,7 +31,7 @@ from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import calling_frame, is_written_late
 from daf_core.readers.table import Kind, Reading
-from daf_core.readers.waiting import EXACT_MODE, Sighting
+from daf_core.readers.waiting import EXACT_MODE, Sighting, saver_of
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.classify import Eligibility, TensorKind
@@ -178,7 +178,9 @@ class Packer:
         """Stores a tensor as another one was stored; None where its values do not allow that."""
         store = self._store
         assert isinstance(store, ActivationStore)
-        return store.store_as(decision, look, tensor, Derivation(self.unpack), self.scopes)
+        packed = store.store_as(decision, look, tensor, Derivation(self.unpack), self.scopes)
+        self._note_attention(tensor.grad_fn, packed)
+        return packed
 
     def store(self, tensor: Tensor, look: Look) -> Packed:
         """Stores a tensor that was looked at.
@@ -196,11 +198,20 @@ class Packer:
             packed = background.send(saved)
         else:
             packed = self._store.store(saved, Derivation(self.unpack))
-        if type(packed) is Handle and type(packed.stored) is AttendedActivation:
-            self._attention.saves(saved.node, packed.stored, self.unpack)
+        self._note_attention(saved.node, packed)
         if waiting is not None:
             self._wait(waiting, sighting, packed)
         return packed
+
+    def _note_attention(self, node: Node | None, packed: Packed | None) -> None:
+        if node is not None and type(packed) is Handle and type(packed.stored) is AttendedActivation:
+            self._attention.saves(node, packed.stored, self.unpack)
+
+    def wait_for_reader(self, look: Look, tensor: Tensor, packed: Packed) -> None:
+        """Keeps the values of a tensor that was stored as another one until its reader is seen to read the same."""
+        sighting = look.sighting._replace(number=saver_of(tensor, look.site.op))
+        saved = capture(tensor, look.takes, look.site, sighting, look.reads_rows, self.scopes)
+        self._wait(saved, sighting, packed)
 
     def _wait(self, saved: SavedTensor, sighting: Sighting, packed: Packed) -> None:
         """Keeps the values of a tensor until it is known who reads them."""

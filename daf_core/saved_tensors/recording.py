@@ -16,7 +16,7 @@ from torch import Tensor
 
 from daf_core.autograd.sites import ModuleCall, Site
 from daf_core.autograd.torch_private import running_module, skip_nodes
-from daf_core.codecs import PlanesActivation, RawActivation
+from daf_core.codecs import AttendedActivation, PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
 from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, TensorKind
@@ -37,6 +37,10 @@ SHAPES = 64
 MOST_SAVES = 1 << 13
 """Saves in all trees, of 1 to 2 kB each. RoBERTa-base has 400; a program that never saves the same twice, as one with
 experts, begins anew now and then."""
+
+PASSES = 256
+"""Passes after which all is looked at anew, for a pass of .3 more of a small model's step: what rows have in common
+(see `CommonRows`) changes while a model trains."""
 
 KINDS = 8
 """Treatments whose trees are kept: those of a plan, and three of elastic training, take turns."""
@@ -88,7 +92,8 @@ class Decision:
         """Returns the decision that a tensor is stored as it says, of which nothing else is known yet."""
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         beside = look.form is not TensorKind.RAW and (not tensor.requires_grad or tensor.output_nr > 0)
-        follows = kind is not BitmaskActivation and look.form is TensorKind.LOSSY and _may_be_derived(tensor)
+        derived = kind is AttendedActivation or (kind is not BitmaskActivation and _may_be_derived(tensor))
+        follows = derived and look.form is TensorKind.LOSSY
         return cls(kind, shared, geometry, tensor.device, look.form, beside, follows)
 
 
@@ -185,7 +190,7 @@ class Save:
 
 def _decide(tensor: Tensor, look: Look, packed: object, shared: bool) -> Decision | None:
     """Returns how a tensor was stored; None where that is looked at anew each time."""
-    if type(tensor) is not Tensor or look.sighting.fresh or not isinstance(packed, Packed):
+    if type(tensor) is not Tensor or not look.sighting.is_expected or not isinstance(packed, Packed):
         return None
     if look.form is TensorKind.INTEGER:  # how many bits it takes depends on its values
         return None
@@ -202,6 +207,7 @@ def _no_module() -> None:
 
 REPLAYED = (
     RawActivation, PlanesActivation, BitmaskActivation, ProductActivation, NormalizedActivation, SumActivation,
+    AttendedActivation,
 )  # fmt: skip
 
 
@@ -216,12 +222,13 @@ class Recordings:
 
     def __init__(self) -> None:
         self._roots: list[tuple[Treatments, Save]] = []
-        self._saves = 0
+        self._saves = self._passes = 0
 
     def root(self, treatments: Treatments) -> Save:
         """Returns the tree of passes with some treatments."""
-        if self._saves > MOST_SAVES:
-            self._roots, self._saves = [], 0
+        self._passes += 1
+        if self._saves > MOST_SAVES or self._passes > PASSES:
+            self._roots, self._saves, self._passes = [], 0, 0
         found = next((root for known, root in self._roots if known == treatments), None)
         if found is None:
             found = Save()

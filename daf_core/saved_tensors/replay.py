@@ -153,7 +153,7 @@ class Replay:
         assert self._store is not None
         # What a fresh sighting says of its reader, it says of that tensor alone. What a fused attention saves of its
         # result depends on whether its query and key are large enough for codes.
-        if latest is None or look.sighting.fresh or look.site.op in KERNELS:
+        if latest is None or not look.sighting.is_expected or look.site.op in KERNELS:
             return None
         if self._form(save, tensor) is not look.form:
             return None
@@ -191,6 +191,8 @@ class Replay:
             packed = packer.store_as(decision, look, tensor)
         if packed is not None and softmax is not None:
             readers.looks.count(*softmax)
+        if packed is not None and look.sighting.fresh:
+            packer.wait_for_reader(look, tensor, packed)
         return packed
 
     def _look_again(self, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:

@@ -27,6 +27,7 @@ from daf_core.codecs import (
     encode_first,
     registry,
 )
+from daf_core.codecs.common_row import CommonRows
 from daf_core.codecs.planes import spreads_differ
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind, capture
@@ -67,6 +68,7 @@ class ActivationStore:
         self._recorder = recorder
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
+        self._common = CommonRows()
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:
         """Begins a forward pass that may be replayed, given storages of parameters and buffers by `storage_id`."""
@@ -75,6 +77,7 @@ class ActivationStore:
     def finish_pass(self) -> None:
         """Ends a forward pass."""
         self._sharing.clear()
+        self._common.passes += 1
 
     def store(self, saved: SavedTensor, derivation: Derivation) -> Packed:
         """Stores an activation in the first form that can hold it: shared, derived, a codec's, or raw.
@@ -168,7 +171,8 @@ class ActivationStore:
             return None
         decision = Decision.of(tensor, look, latest.kind, latest.shared)
         if latest.kind is PlanesActivation:
-            decision.groups = self._grouping(look.takes, look, decision.geometry, look.reads_rows)
+            values = decision.geometry.compact(tensor.detach())
+            decision.groups = self._grouping(look.takes, look, decision.geometry, look.reads_rows, values)
         if latest.direct is not None and latest.direct.token is self.shelf.token and decision.follows is latest.follows:
             decision.direct = latest.direct.for_shape(decision, look, tensor.dtype)
         return decision
@@ -218,7 +222,7 @@ class ActivationStore:
             return None
         groups = decision.groups
         if groups is None:
-            groups = decision.groups = self._grouping(form, look, geometry, look.reads_rows)
+            groups = decision.groups = self._grouping(form, look, geometry, look.reads_rows, values)
             assert groups is not None
         if look.reads_rows and groups.shares and spreads_differ(values, groups.row):
             return None
@@ -327,24 +331,33 @@ class ActivationStore:
 
     def _context(self, saved: SavedTensor, geometry: Geometry, backend: Backend) -> EncodeContext:
         values, pager = geometry.compact(saved.tensor), self._pagers.on(saved.tensor.device)
-        groups = self._grouping(saved.form, saved, geometry, saved.normalizes)
+        groups = self._grouping(saved.form, saved, geometry, saved.normalizes, values.detach())
         return EncodeContext(values, pager, backend, groups, lossy=self._lossy, codecs=registry.CODECS)
 
     def _grouping(
-        self, form: TensorKind, saved: SavedTensor | Look, geometry: Geometry, normalized: bool
+        self, form: TensorKind, saved: SavedTensor | Look, geometry: Geometry, normalized: bool, values: Tensor
     ) -> Grouping | None:
-        """Returns the scaling groups of a tensor, which a normalization reads or not; None where it has none."""
+        """Returns the scaling groups of a tensor, which a normalization reads or not; None where it has none.
+
+        `values` are its compact form.
+        """
         reading = saved.reading
         if form is not TensorKind.LOSSY or self._exact:
             return None
         if reading is not None and reading.kind is Kind.LOGARITHMS:
             return logarithms_of(geometry, reading.dim)
+        if reading is not None and reading.reader in SOFTMAXES:
+            # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
+            return grouping_of(geometry, saved.site.op).for_rows()
         if reading is not None and reading.kind is Kind.NORMALIZED and reading.dim:
-            return Grouping(geometry.row).for_rows()
-        groups = grouping_of(geometry, saved.site.op)
-        # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
-        sums = reading is not None and reading.reader in SOFTMAXES
-        return groups.for_rows() if normalized or sums else groups
+            groups = Grouping(geometry.row).for_rows()
+        else:
+            groups = grouping_of(geometry, saved.site.op)
+            groups = groups.for_rows() if normalized else groups
+        if groups.shape is not None:  # the groups are of channels
+            return groups
+        common = self._common.blocks(saved.site, geometry, groups.group, values)
+        return groups if common is None else replace(groups, common=common)
 
 
 def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -> RawActivation:

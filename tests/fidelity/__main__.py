@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tests.fidelity.measure import Bits, Case, Result, Skip, measure
 
-SWEEPS = ("operators", "modules", "losses", "attention", "architectures")
+SWEEPS = ("operators", "modules", "losses", "attention", "architectures", "trained")
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.core.harness import engine_for, error, gradients, normal
-from tests.fidelity import chosen
+from tests.fidelity import chosen, trained
 from tests.fidelity.measure import BOUNDS, Case, Problem, Result, measure
 
 
@@ -35,6 +35,15 @@ def _says(result: Result) -> str:
 @pytest.mark.parametrize("case", _by_name(chosen.cases()))
 def test_the_gradient_is_within_the_bounds(case: Case) -> None:
     wrong = [_says(result) for result in measure(case) if result.complaint]
+    assert not wrong, "; ".join(wrong)
+
+
+@pytest.mark.parametrize("case", _by_name(trained.cases()))
+def test_what_all_tokens_share_does_not_spoil_the_gradient(case: Case) -> None:
+    """Below half of the bounds: at 4 bits .16 at most where it cancels, as without it, and .27 behind rotations."""
+    wrong = [
+        _says(result) for result in measure(case) if result.bits != "exact" and result.error > BOUNDS[result.bits] * 0.6
+    ]
     assert not wrong, "; ".join(wrong)
 
 

@@ -304,20 +304,51 @@ def test_indices_take_the_bits_of_their_values() -> None:
     compare(Scale, loss_of, precision=4)
 
 
-def test_a_length_that_is_new_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was decided for other lengths is decided for it."""
-    model, engine = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64)))
-    looks: list[Tensor] = []
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Gets the tensors of replayed passes that are looked at again."""
+    found: list[Tensor] = []
     look_again = Replay._look_again
 
     def counting(self: Replay, save: recording.Save, tensor: Tensor, frame: Any) -> Any:
-        looks.append(tensor)
+        found.append(tensor)
         return look_again(self, save, tensor, frame)
 
     monkeypatch.setattr(Replay, "_look_again", counting)
+    return found
+
+
+def test_a_length_that_is_new_is_not_looked_at_again(looks: list[Tensor]) -> None:
+    """What was decided for other lengths is decided for it."""
+    model, engine = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64)))
     for number in range(STEPS):
         looks.clear()
         take_step(engine, model, lambda model, number: model(normal(64 + number, 64)).sum(), number)
+    assert not looks
+
+
+class Block(nn.Module):
+    """A normalization by the root of the mean square, as language models write it, and an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.all = nn.Parameter(torch.ones(64)), nn.Linear(64, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalized = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        query, key, value = (
+            each.unflatten(-1, (2, 32)).transpose(1, 2) for each in self.all(normalized).chunk(3, dim=-1)
+        )
+        return x + nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def test_powers_and_attentions_are_replayed(looks: list[Tensor]) -> None:
+    """A power by another exponent reads otherwise, and an attention runs again: both wait for no full look."""
+    model, engine = seeded(lambda: nn.Sequential(Block(), Block(), Block()))
+    for number in range(STEPS):
+        looks.clear()
+        step = take_step(engine, model, lambda model, number: model(normal(4, 64, 64, seed=number)).sum(), number)
+    assert step.figures[2]["attended"] == 3
     assert not looks
 
 
@@ -339,6 +370,17 @@ def _branches() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
     def other_function(model: nn.Module, step: int) -> Tensor:
         function = torch.sin if step % 2 else torch.square
         return function(model(normal(*LARGE, seed=step))).mean()
+
+    def other_exponent(model: nn.Module, step: int) -> Tensor:
+        exponent = (2, 2, 2, 2, 3, -1.5, 2, -0.5)[step]
+        return (model(normal(*LARGE, seed=step)).abs() + 0.01).pow(exponent).log().mean()
+
+    def other_norm(model: nn.Module, step: int) -> Tensor:
+        return torch.linalg.vector_norm(model(normal(*LARGE, seed=step)), ord=1 if step == 6 else 2, dim=1).mean()
+
+    def other_divisor(model: nn.Module, step: int) -> Tensor:
+        y = model(normal(*LARGE, seed=step))
+        return (y / (y.detach() if step % 4 == 3 else 3.0)).square().mean()
 
     def other_values(model: nn.Module, step: int) -> Tensor:
         x = normal(*LARGE, seed=step)
@@ -375,8 +417,8 @@ def _branches() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
         return model(x.conj().imag if step % 2 else x.imag).square().mean()
 
     losses = [
-        skipped, swapped, other_function, other_values, not_finite, frozen, another_layout, another_type, shared,
-        evaluated, negated,
+        skipped, swapped, other_function, other_exponent, other_norm, other_divisor, other_values, not_finite, frozen,
+        another_layout, another_type, shared, evaluated, negated,
     ]  # fmt: skip
     return {loss.__name__.strip("_"): (mlp, loss) for loss in losses}
 
