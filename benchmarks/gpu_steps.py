@@ -188,12 +188,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark, prints its table and writes the files asked for."""
     options = parse_arguments(arguments)
-    results = [
-        result
-        for name, rows, length in options.sizes
-        for result in measure(name, rows, length, options.rounds, options.methods, options.compile)
-    ]
-    write_results(options, {"steps": results}, [grid(results)], dtype="bf16", device=DEVICE)
+    results = list[StepResult]()
+    for name, rows, length in options.sizes:  # what is measured is there, also where the machine's time ends
+        results += measure(name, rows, length, options.rounds, options.methods, options.compile)
+        write_results(options, {"steps": results}, [grid(results)], dtype="bf16", device=DEVICE)
 
 
 if __name__ == "__main__":

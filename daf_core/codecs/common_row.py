@@ -59,9 +59,9 @@ class Common(NamedTuple):
     factors: Tensor  # bfloat16, of shape (blocks, rows, 1): how much of it is in each row
 
     def add_to(self, rest: Tensor) -> None:
-        """Adds it to the rest, which has no holes, in place."""
+        """Adds it to the rest, which has no holes, in place; a host may have packed what a device decodes."""
         rows = rest.view(len(self.row), -1, self.row.shape[2])
-        rows.addcmul_(self.factors.to(rest.dtype), self.row.to(rest.dtype))
+        rows.addcmul_(self.factors.to(rest), self.row.to(rest))
 
 
 @dataclass(frozen=True)

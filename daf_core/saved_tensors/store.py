@@ -301,7 +301,7 @@ class ActivationStore:
         backend = self._backends.get(saved.tensor.device)
         if backend is None:
             return None
-        ctx = self._context(saved, geometry, backend)
+        ctx = self._context(saved, geometry, backend, geometry.compact(saved.tensor))
         if reading.kind is Kind.SIDES:
             return SidesActivation.encode(saved, ctx)
         return PlanesActivation.encode(saved, ctx) if reading.takes_approximations else None
@@ -321,16 +321,15 @@ class ActivationStore:
         backend = self._backends.get(saved.tensor.device)
         if saved.form is TensorKind.RAW or backend is None:
             return None
-        ctx = self._context(saved, geometry, backend)
-        if saved.fetch is not None:
-            ctx.values = saved.fetch(ctx.values)
+        values = geometry.compact(saved.tensor)
+        ctx = self._context(saved, geometry, backend, values if saved.fetch is None else saved.fetch(values))
         ctx.require_finite, ctx.sources = require_finite, derivation
         # Codes for one reader alone would hide what is not finite.
         saved.codec = self._lossy.codec(saved.site) if require_finite else None
         return encode_first(ctx.codecs, saved, ctx, lossy=not self._exact)
 
-    def _context(self, saved: SavedTensor, geometry: Geometry, backend: Backend) -> EncodeContext:
-        values, pager = geometry.compact(saved.tensor), self._pagers.on(saved.tensor.device)
+    def _context(self, saved: SavedTensor, geometry: Geometry, backend: Backend, values: Tensor) -> EncodeContext:
+        pager = self._pagers.on(saved.tensor.device)
         groups = self._grouping(saved.form, saved, geometry, saved.normalizes, values.detach())
         return EncodeContext(values, pager, backend, groups, lossy=self._lossy, codecs=registry.CODECS)
 

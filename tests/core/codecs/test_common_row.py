@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from daf_core.autograd.sites import Site
 from daf_core.codecs import EncodeContext, PlanesActivation
-from daf_core.codecs.common_row import EVERY, LEAST_GAIN, LEAST_ROWS, CommonRows, RowBlocks, possible_blocks
+from daf_core.codecs.common_row import EVERY, LEAST_GAIN, LEAST_ROWS, Common, CommonRows, RowBlocks, possible_blocks
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.memory.pager import Pager
@@ -201,6 +201,11 @@ def test_values_that_are_not_finite_stay_as_they_are(value: float) -> None:
     assert (
         PlanesActivation.write(EncodeContext(tensor.view(-1), Pager(PagePool(CPU)), load_backend(CPU), groups)) is None
     )
+
+
+def test_a_device_adds_what_a_host_has_taken() -> None:
+    common = Common(torch.ones(2, 1, 32, dtype=torch.bfloat16), torch.ones(2, 64, 1, dtype=torch.bfloat16))
+    common.add_to(torch.empty(2, 64, 32, device="meta"))  # which fails where devices differ
 
 
 def test_sites_are_measured_again() -> None:

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
 from daf_core.autograd.sites import ModuleScopes, Site
 from daf_core.codecs import RawActivation
+from daf_core.codecs.common_row import CommonRows, RowBlocks
 from daf_core.codecs.saved_tensor import capture
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pages.host_linked_pool import LinkedPool
@@ -68,6 +69,21 @@ def test_same_training(name: str, precision: Any, monkeypatch: pytest.MonkeyPatc
     link = connect(monkeypatch)
     assert_same(train(model, loss, DAFConfig(precision=precision, packing="workers")), expected)
     assert len(link.copied) >= 3
+
+
+def test_what_rows_share_is_looked_for_where_they_are_packed(link: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may not have made the values yet, and its thread would wait for them."""
+    looked_at, blocks = list[Tensor](), CommonRows.blocks
+
+    def counting(self: CommonRows, site: Any, geometry: Any, group: int, values: Tensor) -> RowBlocks | None:
+        looked_at.append(values)
+        return blocks(self, site, geometry, group, values)
+
+    monkeypatch.setattr(CommonRows, "blocks", counting)
+    model, loss = make_model("mlp")
+    train(model, loss, DAFConfig(precision=4, packing="workers"), steps=1)
+    assert looked_at
+    assert all(link.has(values.data_ptr()) for values in looked_at)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
