@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import gpu_needs, gpu_steps, kernels, reductions, torch_codec
 from benchmarks.kernels import Clocks, mask_form, measure, planes_form
@@ -28,7 +29,7 @@ from tests.kernels.triton_device import DEVICE, TRITON
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.sh"
 PRECISIONS = (8, 4, 2, 1, 0)
-BENCHMARKS = ("kernels", "kernels-large", "reductions", "steps", "overlap", "roberta-base", "gpt2-medium")
+BENCHMARKS = ("kernels", "kernels-large", "reductions", "steps", "compiled", "cuda-graphs", "overlap")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -232,11 +233,18 @@ def test_torch_finds_the_same_ranges(call: int) -> None:
         torch.testing.assert_close(found.float(), expected, rtol=0, atol=0)
 
 
-def test_steps_are_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has steps run on the CPU, with figures of a GPU's memory."""
     figures = {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 30, "max_memory_allocated": 70}
     for name, figure in figures.items():
         monkeypatch.setattr(torch.cuda, name, partial(lambda figure: figure, figure))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_steps, "DEVICE", "cpu")
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_steps_are_timed_beside_plain_ones() -> None:
     results = list(gpu_steps.measure("tiny", 8, 64, 2, list(gpu_steps.METHODS), None))
     assert [result.method for result in results] == ["plain", *gpu_steps.METHODS]
     plain, exact, eight, four = results
@@ -245,6 +253,31 @@ def test_steps_are_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> N
     assert plain.held_bytes == plain.saved_bytes >= exact.held_bytes > eight.held_bytes > four.held_bytes > 0
     grid = gpu_steps.grid(results)
     assert {len(row) for row in grid.rows} == {len(grid.headings)}
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_compiled_steps_are_written_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what was measured is there where a later one takes more time than the machine is lent for."""
+    compiled = list[dict[str, Any]]()
+
+    def compile_nothing(model: nn.Module, **options: Any) -> nn.Module:
+        compiled.append(options)
+        if len(compiled) == 2:
+            raise TimeoutError
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    report = tmp_path / "steps.json"
+    sizes = ["--sizes", "tiny:8x64", "tiny:4x64"]
+    with pytest.raises(TimeoutError):
+        gpu_steps.main(
+            [*sizes, "--methods", "daf-4bit", "--compile", "default", "--rounds", "1", "--json", str(report)]
+        )
+    assert compiled == [{"mode": "default", "dynamic": False}] * 2
+    assert [(each["rows"], each["method"]) for each in json.loads(report.read_text())["steps"]] == [
+        (8, "plain"),
+        (8, "daf-4bit"),
+    ]
 
 
 def test_tables_in_markdown() -> None:
@@ -287,8 +320,8 @@ def run_script(folder: Path, python: str) -> "subprocess.CompletedProcess[str]":
         ("benchmarks.reductions", 1, ["reductions"]),
         ("pytest", 1, ["tests"]),
         ("benchmarks.gpu_needs", 1, ["packages"]),
-        ("daf_integrations bench", 1, ["roberta-base", "gpt2-medium"]),
-        ("benchmarks.", 1, ["packages", "kernels", "kernels-large", "reductions", "steps", "overlap"]),
+        ("benchmarks.gpu_steps", 1, ["steps", "compiled", "cuda-graphs"]),
+        ("benchmarks.", 1, ["packages", *BENCHMARKS]),
     ],
 )
 def test_a_part_that_fails_stops_no_other(tmp_path: Path, failing: str, status: int, failed: list[str]) -> None:
@@ -302,6 +335,6 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path, failing: str, status: 
     assert [name for name, text in results.items() if "FAILED" in text] == failed
     assert run.returncode == status
     assert run.stdout.endswith("\n".join(lines) + "\n")
-    log = (tmp_path / "out" / "gpt2-medium.log").read_text()
-    assert "-m daf_integrations bench benchmarks/zoo/models.py:gpt2_medium" in log
-    assert f"--json {tmp_path}/out/gpt2-medium.json" in log
+    log = (tmp_path / "out" / "compiled.log").read_text()
+    assert "-m benchmarks.gpu_steps --sizes roberta-base:128x512" in log
+    assert f"--json {tmp_path}/out/compiled.json" in log
