@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from daf_core.codecs.scaling_groups import OWN_ROW
 from daf_kernels.layout import (
     CLIP,
     CLIPPED_PRECISION,
@@ -25,6 +26,7 @@ from daf_kernels.layout import (
     LARGEST_SPREAD,
     LEAST_TAIL,
     MAX_GROUP,
+    SHARED_ROW,
     group_size,
 )
 from daf_kernels.reference.gelu_derivative import LEAST, STEPS
@@ -108,10 +110,11 @@ class Shape:
         return codes if self.split is not None else codes.reshape(-1, self.group)
 
 
-def shape_of(values: Tensor) -> Shape:
+def shape_of(values: Tensor, own_rows: bool = False) -> Shape:
     """Returns how a tensor is cut into groups: those of `group_size`, where eight codes of them fill whole bytes.
 
-    The tensor has no holes in memory; its sizes may be symbols.
+    With `own_rows`, rows of `OWN_ROW` elements or more do not share groups. The tensor has no holes in memory; its
+    sizes may be symbols.
     """
     strides = [(hint(values.stride(dim)), hint(values.shape[dim]), dim) for dim in range(values.dim())]
     order = tuple(dim for _, _, dim in sorted(strides, reverse=True))
@@ -121,6 +124,8 @@ def shape_of(values: Tensor) -> Shape:
         fixed -= 1
     known, row = math.prod(sizes[fixed:]), sizes[-1] if sizes else 1
     group = group_size(row) if is_known(row) else MAX_GROUP
+    if own_rows and is_known(row) and OWN_ROW <= row <= SHARED_ROW:
+        group = row
     if known % group or group % PARTS:
         fitting = (size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if known % size == 0)
         group = next(fitting, MAX_GROUP)

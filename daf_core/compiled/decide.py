@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from daf_core.compiled.attention import attend_again
 from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes, hint
-from daf_core.compiled.readers import Needs, is_view, name_of, needs_of, reached, sides_of
+from daf_core.compiled.readers import Needs, is_softmax, is_view, name_of, needs_of, reached, sides_of
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.sharpness import bits_for
 
@@ -44,6 +44,7 @@ class Decision:
     # result is what is stored. Empty where it is the tensor itself.
     instead: tuple[fx.Node, ...] = ()
     unread: bool = False  # whether the backward graph reads nothing of it, and nothing is stored
+    own_rows: bool = False  # whether rows are not to share scaling groups
 
 
 KEPT = Decision(None)
@@ -79,7 +80,7 @@ class Decisions:
             return KEPT
         if values.dtype not in _DTYPES or values.shape[-1] == 1:
             return KEPT
-        return self._of_values(reader, values)
+        return self._of_values(made, reader, values)
 
     def fit(self, names: Sequence[str], levels: Sequence[int], room: int, ways: Sequence[str] = ()) -> None:
         """Takes the most bits, of falling `levels`, for which saved tensors of these names fit in `room` bytes.
@@ -103,7 +104,7 @@ class Decisions:
             return elements_of(values) * values.element_size()
         return elements_of(values) * (getattr(decision.code, "bits", 1) + HEADER_BITS) / 8
 
-    def _of_values(self, reader: fx.Node, values: Tensor) -> Decision:
+    def _of_values(self, made: fx.Node, reader: fx.Node, values: Tensor) -> Decision:
         chain = function_of_alone(reader)
         if chain:
             found: Tensor = chain[-1].meta["val"]
@@ -114,7 +115,8 @@ class Decisions:
                 return Decision(
                     Slopes(code.bits) if isinstance(code, Planes) and is_gelu(reader, chain) else code, chain
                 )
-        return Decision(sides_of(reader) or self._code(reader))
+        # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
+        return Decision(sides_of(reader) or self._code(reader), own_rows=is_softmax(_viewed(made)))
 
     def _code(self, reader: fx.Node) -> Code | None:
         needs = needs_of(reader)
@@ -216,6 +218,13 @@ def _is_pointwise(node: fx.Node) -> bool:
     if not isinstance(value, Tensor):
         return False
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in _ONE_BY_ONE
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Returns what a node is a view of, or a cast, such as autocast's."""
+    while (is_view(node) or name_of(node) in CASTS) and len(node.all_input_nodes) == 1:
+        [node] = node.all_input_nodes
+    return node
 
 
 def _is_result_beside(node: fx.Node) -> bool:

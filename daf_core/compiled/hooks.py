@@ -55,10 +55,10 @@ class _Pair:
         decision, function = self._found[name]
         return (values if function is None else function(values)), decision
 
-    def code_of(self, name: str) -> Code | None:
+    def stores_alike(self, name: str) -> Decision | None:
         """Returns how a saved tensor that `stored` was asked for is stored; None where others like it are not."""
         decision, function = self._found[name]
-        return None if function is not None or name == self._counts_at else decision.code
+        return None if function is not None or name == self._counts_at or decision.code is None else decision
 
     def traced(self, kind: tuple[Any, ...], arguments: tuple[Any, ...], anew: Anew) -> fx.GraphModule:
         """Returns the graph of a hook's call, which is traced once for a kind of arguments: their sizes are the same.
@@ -201,7 +201,7 @@ class _Calls:
         self.tracing.last, stored = None, () if decision.unread else (values,)
         if decision.code is not None:
             values = values if is_dense(values) else values.contiguous()
-            like = Like(values.shape, values.dtype, shape_of(values))
+            like = Like(values.shape, values.dtype, shape_of(values, decision.own_rows))
             stored = pair.encoded(decision.code, values, like.shape)
             self.tracing.last = decision.code, like
         return pair.count(name, tensor, decision, stored), *_different(values.shape)
@@ -220,8 +220,8 @@ class _Calls:
         context, [values] = graph_hook_context(), arguments
         assert context is not None
         pair = self._pair(context["_fw_graph"], context["_bw_graph"])
-        code = pair.code_of(context["_node"].name)
-        return anew() if code is None else pair.traced((code, *_like(values)), arguments, anew)
+        decision = pair.stores_alike(context["_node"].name)
+        return anew() if decision is None else pair.traced((decision, *_like(values)), arguments, anew)
 
     def traced_unpack(self, arguments: tuple[Any], anew: Anew) -> fx.GraphModule:
         """Returns the graph of `unpack`, of what `pack` has given last."""

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from daf_core.compiled.decide import CASTS, LEAST_ELEMENTS, elements_of, made_of_gradients
-from daf_core.compiled.readers import is_view, name_of
+from daf_core.compiled.readers import is_softmax, is_view, name_of
 
 _REGION = 0
 """The partitioner numbers regions that are worked out again; ours is one, and it saves nothing at its border."""
@@ -49,7 +49,7 @@ def with_hints(
 def _policy(node: fx.Node) -> CheckpointPolicy | None:
     """Returns what to tell the partitioner of a forward node; None leaves the choice to it."""
     name = name_of(node)
-    if name == "div" and _is_softmax(node):  # rather than the scores, whose error an exponential enlarges
+    if name == "div" and is_softmax(node):  # rather than the scores, whose error an exponential enlarges
         return CheckpointPolicy.MUST_SAVE
     again = CheckpointPolicy.MUST_RECOMPUTE
     if name == "mul" and any(_is_mask(each) or _is_vector(each) for each in node.all_input_nodes):
@@ -92,14 +92,6 @@ def _is_small(node: fx.Node) -> bool:
     """Says whether a node's tensor stays as it is because it is small."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and elements_of(value) < LEAST_ELEMENTS
-
-
-def _is_softmax(node: fx.Node) -> bool:
-    """Says whether a quotient is that of exponentials and their sum."""
-    first, second = (*node.args, None, None)[:2]
-    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
-        return False
-    return name_of(first) == "exp" and name_of(second) == "sum" and second.args[0] is first
 
 
 def _is_mask(node: fx.Node) -> bool:

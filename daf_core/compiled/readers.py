@@ -119,6 +119,16 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or name_of(node) in _VIEWS
 
 
+def is_softmax(node: fx.Node) -> bool:
+    """Says whether a node gives the result of a softmax: as a whole, or the quotient of exponentials and their sum."""
+    if name_of(node) in ("_softmax", "_safe_softmax"):
+        return True
+    first, second = (*node.args, None, None)[:2]
+    if name_of(node) != "div" or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return False
+    return name_of(first) == "exp" and name_of(second) == "sum" and second.args[0] is first
+
+
 def reached(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
     """Yields nodes, what follows each of them, what follows that, and so on: each node once."""
     pending = [*start]

@@ -52,6 +52,19 @@ def test_planes_have_the_error_of_the_reference(name: str, bits: int) -> None:
     assert held < values.numel() * (bits / 8 + 0.08) + 2048
 
 
+@pytest.mark.parametrize("keys", [32, 40, 64])
+def test_short_rows_may_keep_their_own_means(keys: int) -> None:
+    """So decoded probabilities sum to 1."""
+    values = (3 * torch.randn(2, 4, 16, keys)).softmax(-1)
+    for own_rows, bound in ((True, 1e-5), (False, 1.0)):
+        shape = shape_of(values, own_rows)
+        found = Planes(4).decode(Planes(4).encode(values, shape), Like(values.shape, values.dtype, shape))
+        off = float((found.sum(-1) - 1).abs().max())
+        assert bound / 100 < off < bound
+    for other in (torch.randn(64, 16), torch.randn(64, 36), torch.randn(64, 96)):  # too short, no whole bytes, alone
+        assert shape_of(other, own_rows=True) == shape_of(other)
+
+
 def test_moments_of_a_group_are_kept() -> None:
     values = torch.randn(32, 256).exp() + 3
     found, _ = stored_and_back(Planes(2), values)
