@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from daf_core.autograd.torch_compile import NOT_IN_CUDA_GRAPHS
-from daf_core.compiled.readers import ATTENTIONS, name_of, reached
+from daf_core.compiled.readers import ATTENTIONS, is_view, name_of, reached
 from daf_core.readers.attention import Draws, drawing_from
 
 _RESULTS = 2
@@ -31,12 +31,12 @@ def attend_again(forward: fx.Graph, backward: fx.Graph) -> frozenset[str]:
     """
     readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
     found: set[str] = set()
-    for node in forward.nodes:
+    for node in reversed(forward.nodes):  # the last first: what makes its inputs again comes before it
         if name_of(node) not in ATTENTIONS:
             continue
         saved = [(place, readers[result.name]) for place, result in _results(node) if result.name in readers]
         drawn = _drawn(node) if _drops(node) else ()
-        known = all(each.name in readers for each in node.all_input_nodes)
+        known = all(_is_known(each, readers) for each in node.all_input_nodes)
         if not saved or not known or drawn is None or not set(drawn) <= {place for place, _ in saved}:
             continue
         results = [(place, reader) for place, reader in saved if not drawn or place < _RESULTS]
@@ -54,9 +54,13 @@ def _insert(
 ) -> None:
     """Runs a forward node in the backward graph, right before the first that reads one of its results."""
     saved = {reader for _, reader in results}
+
+    def source(given: fx.Node) -> fx.Node:
+        return readers[given.name] if given.name in readers else backward.node_copy(given, source)
+
     first = next(each for each in backward.nodes if not saved.isdisjoint(each.all_input_nodes))
     with backward.inserting_before(first):
-        again = backward.node_copy(node, lambda source: readers[source.name])
+        again = backward.node_copy(node, source)
         if drawn:
             again.target, again.args = getattr(torch.ops.daf, name_of(node)).default, (drawn, *again.args)
             again.meta["val"] = again.meta["val"][:_RESULTS]
@@ -64,6 +68,13 @@ def _insert(
             result = backward.call_function(operator.getitem, (again, place))
             result.meta = copy.copy(reader.meta)
             reader.replace_all_uses_with(result)
+
+
+def _is_known(node: fx.Node, readers: dict[str, fx.Node]) -> bool:
+    """Says whether a backward graph is given what a forward node makes, or what that is a view of."""
+    if node.name in readers:
+        return True
+    return is_view(node) and all(_is_known(each, readers) for each in node.all_input_nodes)
 
 
 def _results(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:

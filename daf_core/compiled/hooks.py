@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -44,7 +44,10 @@ class _Pair:
         self._saved = account.Saved()
         self._encoded: dict[tuple[Any, ...], Sequence[Tensor]] = {}
         self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
-        self._counts_at = _counting_place(forward, backward, decisions)
+        self._made = {node.name: node for node in forward.nodes}
+        read = {node.name for node in backward.find_nodes(op="placeholder")}
+        self._names = [name for name in _saved_names(forward) if name in read]
+        self._counts_at = _counting_place(self._names, self._made, decisions)
         self._counted: set[str] = set()
 
     def stored(self, name: str, values: Tensor) -> tuple[Tensor, Decision]:
@@ -81,17 +84,23 @@ class _Pair:
         return self._encoded[kind]
 
     def count(self, name: str, raw: Tensor, decision: Decision, stored: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Counts a saved tensor; the last of a graph brings the operator that counts them all at run time."""
+        """Counts a saved tensor; one of a graph brings the operator that counts them all at run time."""
+        self._note(name, raw, decision, stored)
+        if name != self._counts_at:
+            return stored
+        for other in self._names:  # those that are yet to come have no code
+            values, kept = self._made[other].meta["val"], self._decisions.of(other)
+            self._note(other, values, kept, () if kept.unread else (values,))
+        sizes = account.symbols_in(raw)
+        return *stored[:-1], torch.ops.daf.count(stored[-1], self._saved.text(sizes), sizes)
+
+    def _note(self, name: str, raw: Tensor, decision: Decision, stored: Sequence[Tensor]) -> None:
         if name not in self._counted:
             self._counted.add(name)
             account.remember_hints(raw)
             self._saved.raw += account.bytes_of(raw)
             self._saved.held += sum(map(account.bytes_of, stored))
             self._saved.stored_as[_name_of(decision)] += 1
-        if name != self._counts_at:
-            return stored
-        sizes = account.symbols_in(raw)
-        return *stored[:-1], torch.ops.daf.count(stored[-1], self._saved.text(sizes), sizes)
 
     def _moved(self, name: str, decision: Decision) -> Callable[[Tensor], Tensor] | None:
         """Takes operators out of the backward graph that are to run in the forward graph; None where there are none."""
@@ -297,15 +306,12 @@ class _Hook(fx.GraphModule):
 skip_dynamo(_Hook.__call__)
 
 
-def _counting_place(forward: fx.Graph, backward: fx.Graph, decisions: Decisions) -> str | None:
+def _counting_place(names: Sequence[str], made: Mapping[str, fx.Node], decisions: Decisions) -> str | None:
     """Returns the saved tensor that the operator which counts copies a part of: the last code, or what is smallest."""
-    read = {node.name for node in backward.find_nodes(op="placeholder")}
-    names = [name for name in _saved_names(forward) if name in read]
     coded = [name for name in names if decisions.of(name).code is not None]
     if coded:
         return coded[-1]
-    sizes = {node.name: elements_of(node.meta["val"]) for node in forward.nodes if node.name in names}
-    return min(sizes, key=sizes.__getitem__, default=None)
+    return min(names, key=lambda name: elements_of(made[name].meta["val"]), default=None)
 
 
 def _name_of(decision: Decision) -> str:

@@ -175,14 +175,16 @@ def _comparison(node: fx.Node, source: fx.Node) -> Sides | None:
 def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
     """Returns what a node needs of what it reads, and whether its result is to be followed."""
     name = name_of(user)
-    if user.op == "output" or name in _SUMS or name in ATTENTIONS:
+    if user.op == "output" or name in _SUMS:
         return Needs.VALUES, False
+    if name in ATTENTIONS:  # whose mask may have infinities
+        return Needs.VALUES if source in _heads(user) else Needs.EXACT, False
     if is_view(user):
         return Needs.NOTHING, True
     if name in _SMOOTH:
         return Needs.VALUES, True
     if name in _BACKWARDS:
-        return _needs_of_argument(name, user.args, source) if _is_of_what_it_reads(user) else Needs.EXACT, False
+        return _needs_of_argument(name, user, source) if _is_of_what_it_reads(user) else Needs.EXACT, False
     if name in ("exp", "exp2"):
         return Needs.EXPONENTIAL, False
     if name == "div":  # by what is exact, or of it
@@ -208,9 +210,17 @@ def _is_of_what_it_reads(backward: fx.Node) -> bool:
     return wide and any(name_of(each.all_input_nodes[0]) in ATTENTIONS for each in results)
 
 
-def _needs_of_argument(name: str, arguments: tuple[Any, ...], source: fx.Node) -> Needs:
+def _heads(attention: fx.Node) -> tuple[Any, ...]:
+    """Returns query, key and value of an attention, or of one that draws again, which is told what first."""
+    begin = int(isinstance(attention.args[0], list | tuple))
+    return attention.args[begin : begin + 3]
+
+
+def _needs_of_argument(name: str, user: fx.Node, source: fx.Node) -> Needs:
     found, (node, fields) = Needs.NOTHING, _BACKWARDS[name]
-    for place, argument in enumerate(arguments):
+    if source in user.kwargs.values():  # such as a mask, which may have infinities
+        found |= Needs.EXACT
+    for place, argument in enumerate(user.args):
         if argument is source:
             if place == 0:  # the gradient, or what is multiplied by it
                 found |= Needs.VALUES

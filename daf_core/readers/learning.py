@@ -334,8 +334,9 @@ class Readers:
                 self._change(node, product_input(node) or "", reading)
 
     def _set(self, place: Place, reading: Reading) -> None:
-        self._readings[place] = reading
-        self.changes += 1
+        if self._readings.get(place) != reading:  # the same object as long as nothing is learned: see `still_reads`
+            self._readings[place] = reading
+            self.changes += 1
 
     def _learn(self, place: Place, reading: Reading) -> Reading:
         """Remembers what reads at a place; where that is not always the same, it is the most exact."""
@@ -344,8 +345,7 @@ class Readers:
             reading = more_exact(known, reading)
         elif known is not None and not reading.deviation:
             reading = replace(reading, deviation=known.deviation)
-        if known is None or reading != known:  # the same object as long as nothing is learned: see `still_reads`
-            self._set(place, reading)
+        self._set(place, reading)
         return self._readings[place]
 
     def _lead(self, node: Node, unpack: Unpack) -> None:

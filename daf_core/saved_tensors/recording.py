@@ -38,10 +38,6 @@ MOST_SAVES = 1 << 13
 """Saves in all trees, of 1 to 2 kB each. RoBERTa-base has 400; a program that never saves the same twice, as one with
 experts, begins anew now and then."""
 
-PASSES = 256
-"""Passes after which all is looked at anew, for a pass of .3 more of a small model's step: what rows have in common
-(see `CommonRows`) changes while a model trains."""
-
 KINDS = 8
 """Treatments whose trees are kept: those of a plan, and three of elastic training, take turns."""
 
@@ -222,13 +218,12 @@ class Recordings:
 
     def __init__(self) -> None:
         self._roots: list[tuple[Treatments, Save]] = []
-        self._saves = self._passes = 0
+        self._saves = self._epoch = 0
 
-    def root(self, treatments: Treatments) -> Save:
-        """Returns the tree of passes with some treatments."""
-        self._passes += 1
-        if self._saves > MOST_SAVES or self._passes > PASSES:
-            self._roots, self._saves, self._passes = [], 0, 0
+    def root(self, treatments: Treatments, epoch: int) -> Save:
+        """Returns the tree of passes with some treatments; in another epoch of the store all is looked at anew."""
+        if self._saves > MOST_SAVES or epoch != self._epoch:
+            self._roots, self._saves, self._epoch = [], 0, epoch
         found = next((root for known, root in self._roots if known == treatments), None)
         if found is None:
             found = Save()

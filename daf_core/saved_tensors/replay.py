@@ -76,7 +76,7 @@ class Replay:
             self._follower.begin()
             return
         store.begin_replay(self._packer.eligibility.storages)
-        root = self._recordings.root(treatments)
+        root = self._recordings.root(treatments, store.epoch)
         self._at, self._store, self._replays = root, store, bool(root.following)
         self._waiting = self._readers.unresolved
         # Torch.compile guards on the hooks of modules: to switch them has everything compiled again.
@@ -167,6 +167,8 @@ class Replay:
         packer, readers, look, softmax = self._packer, self._readers, save.look, save.softmax
         assert look is not None
         assert self._store is not None
+        if self._waiting:  # what the graph shows may be a pole, and change what is known here
+            readers.show(tensor.grad_fn)
         if save.checked != readers.changes:
             place = look.sighting.place
             if place is not None and not readers.still_reads(place, look.reading):
@@ -187,11 +189,10 @@ class Replay:
                 return None
             if tensor.is_neg() or tensor._is_zerotensor() or packer.eligibility.is_of_parameter(tensor):
                 return None
-            readers.show(tensor.grad_fn)
             packed = packer.store_as(decision, look, tensor)
         if packed is not None and softmax is not None:
             readers.looks.count(*softmax)
-        if packed is not None and look.sighting.fresh:
+        if packed is not None and look.sighting.fresh and look.takes is TensorKind.LOSSY:
             packer.wait_for_reader(look, tensor, packed)
         return packed
 

@@ -75,9 +75,14 @@ class ActivationStore:
         self.shelf.parameters, self.shelf.token = parameters, self._lossy.token
 
     def finish_pass(self) -> None:
-        """Ends a forward pass."""
+        """Ends a forward pass; may be called again."""
+        self._common.passes += bool(self._sharing.met)
         self._sharing.clear()
-        self._common.passes += 1
+
+    @property
+    def epoch(self) -> int:
+        """Changes where tensors are to be looked at anew."""
+        return self._common.epoch
 
     def store(self, saved: SavedTensor, derivation: Derivation) -> Packed:
         """Stores an activation in the first form that can hold it: shared, derived, a codec's, or raw.

@@ -335,7 +335,8 @@ class TestInsideOfGraphs:
         daf.prepare(model, precision=4, audit_every=None)
         losses_of(model, 2)
         step = last_of(model)
-        assert step.stored_as["attended"] == 2  # one in the graph and one beside it, as in each alone
+        # A result and its sums in the graph, and a result beside it, as in each alone.
+        assert step.stored_as["attended"] == 3
         assert step.stored_as["planes"] > 8  # in both
         assert step.held_bytes < step.raw_bytes / 1.5
 

@@ -160,3 +160,35 @@ def test_probabilities_of_few_keys_sum_to_one() -> None:
     codes, error = stored(Attention(), 4)
     assert codes["planes"] >= 2
     assert 0 < error < 0.2
+
+
+class Fused(nn.Module):
+    """Fused attention, perhaps with a mask, and perhaps of its own result."""
+
+    def __init__(self, mask: Tensor | None, again: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.mask, self.again = nn.Linear(64, 192), mask, again
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        heads = self.first(inputs.view(2, 64, 64)).chunk(3, -1)
+        query, key, value = (each.unflatten(-1, (2, 32)).transpose(1, 2) for each in heads)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)
+        if self.again:
+            found = nn.functional.scaled_dot_product_attention(found, key, value)
+        return found.square().mean()
+
+
+def test_masks_of_attentions_are_exact() -> None:
+    """Infinities in codes make the gradient NaN; models with causal masks give them as tensors."""
+    causal = torch.ones(64, 64).tril().bool()
+    for mask in (causal, torch.zeros(64, 64).masked_fill(~causal, -torch.inf), causal.expand(2, 1, 64, 64)):
+        codes, error = stored(Fused(mask), 8)
+        assert codes["attended"] >= 1
+        assert 0 < error < 0.01
+
+
+def test_attentions_of_attentions_run_again() -> None:
+    codes, error = stored(Fused(None, again=True), 8)
+    assert codes["attended"] >= 3
+    assert 0 < error < 0.01

@@ -382,6 +382,32 @@ def _branches() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
         y = model(normal(*LARGE, seed=step))
         return (y / (y.detach() if step % 4 == 3 else 3.0)).square().mean()
 
+    def pole(model: nn.Module, step: int) -> Tensor:
+        y = model[0](normal(*LARGE, seed=step))
+        return ((y.sigmoid() if step >= 3 else y + 1).abs() + 0.1).pow(-1.5).square().mean()
+
+    def divided(model: nn.Module, step: int) -> Tensor:
+        x = normal(*LARGE, seed=step)
+        y = model[0](x)
+        return ((y.sigmoid() if step >= 3 else y + 1) / (x.abs() + 0.3)).square().mean()
+
+    def dropped(model: nn.Module, step: int) -> Tensor:
+        y = model[0](normal(*LARGE, seed=step))
+        _ = y.abs().add(0.1).pow(0.5)
+        del _
+        return y.sin().mean()
+
+    def crowded(model: nn.Module, step: int) -> Tensor:
+        y = (model[0](normal(*LARGE, seed=step)).abs() + 0.1).pow(-1.5 if step == 5 else 2)
+        others = [y.detach().add(model[0].bias).div(normal(*LARGE, seed=seed).abs() + 0.1) for seed in range(18)]
+        return (y.sin() + torch.stack(others).sum(0)).mean()
+
+    def twice(model: nn.Module, step: int) -> Tensor:
+        y = model[0](normal(*LARGE, seed=step))
+        for exponent in (-1.5 if step == 4 else 2, 2):
+            y = (y.sigmoid().abs() + 0.1).pow(exponent)
+        return y.mean()
+
     def other_values(model: nn.Module, step: int) -> Tensor:
         x = normal(*LARGE, seed=step)
         return model((x > 0).float() if step % 2 else x).square().mean()
@@ -417,8 +443,8 @@ def _branches() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
         return model(x.conj().imag if step % 2 else x.imag).square().mean()
 
     losses = [
-        skipped, swapped, other_function, other_exponent, other_norm, other_divisor, other_values, not_finite, frozen,
-        another_layout, another_type, shared, evaluated, negated,
+        skipped, swapped, other_function, other_exponent, other_norm, other_divisor, pole, divided, dropped, crowded,
+        twice, other_values, not_finite, frozen, another_layout, another_type, shared, evaluated, negated,
     ]  # fmt: skip
     return {loss.__name__.strip("_"): (mlp, loss) for loss in losses}
 
