@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from enum import Flag, auto
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -199,15 +199,17 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
 
 
 def _is_of_what_it_reads(backward: fx.Node) -> bool:
-    """Says whether an attention's backward reads a result of the query, key and value that it is given.
+    """Says whether an attention's backward reads sums of the query, key and value that it is given.
 
-    With the result of others, probabilities do not sum to 1: all are exact then. True of what is no attention.
+    With those of others, probabilities do not sum to 1: all are exact then. True of what is no attention.
     """
     if name_of(backward).removesuffix("_backward") not in ATTENTIONS:
         return True
-    results = (each for each in backward.all_input_nodes if each.target is operator.getitem)
-    wide = backward.all_input_nodes[1].meta["val"].shape[-1] >= NARROW
-    return wide and any(name_of(each.all_input_nodes[0]) in ATTENTIONS for each in results)
+    schema: Any = backward.target
+    names = [argument.name for argument in schema._schema.arguments]
+    query, sums = (cast("fx.Node", backward.args[names.index(name)]) for name in ("query", "logsumexp"))
+    again = sums.target is operator.getitem and name_of(sums.all_input_nodes[0]) in ATTENTIONS
+    return again and query.meta["val"].shape[-1] >= NARROW
 
 
 def _heads(attention: fx.Node) -> tuple[Any, ...]:
