@@ -10,7 +10,9 @@ tokens, as in the hidden states of language models, spoil the groups that they a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -190,7 +192,8 @@ class CommonRows:
         return found if pays else None
 
 
-def possible_blocks(geometry: Geometry, group: int) -> list[RowBlocks]:
+@lru_cache(maxsize=4096)
+def possible_blocks(geometry: Geometry, group: int) -> tuple[RowBlocks, ...]:
     """Returns the ways to see a tensor with groups of so many elements as blocks of rows, always in the same order.
 
     All rows are one block; or rows of two dimensions are, such as the heads of each token; or there is a block for each
@@ -198,14 +201,14 @@ def possible_blocks(geometry: Geometry, group: int) -> list[RowBlocks]:
     """
     dims = geometry.memory_shape
     if len(dims) < 2 or math.prod(dims) != math.prod(geometry.compact_shape):  # elements overlap
-        return []
+        return ()
     rows, length = dims[-2:]
     blocks = math.prod(dims[:-2])
     shapes = [(1, blocks * rows, length), (1, blocks, rows * length), (blocks, rows, length)]
-    return [RowBlocks(*shape, group) for shape in shapes[: 1 if len(dims) == 2 else None]]
+    return tuple(RowBlocks(*shape, group) for shape in shapes[: 1 if len(dims) == 2 else None])
 
 
-def _best(possible: list[RowBlocks], values: Tensor) -> Gain:
+def _best(possible: Sequence[RowBlocks], values: Tensor) -> Gain:
     """Returns the way that gains most."""
     if values.is_meta:
         return Gain(-1, 0.0)

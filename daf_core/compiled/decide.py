@@ -55,11 +55,14 @@ class Decisions:
     """The decisions for a pair of graphs.
 
     What the backward graph works out of one saved tensor alone is taken out of it.
+
+    Attributes:
+        made: The nodes of the forward graph by name.
     """
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph, bits: int) -> None:
         self._bits = bits
-        self._made = {node.name: node for node in forward.nodes}
+        self.made = {node.name: node for node in forward.nodes}
         self._unread = attend_again(forward, backward)
         self._readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
         self._from_gradients = made_of_gradients(backward)
@@ -68,7 +71,7 @@ class Decisions:
         """Returns the decision for a saved tensor of a name."""
         if name in self._unread:
             return UNREAD
-        made, reader = self._made[name], self._readers.get(name)
+        made, reader = self.made[name], self._readers.get(name)
         if reader is None or not isinstance(reader.meta.get("val"), Tensor):
             return KEPT
         values: Tensor = reader.meta["val"]
@@ -97,7 +100,7 @@ class Decisions:
 
     def _bytes_of(self, name: str) -> float:
         """Returns about how many bytes a saved tensor takes."""
-        decision, values = self.of(name), self._made[name].meta["val"]
+        decision, values = self.of(name), self.made[name].meta["val"]
         if decision.unread or not isinstance(values, Tensor):
             return 0.0
         if decision.code is None:

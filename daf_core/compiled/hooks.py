@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -44,10 +44,9 @@ class _Pair:
         self._saved = account.Saved()
         self._encoded: dict[tuple[Any, ...], Sequence[Tensor]] = {}
         self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
-        self._made = {node.name: node for node in forward.nodes}
         read = {node.name for node in backward.find_nodes(op="placeholder")}
         self._names = [name for name in _saved_names(forward) if name in read]
-        self._counts_at = _counting_place(self._names, self._made, decisions)
+        self._counts_at = _counting_place(self._names, decisions)
         self._counted: set[str] = set()
 
     def stored(self, name: str, values: Tensor) -> tuple[Tensor, Decision]:
@@ -88,8 +87,8 @@ class _Pair:
         self._note(name, raw, decision, stored)
         if name != self._counts_at:
             return stored
-        for other in self._names:  # those that are yet to come have no code
-            values, kept = self._made[other].meta["val"], self._decisions.of(other)
+        for other in [each for each in self._names if each not in self._counted]:  # those to come have no code
+            values, kept = self._decisions.made[other].meta["val"], self._decisions.of(other)
             self._note(other, values, kept, () if kept.unread else (values,))
         sizes = account.symbols_in(raw)
         return *stored[:-1], torch.ops.daf.count(stored[-1], self._saved.text(sizes), sizes)
@@ -306,12 +305,12 @@ class _Hook(fx.GraphModule):
 skip_dynamo(_Hook.__call__)
 
 
-def _counting_place(names: Sequence[str], made: Mapping[str, fx.Node], decisions: Decisions) -> str | None:
+def _counting_place(names: Sequence[str], decisions: Decisions) -> str | None:
     """Returns the saved tensor that the operator which counts copies a part of: the last code, or what is smallest."""
     coded = [name for name in names if decisions.of(name).code is not None]
     if coded:
         return coded[-1]
-    return min(names, key=lambda name: elements_of(made[name].meta["val"]), default=None)
+    return min(names, key=lambda name: elements_of(decisions.made[name].meta["val"]), default=None)
 
 
 def _name_of(decision: Decision) -> str:

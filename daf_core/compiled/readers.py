@@ -184,7 +184,7 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
     if name in _SMOOTH:
         return Needs.VALUES, True
     if name in _BACKWARDS:
-        return _needs_of_argument(name, user, source) if _is_of_what_it_reads(user) else Needs.EXACT, False
+        return _needs_of_argument(user, source), False
     if name in ("exp", "exp2"):
         return Needs.EXPONENTIAL, False
     if name == "div":  # by what is exact, or of it
@@ -218,10 +218,10 @@ def _heads(attention: fx.Node) -> tuple[Any, ...]:
     return attention.args[begin : begin + 3]
 
 
-def _needs_of_argument(name: str, user: fx.Node, source: fx.Node) -> Needs:
-    found, (node, fields) = Needs.NOTHING, _BACKWARDS[name]
-    if source in user.kwargs.values():  # such as a mask, which may have infinities
-        found |= Needs.EXACT
+def _needs_of_argument(user: fx.Node, source: fx.Node) -> Needs:
+    if not _is_of_what_it_reads(user) or source in user.kwargs.values():  # such as a mask, which may have infinities
+        return Needs.EXACT
+    found, (node, fields) = Needs.NOTHING, _BACKWARDS[name_of(user)]
     for place, argument in enumerate(user.args):
         if argument is source:
             if place == 0:  # the gradient, or what is multiplied by it

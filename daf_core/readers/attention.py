@@ -222,11 +222,9 @@ def _dropping_as(node: Node, draws: Draws | None, device: torch.device) -> Abstr
     return drawing_from(device, draws)
 
 
-@contextmanager
-def drawing_from(device: torch.device, draws: Draws) -> Generator[None]:
+def drawing_from(device: torch.device, draws: Draws) -> AbstractContextManager[None]:
     """Has a GPU's generator draw, inside, the random numbers that an attention has drawn before."""
-    with _drawing_from(torch.cuda.default_generators[device.index], draws.arrived()):
-        yield
+    return _drawing_from(torch.cuda.default_generators[device.index], draws.arrived())
 
 
 @contextmanager

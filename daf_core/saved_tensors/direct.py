@@ -165,16 +165,17 @@ class Direct:
             stored = BitmaskActivation(pager, backend, (0, 0))
         else:
             stored = PlanesActivation(pager, backend, layout, groups)
-        geometry, common = decision.geometry, None if groups is None else groups.common
-        dense = geometry.compact(tensor.detach()).contiguous() if geometry.has_holes and common is None else tensor
-        if common is not None and type(stored) is PlanesActivation:
+        geometry, dense = decision.geometry, tensor
+        decodes: DirectCodec | None = codec
+        if type(stored) is PlanesActivation and stored.groups.common is not None:
+            decodes = None  # what rows share is to be added
             dense = stored.without_common(geometry.compact(tensor.detach()))
+        elif geometry.has_holes:
+            dense = geometry.compact(tensor.detach()).contiguous()
         declined, zero, one, finite = pager.take(kind, stored, codec.encode, dense.data_ptr())
         if declined:
             return None
-        stored.two = zero, one
-        if common is None:
-            stored.direct = codec
+        stored.direct, stored.two = decodes, (zero, one)
         if finite is not None and type(stored) is PlanesActivation:
             stored.check_later(shelf.lossy.checks, tensor, finite, geometry.compact)
             if stored.check is None and not finite:

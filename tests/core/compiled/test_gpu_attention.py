@@ -30,7 +30,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function:UserWarning")]
 
@@ -53,7 +53,7 @@ class Traced:
         compiled(*heads).sum().backward()
         forward, backward = found
         [self.reader] = [node for node in backward.nodes if name_of(node) == f"{OPERATORS[kind]}_backward"]
-        self.gradient, *self.inputs = self.reader.all_input_nodes[:4]
+        _, *self.inputs = self.reader.all_input_nodes[:4]
         self.results = [node for node in self.reader.all_input_nodes[4:] if node.meta["val"].dtype.is_floating_point]
         self.drawn = [node for node in self.reader.all_input_nodes[4:] if node not in self.results]
         decisions = Decisions(forward, backward, 4)
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return self.last(mixed.transpose(1, 2).flatten(2)).square().mean()
 
 
-@NEEDS_A_GPU
+@needs_gpu
 @pytest.mark.parametrize(
     ("kind", "drop", "mode"),
     [*((kind, drop, "default") for kind in BACKENDS for drop in (0.0, 0.5)), ("cudnn", 0.5, "reduce-overhead")],
