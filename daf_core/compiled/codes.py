@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from daf_core.codecs.scaling_groups import OWN_ROW
+from daf_core.compiled.common_row import Across, across_rows, common_row
+from daf_core.compiled.sizes import hint, is_known
 from daf_kernels.layout import (
     CLIP,
     CLIPPED_PRECISION,
@@ -64,6 +66,7 @@ class Shape:
     split: int | None = None
     inner: int = 0  # the place in `order` where rows of whole groups begin
     padded: bool = False  # whether the last group is filled up
+    across: Across = ()  # what numbers rows that may have something in common
 
     def rows(self, values: Tensor, parts: int) -> Tensor:
         """Returns the values in the order of memory, of shape (outer, parts, rows, groups in a row, group).
@@ -129,21 +132,12 @@ def shape_of(values: Tensor, own_rows: bool = False) -> Shape:
     if known % group or group % PARTS:
         fitting = (size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if known % size == 0)
         group = next(fitting, MAX_GROUP)
+    across = across_rows(values.shape, order)
     if known % group:
-        return Shape(order, group, padded=True)
+        return Shape(order, group, padded=True, across=across)
     inner = max(place for place in range(fixed, len(sizes)) if math.prod(sizes[place:]) % group == 0)
     splits = (place for place in range(inner) if is_known(sizes[place]) and sizes[place] % PARTS == 0)
-    return Shape(order, group, next(splits, None), inner)
-
-
-def is_known(size: Any) -> bool:
-    """Says whether a size is a number, and no symbol."""
-    return isinstance(size, int)
-
-
-def hint(size: Any) -> int:
-    """Returns a size, or what a symbol stands for while it is traced: the order of memory does not depend on it."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    return Shape(order, group, next(splits, None), inner, across=across)
 
 
 @dataclass(frozen=True)
@@ -153,12 +147,20 @@ class Planes:
     bits: int  # of a code: 8, 4, 2 or 1
     # Whether values above 0 stay above 0 and others do not come above it, for one bit an element more.
     signs: bool = False
+    common: bool = False  # whether codes are of what is left without that which rows have in common
     name: ClassVar[str] = "planes"
     lossy: ClassVar[bool] = True
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
-        """Returns codes, and for each group the line that decodes them: its offset (float32) and slope (bfloat16)."""
+        """Returns codes, and for each group the line that decodes them: its offset (float32) and slope (bfloat16).
+
+        Then follow the bits of signs, and what rows have in common.
+        """
         parts, steps = 8 // self.bits, float(2**self.bits - 1)
+        beside = Bits().encode(values > 0, shape) if self.signs else ()
+        if self._takes_common(shape):
+            row = common_row(values, shape.across)
+            values, beside = values.float() - row.float(), (*beside, row)
         group = shape.rows(values, parts).float()
         least = group.amin(-1, keepdim=True)
         spread = group.amax(-1, keepdim=True) - least
@@ -172,27 +174,34 @@ class Planes:
             inside = offsets - torch.where(narrow, mean - CLIP * deviation, 0.0)
             width = torch.where(narrow, 2 * CLIP * deviation, spread)
         factor = torch.where(width > INVISIBLE, steps / width, 0.0)
-        codes = (inside * factor).round().clamp(0.0, steps)
+        # Codes that are no numbers would spoil those of other groups, which lie in the same bytes.
+        codes = torch.where(spread < LARGEST_SPREAD, (inside * factor).round().clamp(0.0, steps), 0.0)
         middle = codes.mean(-1, keepdim=True)
         distance = _deviation(codes, middle)
         slope = torch.where(distance > 0, deviation / distance, 0.0).bfloat16()
         offset = least + mean - slope.float() * middle
         offset = torch.where(spread < LARGEST_SPREAD, offset, torch.nan)
-        packed = shape.pack(codes, self.bits)
-        return (packed, offset, slope, *(Bits().encode(values > 0, shape) if self.signs else ()))
+        return shape.pack(codes, self.bits), offset, slope, *beside
 
     def decode(self, stored: Sequence[Tensor], like: Like) -> Tensor:
         """Returns values of the shape and type that were encoded."""
-        packed, offset, slope = stored[:3]
+        packed, offset, slope, *beside = stored
         values = like.shape.unpack(packed, self.bits) * slope.float() + offset
+        if self._takes_common(like.shape):
+            values = like.shape.back(values, like.sizes) + beside.pop().float()
         if like.dtype is torch.float16 or like.dtype is torch.bfloat16:
             most = torch.finfo(like.dtype).max
             values = values.clamp(-most, most)
-        values = like.shape.back(values.to(like.dtype), like.sizes)
+        values = values.to(like.dtype)
+        if not self._takes_common(like.shape):
+            values = like.shape.back(values, like.sizes)
         if not self.signs:
             return values
-        positive = Bits().decode(stored[3:], like)
+        positive = Bits().decode(beside, like)
         return torch.where(positive, values.clamp_min(_TINY[like.dtype]), values.clamp_max(0.0))
+
+    def _takes_common(self, shape: Shape) -> bool:
+        return self.common and bool(shape.across)
 
 
 @dataclass(frozen=True)

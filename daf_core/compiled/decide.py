@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
 
 from daf_core.compiled.attention import attend_again
-from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes, hint
+from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
 from daf_core.compiled.readers import Needs, is_softmax, is_view, name_of, needs_of, reached, sides_of
+from daf_core.compiled.sizes import hint
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.sharpness import bits_for
 
@@ -118,8 +119,11 @@ class Decisions:
                 return Decision(
                     Slopes(code.bits) if isinstance(code, Planes) and is_gelu(reader, chain) else code, chain
                 )
+        code, softmax = sides_of(reader) or self._code(reader), is_softmax(_viewed(made))
+        if isinstance(code, Planes) and not (code.signs or softmax or _is_of_convolution(reader)):
+            code = replace(code, common=True)
         # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
-        return Decision(sides_of(reader) or self._code(reader), own_rows=is_softmax(_viewed(made)))
+        return Decision(code, own_rows=softmax)
 
     def _code(self, reader: fx.Node) -> Code | None:
         needs = needs_of(reader)
@@ -221,6 +225,11 @@ def _is_pointwise(node: fx.Node) -> bool:
     if not isinstance(value, Tensor):
         return False
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in _ONE_BY_ONE
+
+
+def _is_of_convolution(reader: fx.Node) -> bool:
+    """Says whether a convolution reads a tensor, of which it does not show which dimension is that of channels."""
+    return any(name_of(user) == "convolution_backward" for user in reader.users)
 
 
 def _viewed(node: fx.Node) -> fx.Node:

@@ -1,0 +1,15 @@
+"""Sizes of tensors that are traced: numbers, or symbols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def is_known(size: Any) -> bool:
+    """Says whether a size is a number, and no symbol."""
+    return isinstance(size, int)
+
+
+def hint(size: Any) -> int:
+    """Returns a size, or what a symbol stands for while it is traced: the order of memory does not depend on it."""
+    return size if isinstance(size, int) else int(size.node.hint)

@@ -1,0 +1,165 @@
+"""What the rows of a tensor have in common, inside of compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from daf_core import ActivationEngine, DAFConfig
+from daf_core.compiled.codes import Like, Planes, shape_of
+from daf_core.compiled.common_row import SOME_ROWS, across_rows, common_row
+from tests.core.harness import normal
+
+BACKEND = "aot_eager_decomp_partition"
+
+SHAPED: dict[str, Callable[[], Tensor]] = {
+    "tokens": lambda: normal(512, 256),
+    "rows of tokens": lambda: normal(4, 128, 256),
+    "heads": lambda: normal(2, 128, 4, 64).transpose(1, 2),
+    "heads, copied": lambda: normal(2, 4, 128, 64),
+    "columns": lambda: normal(256, 512).t(),
+    "filled up": lambda: normal(128, 131),
+    "bfloat16": lambda: normal(4, 128, 256).bfloat16(),
+}
+
+
+def restored(values: Tensor, common: bool, bits: int = 4) -> tuple[Tensor, int]:
+    """Returns what comes back, and the bytes that were stored."""
+    shape, code = shape_of(values), Planes(bits, common=common)
+    stored = code.encode(values, shape)
+    found = code.decode(stored, Like(values.shape, values.dtype, shape))
+    assert (found.shape, found.dtype) == (values.shape, values.dtype)
+    return found, sum(each.nbytes for each in stored)
+
+
+def error(found: Tensor, exact: Tensor, spread: Tensor) -> float:
+    """Returns the error, beside what rows differ by."""
+    return float((found - exact).float().norm() / spread.float().norm())
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_bias_of_channels_makes_no_larger_error(name: str) -> None:
+    spread = SHAPED[name]()
+    order = shape_of(spread).order
+    tokens = max(order[:-1], key=lambda dim: spread.shape[dim])
+    bias = 10 * normal(*(1 if dim in (tokens, 0) and dim != order[-1] else n for dim, n in enumerate(spread.shape)))
+    values = spread + bias.to(spread.dtype)
+    own = values.float() - bias.to(spread.dtype).float()
+    (plain, few), (found, held) = restored(values, common=False), restored(values, common=True)
+    unbiased, _ = restored(spread, common=True)
+    assert error(plain, values, own) > 0.5
+    assert error(found, values, own) < 1.1 * error(unbiased, spread, spread) + 0.01
+    assert few < held <= few + values.numel() / 32
+
+
+def test_channels_decide_for_themselves() -> None:
+    values = normal(256, 128)
+    values[:, 3] += 30
+    values[:, 7] += 0.2
+    row = common_row(values, across_rows(values.shape, (0, 1)))
+    assert row.shape == (1, 128)
+    assert row.dtype is torch.bfloat16
+    assert float(row[0, 3]) == pytest.approx(30, rel=0.02)
+    assert not row[0, 7]
+    assert row.count_nonzero() < 4
+
+
+@pytest.mark.parametrize("first", [slice(0, 1), slice(None, None, 64)])
+def test_tokens_that_are_far_larger_than_others_are_nothing_in_common(first: slice) -> None:
+    values = normal(512, 128)
+    values[first, 5] += 1000
+    assert not common_row(values, across_rows(values.shape, (0, 1))).any()
+    assert torch.equal(restored(values, common=True)[0], restored(values, common=False)[0])
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan, 3e38])
+def test_what_is_not_finite_is_not_hidden(number: float) -> None:
+    values = normal(128, 256)
+    values[0, 5] = number
+    found, _ = restored(values, common=True)
+    assert torch.equal(found.isfinite().all(1), values.isfinite().all(1) & (values.abs() < 1e38).all(1))
+    assert error(found[1:], values[1:], values[1:]) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "expected"),
+    [
+        ((4096, 768), (0, 1), ((0, 64),)),
+        ((8, 512, 768), (0, 1, 2), ((0, 1), (1, 64))),  # tokens of all rows of a batch
+        ((8, 512, 12, 64), (0, 1, 2, 3), ((1, 8),)),  # tokens of a row, with all heads
+        ((8, 12, 512, 64), (0, 1, 2, 3), ((2, 8),)),
+        ((8, 12, 512, 64), (0, 2, 1, 3), ((2, 8),)),
+        ((96, 512, 64), (0, 1, 2), ((1, 8),)),  # products of the heads of a batch
+        ((16, 48, 64), (0, 1, 2), ((0, 1), (1, 12))),  # too few tokens for each row
+        ((2, 16, 768), (0, 1, 2), ()),
+        ((768,), (0,), ()),
+        ((), (), ()),
+    ],
+)
+def test_rows_are_those_of_tokens(
+    sizes: tuple[int, ...], order: tuple[int, ...], expected: tuple[tuple[int, int], ...]
+) -> None:
+    found = across_rows(sizes, order)
+    assert found == expected
+    seen = 1
+    for dim, step in found:
+        seen *= len(range(0, sizes[dim], step))
+    assert not found or SOME_ROWS <= seen < 2 * SOME_ROWS
+
+
+class Attention(nn.Module):
+    """Keys and values with a bias, which their sums and the softmax take no notice of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.Linear(64, 3 * 64)
+        nn.init.constant_(self.parts.bias, 5.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        query, key, value = self.parts(inputs).chunk(3, dim=-1)
+        weights = (query @ key.transpose(1, 2) / 8).softmax(-1)
+        return (weights @ value).tanh().square().mean()
+
+
+def test_gradients_behind_biases() -> None:
+    model, inputs, gradients = Attention(), normal(4, 128, 64), list[Tensor]()
+    compiled, engine = torch.compile(model, backend=BACKEND), ActivationEngine(model, DAFConfig(precision=4))
+    for scope in (torch.enable_grad(), engine.compress()):
+        with scope:
+            loss = compiled(inputs)
+        loss.backward()
+        assert model.parts.weight.grad is not None
+        gradients.append(model.parts.weight.grad)
+        model.zero_grad()
+    exact, found = gradients
+    assert engine.finish_step().ratio > 3
+    assert 0 < float((found - exact).norm() / exact.norm()) < 0.3
+
+
+class Convolutions(nn.Module):
+    """A convolution of values with a sign, and a product of positive ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs))).square().mean()
+
+
+def test_convolutions_do_not_say_which_dimension_is_that_of_channels() -> None:
+    model, asked = Convolutions(), list[bool]()
+    compiled, engine = torch.compile(model, backend=BACKEND), ActivationEngine(model, DAFConfig(precision=4))
+    with pytest.MonkeyPatch.context() as patch:
+        encode = Planes.encode
+        patch.setattr(Planes, "encode", lambda code, *given: asked.append(code.common) or encode(code, *given))
+        with engine.compress():
+            loss = compiled(normal(4, 8, 32, 32))
+        loss.backward()
+    assert asked
+    assert not any(asked)
