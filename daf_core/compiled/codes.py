@@ -42,6 +42,9 @@ INVISIBLE = 1.2e-35
 DEEPEST = 20.0
 """Logarithms further below the largest of their group are stored as this far below: their exponential is 2e-9 of it."""
 
+WORTHWHILE = 0.7
+"""A group is stored without what rows have in common where its range is this part of what it was, at most."""
+
 SLOPE_LEAST, SLOPE_RANGE = LEAST, 256 / STEPS
 """The least derivative of a GELU that has a code, and the distance to the largest."""
 
@@ -154,16 +157,21 @@ class Planes:
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
         """Returns codes, and for each group the line that decodes them: its offset (float32) and slope (bfloat16).
 
-        Then follow the bits of signs, and what rows have in common.
+        Then follow the bits of signs, and what rows have in common: codes are without it in groups whose slope has the
+        sign of minus.
         """
         parts, steps = 8 // self.bits, float(2**self.bits - 1)
         beside = Bits().encode(values > 0, shape) if self.signs else ()
+        group = shape.rows(values, parts).float()
+        least, spread = _range_of(group)
+        without = None
         if self._takes_common(shape):
             row = common_row(values, shape.across)
-            values, beside = values.float() - row.float(), (*beside, row)
-        group = shape.rows(values, parts).float()
-        least = group.amin(-1, keepdim=True)
-        spread = group.amax(-1, keepdim=True) - least
+            rest, beside = shape.rows(values.float() - row.float(), parts), (*beside, row)
+            least_left, spread_left = _range_of(rest)
+            without = spread_left < WORTHWHILE * spread
+            group, least = torch.where(without, rest, group), torch.where(without, least_left, least)
+            spread = torch.where(without, spread_left, spread)
         offsets = group - least
         mean = offsets.mean(-1, keepdim=True)
         deviation = _deviation(offsets, mean)
@@ -181,14 +189,19 @@ class Planes:
         slope = torch.where(distance > 0, deviation / distance, 0.0).bfloat16()
         offset = least + mean - slope.float() * middle
         offset = torch.where(spread < LARGEST_SPREAD, offset, torch.nan)
+        if without is not None:
+            slope = torch.where(without, -slope, slope)
         return shape.pack(codes, self.bits), offset, slope, *beside
 
     def decode(self, stored: Sequence[Tensor], like: Like) -> Tensor:
         """Returns values of the shape and type that were encoded."""
         packed, offset, slope, *beside = stored
-        values = like.shape.unpack(packed, self.bits) * slope.float() + offset
+        codes, slope = like.shape.unpack(packed, self.bits), slope.float()
+        values = codes * slope.abs() + offset
         if self._takes_common(like.shape):
-            values = like.shape.back(values, like.sizes) + beside.pop().float()
+            without = torch.where(torch.signbit(slope) & (codes >= 0), 1.0, 0.0)  # for each element
+            values, without = (like.shape.back(each, like.sizes) for each in (values, without))
+            values = values + without * beside.pop().float()
         if like.dtype is torch.float16 or like.dtype is torch.bfloat16:
             most = torch.finfo(like.dtype).max
             values = values.clamp(-most, most)
@@ -322,6 +335,12 @@ def is_dense(values: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _range_of(group: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the least of each row of numbers, and how far it is to the largest."""
+    least = group.amin(-1, keepdim=True)
+    return least, group.amax(-1, keepdim=True) - least
 
 
 def _deviation(values: Tensor, mean: Tensor) -> Tensor:

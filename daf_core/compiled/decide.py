@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from daf_core.compiled.attention import attend_again
-from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
+from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes, shape_of
+from daf_core.compiled.common_row import BITS as MEAN_BITS
+from daf_core.compiled.common_row import rows_of
 from daf_core.compiled.readers import Needs, is_softmax, is_view, name_of, needs_of, reached, sides_of
 from daf_core.compiled.sizes import hint
 from daf_core.errors import ActivationBudgetError
@@ -106,7 +108,10 @@ class Decisions:
             return 0.0
         if decision.code is None:
             return elements_of(values) * values.element_size()
-        return elements_of(values) * (getattr(decision.code, "bits", 1) + HEADER_BITS) / 8
+        bits = getattr(decision.code, "bits", 1) + HEADER_BITS
+        if isinstance(decision.code, Planes) and decision.code.common and (across := shape_of(values).across):
+            bits += MEAN_BITS / rows_of(values.shape, across)
+        return elements_of(values) * bits / 8
 
     def _of_values(self, made: fx.Node, reader: fx.Node, values: Tensor) -> Decision:
         chain = function_of_alone(reader)
@@ -120,7 +125,7 @@ class Decisions:
                     Slopes(code.bits) if isinstance(code, Planes) and is_gelu(reader, chain) else code, chain
                 )
         code, softmax = sides_of(reader) or self._code(reader), is_softmax(_viewed(made))
-        if isinstance(code, Planes) and not (code.signs or softmax or _is_of_convolution(reader)):
+        if isinstance(code, Planes) and not (code.signs or softmax or self._is_of_convolution(made, reader)):
             code = replace(code, common=True)
         # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
         return Decision(code, own_rows=softmax)
@@ -148,6 +153,11 @@ class Decisions:
                 if size * FEW_RESULTS <= elements_of(reader.meta["val"]) and not _follows_product(gradient):
                     return True
         return False
+
+    def _is_of_convolution(self, made: fx.Node, reader: fx.Node) -> bool:
+        """Says whether a convolution makes or reads a tensor, of which its sizes do not show where its channels are."""
+        readers = map(name_of, self._behind_pointwise(reader))
+        return name_of(_viewed(made)) == "convolution" or "convolution_backward" in readers
 
     def _behind_pointwise(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yields what reads a node, or what is made of it element by element without a gradient."""
@@ -225,11 +235,6 @@ def _is_pointwise(node: fx.Node) -> bool:
     if not isinstance(value, Tensor):
         return False
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in _ONE_BY_ONE
-
-
-def _is_of_convolution(reader: fx.Node) -> bool:
-    """Says whether a convolution reads a tensor, of which it does not show which dimension is that of channels."""
-    return any(name_of(user) == "convolution_backward" for user in reader.users)
 
 
 def _viewed(node: fx.Node) -> fx.Node:

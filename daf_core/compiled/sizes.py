@@ -11,5 +11,5 @@ def is_known(size: Any) -> bool:
 
 
 def hint(size: Any) -> int:
-    """Returns a size, or what a symbol stands for while it is traced: the order of memory does not depend on it."""
+    """Returns a size, or what a symbol stands for while it is traced, for what may be the same with other sizes."""
     return size if isinstance(size, int) else int(size.node.hint)
