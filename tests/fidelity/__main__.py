@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tests.fidelity.measure import Bits, Case, Result, Skip, measure
+from tests.fidelity.measure import Bits, Case, Result, Skip, compiled, measure
 
 SWEEPS = ("operators", "modules", "losses", "attention", "architectures", "trained")
 
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's samples meet every deprecation
     console, started = Console(width=140), time.perf_counter()
-    report = sweep(chosen_cases(options), ("exact", *options.bits))
+    cases = chosen_cases(options)
+    report = sweep(map(compiled, cases) if options.compile else cases, ("exact", *options.bits))
     if options.json:
         options.json.write_text(json.dumps(report.as_json(), indent=1))
     console.print(table(f"{options.sweep} outside of the bounds", worst(report.outside)))
@@ -73,6 +74,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=re.compile, default=re.compile(""), help="only names that this is found in")
     parser.add_argument("--parts", type=int, default=1, help="of how many parts")
     parser.add_argument("--part", type=int, default=0, help="only this one is measured, from 0 on")
+    parser.add_argument("--compile", action="store_true", help="compile each case first")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     return parser.parse_args(arguments)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
@@ -67,6 +67,17 @@ class Case:
     name: str
     make: Callable[[], Problem]
     group: str = ""
+
+
+def compiled(case: Case) -> Case:
+    """Returns a case whose function is compiled, for plain torch too: to operators that run one by one."""
+
+    def make() -> Problem:
+        problem = case.make()
+        torch.compiler.reset()
+        return replace(problem, forward=torch.compile(problem.forward, backend="aot_eager_decomp_partition"))
+
+    return replace(case, make=make)
 
 
 @dataclass(frozen=True)

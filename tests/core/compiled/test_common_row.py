@@ -79,12 +79,16 @@ def test_tokens_that_are_far_larger_than_others_spoil_nothing(rows: int, token: 
     assert error(found[:, others], own, own) <= 1.01 * error(plain[:, others], own, own)
 
 
+FEW_LEVELS = {
+    "bits": lambda: (normal(256, 256) > 0.3).float(),
+    "one of 64": lambda: nn.functional.one_hot(normal(256, 64).argsort(1)[:, 0], 64).float().repeat(1, 4),
+}
+
+
 @pytest.mark.parametrize("bits", [4, 2, 1])
-@pytest.mark.parametrize(
-    "values",
-    [(normal(256, 256) > 0.3).float(), nn.functional.one_hot(normal(256, 64).argsort(1)[:, 0], 64).float().repeat(1, 4)],
-)
-def test_what_codes_hit_they_still_hit(values: Tensor, bits: int) -> None:
+@pytest.mark.parametrize("name", FEW_LEVELS)
+def test_what_codes_hit_they_still_hit(name: str, bits: int) -> None:
+    values = FEW_LEVELS[name]()
     assert torch.equal(restored(values, common=True, bits=bits)[0], restored(values, common=False, bits=bits)[0])
 
 
