@@ -17,20 +17,18 @@ from torch import Tensor
 
 from daf_core.compiled.sizes import hint, is_known
 
-LEAST_ROWS = 128
-"""Rows that have something in common at least: means of fewer take more than an eighth of a bit an element."""
+LEAST_ROWS = 64
+"""Rows that have something in common at least, and that are looked at: the mean of so many is off by an eighth of what
+rows differ by."""
 
-SOME_ROWS = 64
-"""Rows that are looked at: the mean of so many is off by an eighth of what rows differ by."""
+DEAREST = 1 / 16
+"""Largest part of the codes' bits that means take: those of 64 rows a fourth of a bit, beside 4."""
 
 LEAST_SHARE = 0.5
 """Least share of a channel's mean square that is that of its mean, so that rows have the mean in common."""
 
 LONGEST_HEAD = 128
 """Rows up to this length are taken for those of a head, which differ from one head to the next."""
-
-BITS = 16
-"""Of each mean."""
 
 Across = tuple[int, ...]
 """Dimensions that number rows."""
@@ -48,21 +46,21 @@ def across_rows(sizes: Sequence[Any], order: Sequence[int]) -> Across:
         return ()
     tokens = counts.index(most)
     first = tokens if hint(sizes[order[-1]]) <= LONGEST_HEAD and most >= LEAST_ROWS else 0
-    across = tuple(order[first : tokens + 1])
-    return across if rows_of(sizes, across) >= LEAST_ROWS else ()
+    rows = math.prod(counts[first : tokens + 1])
+    return tuple(order[first : tokens + 1]) if rows >= LEAST_ROWS else ()
 
 
-def rows_of(sizes: Sequence[Any], across: Across) -> int:
-    """Returns the number of rows."""
-    return math.prod(hint(sizes[dim]) for dim in across)
+def bits_of_means(sizes: Sequence[Any], across: Across) -> float:
+    """Returns the bits an element that the means of its channels take; none where rows have nothing in common."""
+    return 16 / math.prod(hint(sizes[dim]) for dim in across) if across else 0.0
 
 
 def common_row(values: Tensor, across: Across) -> Tensor:
     """Returns the mean of each channel (bfloat16, 1 in the dimensions across), and 0 where rows differ by more.
 
-    It is that of `SOME_ROWS` rows, in the middle of equal parts: first tokens may be unlike all others.
+    It is that of `LEAST_ROWS` rows, in the middle of equal parts: first tokens may be unlike all others.
     """
-    some, parts = values, round(SOME_ROWS ** (1 / len(across)))
+    some, parts = values, round(LEAST_ROWS ** (1 / len(across)))
     for dim in across:
         size: Any = values.shape[dim]
         if not is_known(size) or size > parts:

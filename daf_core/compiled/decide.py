@@ -12,8 +12,7 @@ from torch import Tensor, fx
 
 from daf_core.compiled.attention import attend_again
 from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes, shape_of
-from daf_core.compiled.common_row import BITS as MEAN_BITS
-from daf_core.compiled.common_row import rows_of
+from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.readers import Needs, is_softmax, is_view, name_of, needs_of, reached, sides_of
 from daf_core.compiled.sizes import hint
 from daf_core.errors import ActivationBudgetError
@@ -109,8 +108,8 @@ class Decisions:
         if decision.code is None:
             return elements_of(values) * values.element_size()
         bits = getattr(decision.code, "bits", 1) + HEADER_BITS
-        if isinstance(decision.code, Planes) and decision.code.common and (across := shape_of(values).across):
-            bits += MEAN_BITS / rows_of(values.shape, across)
+        if isinstance(decision.code, Planes) and decision.code.common:
+            bits += bits_of_means(values.shape, shape_of(values).across)
         return elements_of(values) * bits / 8
 
     def _of_values(self, made: fx.Node, reader: fx.Node, values: Tensor) -> Decision:
@@ -126,7 +125,7 @@ class Decisions:
                 )
         code, softmax = sides_of(reader) or self._code(reader), is_softmax(_viewed(made))
         if isinstance(code, Planes) and not (code.signs or softmax or self._is_of_convolution(made, reader)):
-            code = replace(code, common=True)
+            code = replace(code, common=bits_of_means(values.shape, shape_of(values).across) <= DEAREST * code.bits)
         # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
         return Decision(code, own_rows=softmax)
 

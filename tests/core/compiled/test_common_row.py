@@ -120,6 +120,24 @@ def test_rows_are_those_of_tokens(sizes: tuple[int, ...], order: tuple[int, ...]
     assert across_rows(sizes, order) == expected
 
 
+@pytest.mark.parametrize(("bits", "common"), [(8, True), (4, True), (2, False)])
+def test_means_take_little_beside_codes(bits: int, common: bool) -> None:
+    """64 rows do, at 4 bits."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
+    compiled, engine, asked = (
+        torch.compile(model, backend=BACKEND),
+        ActivationEngine(model, {"precision": bits}),
+        set[bool](),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        encode = Planes.encode
+        patch.setattr(Planes, "encode", lambda code, *given: asked.add(code.common) or encode(code, *given))
+        with engine.compress():
+            loss = compiled(normal(64, 128)).square().mean()
+        loss.backward()
+    assert asked == {common}
+
+
 def test_lengths_may_vary() -> None:
     """Also below the rows that are looked at; another length has nothing compiled again."""
     torch.manual_seed(0)
