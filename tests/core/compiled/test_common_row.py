@@ -12,9 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.compiled.codes import Like, Planes, shape_of
 from daf_core.compiled.common_row import across_rows, common_row
+from tests.core.compiled.graphs import BACKEND, error_of_weight
 from tests.core.harness import normal
-
-BACKEND = "aot_eager_decomp_partition"
 
 SHAPED: dict[str, Callable[[], Tensor]] = {
     "tokens": lambda: normal(512, 256),
@@ -39,6 +38,18 @@ def restored(values: Tensor, common: bool, bits: int = 4) -> tuple[Tensor, int]:
 def error(found: Tensor, exact: Tensor, spread: Tensor) -> float:
     """Returns the error, beside what rows differ by."""
     return float((found - exact).float().norm() / spread.float().norm())
+
+
+def common_in_codes(model: nn.Module, inputs: Tensor, bits: int) -> set[bool]:
+    """Returns the `Planes.common` of what a compiled model stores."""
+    asked, encode = set[bool](), Planes.encode
+    compiled, engine = torch.compile(model, backend=BACKEND), ActivationEngine(model, {"precision": bits})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planes, "encode", lambda code, *given: asked.add(code.common) or encode(code, *given))
+        with engine.compress():
+            loss = compiled(inputs).square().mean()
+        loss.backward()
+    return asked
 
 
 @pytest.mark.parametrize("name", SHAPED)
@@ -124,18 +135,7 @@ def test_rows_are_those_of_tokens(sizes: tuple[int, ...], order: tuple[int, ...]
 def test_means_take_little_beside_codes(bits: int, common: bool) -> None:
     """64 rows do, at 4 bits."""
     model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
-    compiled, engine, asked = (
-        torch.compile(model, backend=BACKEND),
-        ActivationEngine(model, {"precision": bits}),
-        set[bool](),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        encode = Planes.encode
-        patch.setattr(Planes, "encode", lambda code, *given: asked.add(code.common) or encode(code, *given))
-        with engine.compress():
-            loss = compiled(normal(64, 128)).square().mean()
-        loss.backward()
-    assert asked == {common}
+    assert common_in_codes(model, normal(64, 128), bits) == {common}
 
 
 def test_lengths_may_vary() -> None:
@@ -145,7 +145,7 @@ def test_lengths_may_vary() -> None:
     counter = CompileCounterWithBackend(BACKEND)
     compiled, engine = torch.compile(model, backend=counter), ActivationEngine(model, DAFConfig(precision=4))
     for length in (1024, 300, 30, 5):
-        inputs, gradients = 3 + normal(2, length, 64), list[Tensor]()
+        inputs = 3 + normal(2, length, 64)
         torch._dynamo.mark_dynamic(inputs, 1)
         with engine.compress():
             loss = compiled(inputs).square().mean()
@@ -174,18 +174,10 @@ class Attention(nn.Module):
 
 
 def test_gradients_behind_biases() -> None:
-    model, inputs, gradients = Attention(), normal(4, 128, 64), list[Tensor]()
-    compiled, engine = torch.compile(model, backend=BACKEND), ActivationEngine(model, DAFConfig(precision=4))
-    for scope in (torch.enable_grad(), engine.compress()):
-        with scope:
-            loss = compiled(inputs)
-        loss.backward()
-        assert model.parts.weight.grad is not None
-        gradients.append(model.parts.weight.grad)
-        model.zero_grad()
-    exact, found = gradients
-    assert engine.finish_step().ratio > 3
-    assert 0 < float((found - exact).norm() / exact.norm()) < 0.3
+    model = Attention()
+    error, step = error_of_weight(model, model.parts.weight, normal(4, 128, 64), bits=4)
+    assert step.ratio > 3
+    assert 0 < error < 0.3
 
 
 class Convolutions(nn.Module):
@@ -201,13 +193,4 @@ class Convolutions(nn.Module):
 
 
 def test_convolutions_do_not_say_which_dimension_is_that_of_channels() -> None:
-    model, asked = Convolutions(), list[bool]()
-    compiled, engine = torch.compile(model, backend=BACKEND), ActivationEngine(model, DAFConfig(precision=4))
-    with pytest.MonkeyPatch.context() as patch:
-        encode = Planes.encode
-        patch.setattr(Planes, "encode", lambda code, *given: asked.append(code.common) or encode(code, *given))
-        with engine.compress():
-            loss = compiled(normal(4, 8, 32, 32))
-        loss.backward()
-    assert asked
-    assert not any(asked)
+    assert common_in_codes(Convolutions(), normal(4, 8, 32, 32), bits=4) == {False}

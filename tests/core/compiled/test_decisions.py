@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
-
-BACKEND = "aot_eager_decomp_partition"
-"""Makes no machine code, and cuts backward formulas into the operators that Inductor gets."""
+from tests.core.compiled.graphs import BACKEND, error_of_weight
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")]
 
@@ -79,19 +77,9 @@ class Head(nn.Module):
 def error_of_head(model: FirstToken | Head, bits: int) -> float:
     """Returns the error of the gradient of a last layer's weight."""
     inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(model, backend=BACKEND)
-    engine, gradients = ActivationEngine(model, DAFConfig(precision=bits)), list[Tensor]()
-    for scope in (torch.enable_grad(), engine.compress()):
-        torch.manual_seed(2)
-        with scope:
-            loss = compiled(inputs)
-        loss.backward()
-        assert model.head.weight.grad is not None
-        gradients.append(model.head.weight.grad)
-        model.zero_grad()
-    assert engine.finish_step().stored_as["planes"] > 0
-    exact, found = gradients
-    return float((found - exact).norm() / exact.norm())
+    error, step = error_of_weight(model, model.head.weight, inputs, bits)
+    assert step.stored_as["planes"] > 0
+    return error
 
 
 def test_a_piece_of_what_is_worked_out_again_is_kept_as_it_is() -> None:

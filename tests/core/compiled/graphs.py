@@ -1,0 +1,28 @@
+"""What tests of compiled graphs share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from daf_core import ActivationEngine, DAFConfig
+from daf_core.telemetry import StepStatistics
+
+BACKEND = "aot_eager_decomp_partition"
+"""Makes no machine code, and cuts backward formulas into the operators that Inductor gets."""
+
+
+def error_of_weight(model: nn.Module, weight: Tensor, inputs: Tensor, bits: int) -> tuple[float, StepStatistics]:
+    """Returns the error of the gradient of a compiled model's weight, and what the step has stored."""
+    compiled = torch.compile(model, backend=BACKEND)
+    engine, gradients = ActivationEngine(model, DAFConfig(precision=bits)), list[Tensor]()
+    for scope in (torch.enable_grad(), engine.compress()):
+        torch.manual_seed(2)
+        with scope:
+            loss = compiled(inputs)
+        loss.backward()
+        assert weight.grad is not None
+        gradients.append(weight.grad)
+        model.zero_grad()
+    exact, found = gradients
+    return float((found - exact).norm() / exact.norm()), engine.finish_step()
