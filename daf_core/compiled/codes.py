@@ -197,17 +197,14 @@ class Planes:
         """Returns values of the shape and type that were encoded."""
         packed, offset, slope, *beside = stored
         codes, slope = like.shape.unpack(packed, self.bits), slope.float()
-        values = codes * slope.abs() + offset
+        values = like.shape.back(codes * slope.abs() + offset, like.sizes)
         if self._takes_common(like.shape):
             without = torch.where(torch.signbit(slope) & (codes >= 0), 1.0, 0.0)  # for each element
-            values, without = (like.shape.back(each, like.sizes) for each in (values, without))
-            values = values + without * beside.pop().float()
+            values = values + like.shape.back(without, like.sizes) * beside.pop().float()
         if like.dtype is torch.float16 or like.dtype is torch.bfloat16:
             most = torch.finfo(like.dtype).max
             values = values.clamp(-most, most)
         values = values.to(like.dtype)
-        if not self._takes_common(like.shape):
-            values = like.shape.back(values, like.sizes)
         if not self.signs:
             return values
         positive = Bits().decode(beside, like)
