@@ -104,17 +104,33 @@ def grouping_of(geometry: Geometry, op: str) -> Grouping:
 
     The channels of a convolution differ in mean and deviation, and a normalization of the batch undoes that: a group
     of several channels has the error of the widest of them, a group of a channel's own restores its moments. Small maps
-    fill a group with the same channel of several images.
+    fill a group with the same channel of several images. Where all images have less than `OWN_ROW` of it, channels
+    share groups.
     """
     shape, strides = geometry.shape, geometry.strides
     maps = len(shape) > 2 if op.startswith(_ON_MAPS) else op.startswith(_ON_ANYTHING) and len(shape) in (4, 5)
     if not maps or geometry.compact_shape != (math.prod(shape),):
         return Grouping(geometry.row)
     images, channels, positions = shape[0], shape[1], math.prod(shape[2:])
+    each = images * positions
+    own = OWN_ROW <= each <= SHARED_ROW
     if geometry.row_major:
         if positions >= LEAST_MAP:
             return Grouping(positions)
-        return Grouping(images * positions, (channels, images, positions), (positions, channels * positions, 1))
+        return Grouping(each, (channels, images, positions), (positions, channels * positions, 1), own=own)
     if strides[1] == 1 and geometry.row == channels:
-        return Grouping(images * positions, (channels, images * positions), (1, channels))
+        return Grouping(each, (channels, images * positions), (1, channels), own=own)
     return Grouping(geometry.row)
+
+
+def columns_of(geometry: Geometry, reader: str) -> Grouping | None:
+    """Returns the grouping of a matrix with a channel in each column; None where its reader sees no channels there.
+
+    `reader` is the name of the autograd node that reads it: a normalization of the batch.
+    """
+    shape = geometry.shape
+    matrix = len(shape) == 2 and geometry.row_major and geometry.compact_shape == (math.prod(shape),)
+    if not matrix or not reader.startswith(_NORMALIZATIONS):
+        return None
+    rows, channels = shape
+    return Grouping(rows, (channels, rows), (1, channels), own=OWN_ROW <= rows <= SHARED_ROW)

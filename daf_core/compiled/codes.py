@@ -116,11 +116,11 @@ class Shape:
         return codes if self.split is not None else codes.reshape(-1, self.group)
 
 
-def shape_of(values: Tensor, own_rows: bool = False) -> Shape:
+def shape_of(values: Tensor, own_rows: bool = False, channels: int | None = None) -> Shape:
     """Returns how a tensor is cut into groups: those of `group_size`, where eight codes of them fill whole bytes.
 
-    With `own_rows`, rows of `OWN_ROW` elements or more do not share groups. The tensor has no holes in memory; its
-    sizes may be symbols.
+    With `own_rows`, rows of `OWN_ROW` elements or more do not share groups. `channels` is the dimension that numbers
+    channels, if that is known. The tensor has no holes in memory; its sizes may be symbols.
     """
     strides = [(hint(values.stride(dim)), hint(values.shape[dim]), dim) for dim in range(values.dim())]
     order = tuple(dim for _, _, dim in sorted(strides, reverse=True))
@@ -135,7 +135,9 @@ def shape_of(values: Tensor, own_rows: bool = False) -> Shape:
     if known % group or group % PARTS:
         fitting = (size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if known % size == 0)
         group = next(fitting, MAX_GROUP)
-    across = across_rows(values.shape, order)
+    apart = channels is not None and channels != order[-1]
+    # Where the tokens of a channel lie side by side, what they share is in the headers of groups of their own.
+    across = across_rows(values.shape, order) if not apart else () if is_known(row) and row % group == 0 else order[-1:]
     if known % group:
         return Shape(order, group, padded=True, across=across)
     inner = max(place for place in range(fixed, len(sizes)) if math.prod(sizes[place:]) % group == 0)

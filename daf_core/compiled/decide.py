@@ -6,14 +6,25 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from daf_core.compiled.attention import attend_again
-from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes, shape_of
+from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Shape, Slopes, shape_of
 from daf_core.compiled.common_row import DEAREST, bits_of_means
-from daf_core.compiled.readers import Needs, is_softmax, is_view, name_of, needs_of, reached, sides_of
+from daf_core.compiled.readers import (
+    SIZES,
+    Needs,
+    is_softmax,
+    is_view,
+    name_of,
+    needs_of,
+    reached,
+    sides_of,
+    tensors_of,
+)
 from daf_core.compiled.sizes import hint
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.sharpness import bits_for
@@ -31,6 +42,9 @@ ALIKE = 2e-3
 """How far the derivatives of torch's two GELUs, and of one in another type, may differ."""
 
 CASTS = ("convert_element_type", "_to_copy")
+COPIES = ("clone", "contiguous", "constant_pad_nd", "flip", "roll")
+"""Operators that move values to memory of their own."""
+
 _ONE_BY_ONE = (*CASTS, "view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
 """What torch does not say of itself that each element of the result is made of one."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,10 +57,15 @@ class Decision:
 
     code: Code | None  # its code; None keeps it as it is
     # Operators that the backward graph applied to the tensor alone, and that the forward graph applies now: their
-    # result is what is stored. Empty where it is the tensor itself.
+    # result is what is stored, in the tensor's shape or theirs. Empty where it is the tensor itself.
     instead: tuple[fx.Node, ...] = ()
     unread: bool = False  # whether the backward graph reads nothing of it, and nothing is stored
     own_rows: bool = False  # whether rows are not to share scaling groups
+    channels: int | None = None  # its dimension that numbers channels, where that is known
+
+    def shape(self, values: Tensor) -> Shape:
+        """Returns how what is stored is cut into groups."""
+        return shape_of(values, self.own_rows, self.channels)
 
 
 KEPT = Decision(None)
@@ -109,7 +128,7 @@ class Decisions:
             return elements_of(values) * values.element_size()
         bits = getattr(decision.code, "bits", 1) + HEADER_BITS
         if isinstance(decision.code, Planes) and decision.code.common:
-            bits += bits_of_means(values.shape, shape_of(values).across)
+            bits += bits_of_means(values.shape, decision.shape(values).across)
         return elements_of(values) * bits / 8
 
     def _of_values(self, made: fx.Node, reader: fx.Node, values: Tensor) -> Decision:
@@ -120,14 +139,14 @@ class Decisions:
                 return Decision(Bits(), chain)
             if found.dtype in _DTYPES:
                 code = self._code(chain[-1])
-                return Decision(
-                    Slopes(code.bits) if isinstance(code, Planes) and is_gelu(reader, chain) else code, chain
-                )
+                return Decision(Slopes(code.bits) if isinstance(code, Planes) and is_gelu(chain) else code, chain)
         code, softmax = sides_of(reader) or self._code(reader), is_softmax(_viewed(made))
-        if isinstance(code, Planes) and not (code.signs or softmax or self._is_of_convolution(made, reader)):
-            code = replace(code, common=bits_of_means(values.shape, shape_of(values).across) <= DEAREST * code.bits)
-        # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
-        return Decision(code, own_rows=softmax)
+        if not isinstance(code, Planes) or code.signs or softmax or self._is_of_convolution(made, reader):
+            # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
+            return Decision(code, own_rows=softmax)
+        decision = Decision(code, channels=channels_of(made))
+        dear = bits_of_means(values.shape, decision.shape(values).across) > DEAREST * code.bits
+        return replace(decision, code=replace(code, common=not dear))
 
     def _code(self, reader: fx.Node) -> Code | None:
         needs = needs_of(reader)
@@ -171,8 +190,19 @@ def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the operators of a backward graph that read nothing but one saved tensor, where only one result is used.
 
     The last of them makes that result, which has as many elements as the tensor: what a derivative is, of which the
-    gradient is a multiple. Returns () where there is no such result.
+    gradient is a multiple. Returns () where there is no such result. Views of the tensor before the first of them are
+    none of them, as their sizes may be symbols, but where a later one moves values.
     """
+    source = saved
+    while len(users := [user for user in source.users if name_of(user) not in SIZES]) == 1:
+        if not is_view(users[0]) or tensors_of(users[0]) != [source] or not _are_as_many(users[0], saved):
+            break
+        [source] = users
+    chain = _alone(source)
+    return _alone(saved) if any(map(is_view, chain)) else chain
+
+
+def _alone(saved: fx.Node) -> tuple[fx.Node, ...]:
     inside: dict[fx.Node, None] = {saved: None}
     node = saved.next
     while node.op != "root":
@@ -182,7 +212,12 @@ def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:
         if alone and _is_pointwise(node):
             inside[node] = None
         node = node.next
-    border = [each for each in inside if any(user not in inside for user in each.users)]
+
+    def is_read(each: fx.Node) -> bool:
+        read = [user for user in each.users if user not in inside]
+        return any(each is not saved or name_of(user) not in SIZES for user in read)
+
+    border = [each for each in inside if is_read(each)]
     if len(border) != 1 or border[0] is saved or all(is_view(each) for each in inside if each is not saved):
         return ()
     last = border[0]
@@ -192,20 +227,31 @@ def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(each for each in inside if each in needed)
 
 
-def is_gelu(saved: fx.Node, chain: tuple[fx.Node, ...]) -> bool:
+def _are_as_many(node: fx.Node, saved: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and elements_of(value) == elements_of(saved.meta["val"])
+
+
+def read_by(chain: tuple[fx.Node, ...]) -> fx.Node:
+    """Returns the only tensor that operators read together."""
+    [read] = {each for node in chain for each in node.all_input_nodes} - {*chain}
+    return read
+
+
+def is_gelu(chain: tuple[fx.Node, ...]) -> bool:
     """Says whether operators work out the derivative of a GELU, whichever of torch's two it is: they are tried out.
 
     With numbers: while a graph is compiled, tensors have no values.
     """
     return all(
-        (found := _tried(saved, chain, step / 4)) is not None and abs(found - _gelu_derivative(step / 4)) < ALIKE
+        (found := _tried(chain, step / 4)) is not None and abs(found - _gelu_derivative(step / 4)) < ALIKE
         for step in range(-24, 25)
     )
 
 
-def _tried(saved: fx.Node, chain: tuple[fx.Node, ...], number: float) -> float | None:
+def _tried(chain: tuple[fx.Node, ...], number: float) -> float | None:
     """Returns what operators make of a number; None where one of them is not known here."""
-    values = {saved: number}
+    values = {read_by(chain): number}
     for node in chain:
         if is_view(node) or name_of(node) in CASTS:
             values[node] = values[node.all_input_nodes[0]]
@@ -238,9 +284,38 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> fx.Node:
     """Returns what a node is a view of, or a cast, such as autocast's."""
-    while (is_view(node) or name_of(node) in CASTS) and len(node.all_input_nodes) == 1:
-        [node] = node.all_input_nodes
+    while (is_view(node) or name_of(node) in CASTS) and len(tensors_of(node)) == 1:
+        [node] = tensors_of(node)
     return node
+
+
+def channels_of(node: fx.Node) -> int | None:
+    """Returns the dimension of a tensor that numbers channels; None where that is not known.
+
+    It is the last one of the result of a product or the like, from which views, copies and numbers that are multiplied
+    have made the tensor. Keys are copied channel by channel, with the tokens of each side by side.
+    """
+    path = [node]
+    while len(tensors_of(node)) == 1 and (is_view(node) or _is_pointwise(node)):
+        [node] = tensors_of(node)
+        if not isinstance(node.meta.get("val"), Tensor):
+            break
+        path.append(node)
+    values = [each.meta["val"] for each in reversed(path)]
+    stride = values[0].stride(-1) if values[0].dim() else 0
+    for before, after, made in zip(values, values[1:], path[-2::-1], strict=False):
+        if is_view(made) and name_of(made) not in COPIES:
+            continue
+        dim = _of_stride(before, stride)
+        if dim is None or before.dim() != after.dim():
+            return None
+        stride = after.stride(dim)
+    return _of_stride(values[-1], stride)
+
+
+def _of_stride(values: Tensor, stride: Any) -> int | None:
+    found = [dim for dim in range(values.dim()) if hint(values.stride(dim)) == hint(stride)]
+    return next((dim for dim in found if hint(values.shape[dim]) > 1), None)
 
 
 def _is_result_beside(node: fx.Node) -> bool:

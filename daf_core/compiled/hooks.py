@@ -18,8 +18,8 @@ from typing_extensions import override
 from daf_core.autograd.torch_compile import graph_hook_context, is_looked_at
 from daf_core.autograd.torch_private import skip_dynamo
 from daf_core.compiled import account
-from daf_core.compiled.codes import Code, Like, Shape, is_dense, shape_of
-from daf_core.compiled.decide import Decision, Decisions, elements_of
+from daf_core.compiled.codes import Code, Like, Shape, is_dense
+from daf_core.compiled.decide import Decision, Decisions, elements_of, read_by
 from daf_core.compiled.support import digest
 from daf_kernels.layout import PRECISIONS
 
@@ -53,7 +53,7 @@ class _Pair:
         """Returns what is stored of a saved tensor, perhaps a function of it, and how."""
         if name not in self._found:
             decision = self._decisions.of(name)
-            self._found[name] = decision, self._moved(name, decision)
+            self._found[name] = decision, self._moved(decision)
         decision, function = self._found[name]
         return (values if function is None else function(values)), decision
 
@@ -101,17 +101,16 @@ class _Pair:
             self._saved.held += sum(map(account.bytes_of, stored))
             self._saved.stored_as[_name_of(decision)] += 1
 
-    def _moved(self, name: str, decision: Decision) -> Callable[[Tensor], Tensor] | None:
+    def _moved(self, decision: Decision) -> Callable[[Tensor], Tensor] | None:
         """Takes operators out of the backward graph that are to run in the forward graph; None where there are none."""
         if not decision.instead:
             return None
-        [reader] = [node for node in self._backward.find_nodes(op="placeholder") if node.name == name]
-        own, nodes = fx.Graph(), {}
-        nodes[reader] = own.placeholder("values")
+        own, read = fx.Graph(), read_by(decision.instead)
+        nodes = {read: own.placeholder("values")}
         for node in decision.instead:
             nodes[node] = own.node_copy(node, nodes.__getitem__)
         own.output(nodes[decision.instead[-1]])
-        decision.instead[-1].replace_all_uses_with(reader)
+        decision.instead[-1].replace_all_uses_with(read)
         for node in reversed(decision.instead):
             self._backward.erase_node(node)
         return fx.GraphModule(nn.Module(), own)
@@ -209,7 +208,7 @@ class _Calls:
         self.tracing.last, stored = None, () if decision.unread else (values,)
         if decision.code is not None:
             values = values if is_dense(values) else values.contiguous()
-            like = Like(values.shape, values.dtype, shape_of(values, decision.own_rows))
+            like = Like(values.shape, values.dtype, decision.shape(values))
             stored = pair.encoded(decision.code, values, like.shape)
             self.tracing.last = decision.code, like
         return pair.count(name, tensor, decision, stored), *_different(values.shape)

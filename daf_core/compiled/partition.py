@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from daf_core.compiled.decide import CASTS, LEAST_ELEMENTS, elements_of, made_of_gradients
-from daf_core.compiled.readers import is_softmax, is_view, name_of
+from daf_core.compiled.readers import is_softmax, is_view, name_of, tensors_of
 
 _REGION = 0
 """The partitioner numbers regions that are worked out again; ours is one, and it saves nothing at its border."""
@@ -68,11 +68,11 @@ def _is_piece_of_what_is_worked_out_again(node: fx.Node) -> bool:
     The first token of each row is such a piece: a last layer reads it, and outside of graphs that layer's gradient has
     no error, as what is small stays as it is.
     """
-    if not is_view(node) or not _is_small(node) or len(node.all_input_nodes) != 1:
+    if not is_view(node) or not _is_small(node) or len(tensors_of(node)) != 1:
         return False
-    [source] = node.all_input_nodes
-    while is_view(source) and len(source.all_input_nodes) == 1:
-        [source] = source.all_input_nodes
+    [source] = tensors_of(node)
+    while is_view(source) and len(tensors_of(source)) == 1:
+        [source] = tensors_of(source)
     return source.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and not _is_small(source)
 
 

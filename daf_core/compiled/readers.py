@@ -61,6 +61,9 @@ _SUMS = _named(
 )
 """Operators behind which the error of one value is one of many."""
 
+SIZES = _named("sym_size sym_stride sym_numel sym_storage_offset")
+"""Operators that read no value."""
+
 _ATTENDED = ("", "query", "key", "value", "output")
 _BACKWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "convolution_backward": ("ConvolutionBackward0", ("", "input", "weight")),
@@ -119,11 +122,22 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or name_of(node) in _VIEWS
 
 
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """Returns the tensors that a node reads, and operators with several results, but not the sizes that it reads."""
+    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)]
+
+
 def is_softmax(node: fx.Node) -> bool:
-    """Says whether a node gives the result of a softmax: as a whole, or the quotient of exponentials and their sum."""
+    """Says whether a node gives the result of a softmax: as a whole, or the quotient of exponentials and their sum.
+
+    Or 0 in its place, in rows where everything is masked.
+    """
     if name_of(node) in ("_softmax", "_safe_softmax"):
         return True
     first, second = (*node.args, None, None)[:2]
+    if name_of(node) == "where" and len(node.args) == 3:
+        results = [each for each in node.args[1:] if isinstance(each, fx.Node)]
+        return any(map(is_softmax, results)) and all(is_softmax(each) or not tensors_of(each) for each in results)
     if name_of(node) != "div" or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return False
     return name_of(first) == "exp" and name_of(second) == "sum" and second.args[0] is first
@@ -177,6 +191,8 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
     name = name_of(user)
     if user.op == "output" or name in _SUMS:
         return Needs.VALUES, False
+    if name in SIZES:
+        return Needs.NOTHING, False
     if name in ATTENTIONS:  # whose mask may have infinities
         return Needs.VALUES if source in _heads(user) else Needs.EXACT, False
     if is_view(user):

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from daf_core.autograd.functions import apply
+from daf_core.autograd.functions import apply, once_differentiable
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.base import Undo, is_bare
 

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from daf_core.autograd.functions import apply
+from daf_core.autograd.functions import apply, once_differentiable
 from daf_core.rewrites.base import autocast_device
 
 CHUNK_BYTES = 32 << 20
@@ -57,7 +56,8 @@ def linear_cross_entropy_sum(
         smoothing: Part of a target's probability that all tokens share, as label smoothing has it.
 
     Raises:
-        RuntimeError: A target is outside of the vocabulary, or the gradient is to be differentiated.
+        RuntimeError: A target is outside of the vocabulary.
+        ReaderError: The gradient is to be differentiated; raised in backward.
     """
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
         return apply(_LinearCrossEntropy, hidden, weight, bias, _Loss(targets, ignore_index, dtype, bend, smoothing))

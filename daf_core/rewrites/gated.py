@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from daf_core.autograd.functions import apply
+from daf_core.autograd.functions import apply, once_differentiable
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.model.recompute import in_recomputed_block
 from daf_core.rewrites.base import Undo, is_bare

@@ -12,12 +12,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
-from daf_core.autograd.functions import apply
+from daf_core.autograd.functions import apply, once_differentiable
 from daf_core.errors import ModifiedInPlaceError, ReaderError
 from daf_core.rewrites.base import autocast_device
 from daf_core.rewrites.chunked_loss import Bend

@@ -24,7 +24,7 @@ from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.model.treatments import Treatments
 from daf_core.readers.places import Place, calling_function
-from daf_core.readers.table import SOFTMAXES, Kind, Reading
+from daf_core.readers.table import CHECKPOINT, SOFTMAXES, Kind, Reading
 from daf_core.readers.waiting import Sighting
 from daf_core.saved_tensors.handle import Handle, Packed
 
@@ -65,8 +65,9 @@ class Look(NamedTuple):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether a normalization reads it, in a module of its own or written out."""
-        return self.normalizes or (self.reading is not None and self.reading.kind is Kind.NORMALIZED)
+        """Whether a normalization reads it, in a module of its own or written out; or a checkpoint, where one may."""
+        reading = self.reading
+        return self.normalizes or (reading is not None and (reading.kind is Kind.NORMALIZED or reading == CHECKPOINT))
 
 
 @dataclass(slots=True)

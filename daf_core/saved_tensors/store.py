@@ -31,7 +31,7 @@ from daf_core.codecs.common_row import CommonRows
 from daf_core.codecs.planes import spreads_differ
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind, capture
-from daf_core.codecs.scaling_groups import Grouping, grouping_of, logarithms_of
+from daf_core.codecs.scaling_groups import Grouping, columns_of, grouping_of, logarithms_of
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
@@ -353,6 +353,9 @@ class ActivationStore:
         if reading is not None and reading.reader in SOFTMAXES:
             # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
             return grouping_of(geometry, saved.site.op).for_rows()
+        columns = columns_of(geometry, "" if reading is None else reading.reader)
+        if columns is not None:
+            return columns
         if reading is not None and reading.kind is Kind.NORMALIZED and reading.dim:
             groups = Grouping(geometry.row).for_rows()
         else:
@@ -370,7 +373,7 @@ def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -
 
 def _suits_normalization(stored: StoredActivation, saved: SavedTensor, reading: Reading, geometry: Geometry) -> bool:
     """Says whether what was stored of a tensor keeps the error of each row small beside the row."""
-    if not stored.suits_rows:
+    if not stored.suits_rows or columns_of(geometry, reading.reader) is not None:
         return False
     if not reading.dim:  # as a module or a function of torch's reads it, whose rows are those of the groups
         return True

@@ -12,9 +12,14 @@ BACKEND = "aot_eager_decomp_partition"
 """Makes no machine code, and cuts backward formulas into the operators that Inductor gets."""
 
 
-def error_of_weight(model: nn.Module, weight: Tensor, inputs: Tensor, bits: int) -> tuple[float, StepStatistics]:
-    """Returns the error of the gradient of a compiled model's weight, and what the step has stored."""
-    compiled = torch.compile(model, backend=BACKEND)
+def error_of_weight(
+    model: nn.Module, weight: Tensor, inputs: Tensor, bits: int, dynamic: bool = False
+) -> tuple[float, StepStatistics]:
+    """Returns the error of the gradient of a compiled model's weight, and what the step has stored.
+
+    The model is compiled for inputs of any size where `dynamic`.
+    """
+    compiled = torch.compile(model, backend=BACKEND, dynamic=dynamic)
     engine, gradients = ActivationEngine(model, DAFConfig(precision=bits)), list[Tensor]()
     for scope in (torch.enable_grad(), engine.compress()):
         torch.manual_seed(2)

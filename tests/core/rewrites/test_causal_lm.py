@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import GPT2LMHeadModel
 from transformers.trainer_pt_utils import LabelSmoother
 
-from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
+from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError, ReaderError
 from daf_core.rewrites import chunked_loss
 from daf_core.rewrites.causal_lm import find_head, smoothed_loss
 from daf_core.rewrites.lazy_logits import LazyLogits, LogitsSource
@@ -216,13 +216,11 @@ def test_a_label_outside_of_the_vocabulary_is_refused(rewritten: GPT2LMHeadModel
         rewritten(**inputs)
 
 
-def test_second_derivatives_are_refused() -> None:
-    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8)
-    targets = torch.arange(6)
-    loss = chunked_loss.linear_cross_entropy_sum(hidden, weight, None, targets, -100, torch.float32)
-    (slope,) = torch.autograd.grad(loss * hidden.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        slope.sum().backward()
+def test_second_derivatives_are_refused(rewritten: GPT2LMHeadModel) -> None:
+    """Torch's own decorator lets them pass, as far as they come by the loss: a penalty's gradient was off by .7."""
+    loss = rewritten(**batch()).loss
+    with pytest.raises(ReaderError, match="chunked_loss=False"):
+        torch.autograd.grad(loss, list(rewritten.parameters()), create_graph=True)
 
 
 def test_a_loss_of_the_users_own_reads_logits(rewritten: GPT2LMHeadModel) -> None:
