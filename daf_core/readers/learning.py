@@ -38,6 +38,7 @@ from daf_core.readers.sharpness import (
     Looks,
     needs_exact_softmax,
     of_argument,
+    of_new_values,
     score_deviation,
     takes_same_bits,
     told_by,
@@ -176,6 +177,8 @@ class Readers:
         if reading is not None and reading.kind is not Kind.LOGARITHMS and not self.looks.are_due(place, reading):
             return Sighting(place, number, reading, reading.varies)
         known = reading is not None
+        if known and (found := of_new_values(reading, tensor)) is not reading:
+            reading = self._learn(place, found)
         if node is not None and not is_leaf_node(node) and node_number(node) == number:
             field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
             if field:

@@ -26,7 +26,8 @@ SHARP_FOR_BYTES = 5.0
 """The same for query and key in 8 bits, which then stay exact."""
 
 _GLU = "GluBackward0"
-_BENT = ("SinBackward0", "CosBackward0", "AtanBackward0", "AsinhBackward0", _GLU)
+_OF_ONE = frozenset(("SinBackward0", "CosBackward0", "AtanBackward0", "AsinhBackward0"))
+_BENT = _OF_ONE | {_GLU}
 """Operators whose derivative changes within a unit of their argument, however large that is. At a deviation of 10 the
 gradient of a sine had a cosine of .48 at 4 bits and an error of .07 at 8, at 30 of -.1 and .2."""
 
@@ -93,6 +94,19 @@ def of_argument(reading: Reading, node: Node, argument: Tensor) -> Reading:
         return reading
     if node.name() == _GLU:
         argument = argument.chunk(2, dim_from_end(node))[1]
+    return _of_values(reading, argument)
+
+
+def of_new_values(reading: Reading, argument: Tensor) -> Reading:
+    """Returns what a sine or the like needs of its argument now, given what it needed; the same of others."""
+    if reading.reader not in _OF_ONE or not reading.takes_approximations or argument.is_meta:
+        return reading
+    found = _of_values(reading, argument)
+    same = found.takes_approximations and takes_same_bits(reading.deviation, found.deviation)
+    return reading if same else found
+
+
+def _of_values(reading: Reading, argument: Tensor) -> Reading:
     deviation = float(argument.detach().float().std(correction=0).nan_to_num(0.0, 0.0, 0.0))
     return Reading(Kind.EXACT, reading.reader) if deviation >= WIDE else replace(reading, deviation=deviation)
 
@@ -106,7 +120,10 @@ def told_by(node: Node) -> Iterator[tuple[Node, str, Reading]]:
 
 
 class Looks:
-    """Counts the passes of softmaxes that have codes: they may become sure while a model trains."""
+    """Counts the passes of softmaxes that have codes, and of arguments of sines and the like.
+
+    While a model trains, probabilities may become sure, and arguments large.
+    """
 
     EVERY = 16
     """Passes after which one is looked at again."""
@@ -115,23 +132,24 @@ class Looks:
         self._passes: dict[Place, int] = {}
 
     def are_due(self, place: Place, reading: Reading) -> bool:
-        """Says whether what is saved at a place is a softmax to look at now, and counts that."""
+        """Says whether what is saved at a place is to be looked at now, and counts that."""
         due = self.will_be_due(place, reading)
         self.count(place, reading)
         return due
 
     def will_be_due(self, place: Place, reading: Reading) -> bool:
         """As `are_due`, without counting."""
-        return _may_become_sure(reading) and (self._passes.get(place, 0) + 1) % self.EVERY == 0
+        return may_change(reading) and (self._passes.get(place, 0) + 1) % self.EVERY == 0
 
     def count(self, place: Place, reading: Reading) -> None:
-        """Counts a pass of a softmax."""
-        if _may_become_sure(reading):
+        """Counts a pass of what may change."""
+        if may_change(reading):
             self._passes[place] = self._passes.get(place, 0) + 1
 
 
-def _may_become_sure(reading: Reading) -> bool:
-    return reading.reader in SOFTMAXES and reading.takes_approximations
+def may_change(reading: Reading) -> bool:
+    """Says whether more bits may be needed of what is read so, as values change while a model trains."""
+    return reading.takes_approximations and (reading.reader in SOFTMAXES or reading.reader in _OF_ONE)
 
 
 def needs_exact_softmax(node: Node, result: Tensor, unpack: Unpack) -> bool:

@@ -24,7 +24,8 @@ from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.model.treatments import Treatments
 from daf_core.readers.places import Place, calling_function
-from daf_core.readers.table import CHECKPOINT, SOFTMAXES, Kind, Reading
+from daf_core.readers.sharpness import may_change
+from daf_core.readers.table import CHECKPOINT, Kind, Reading
 from daf_core.readers.waiting import Sighting
 from daf_core.saved_tensors.handle import Handle, Packed
 
@@ -111,13 +112,13 @@ class Save:
         call: Number of the innermost of them.
         checked: Of `Readers.changes`, when the reading was looked at last.
         kept: See `Look`.
-        softmax: Place and reading of a softmax's result, which is looked at again now and then; None elsewhere.
+        changing: Place and reading of what is looked at again now and then, as a softmax's result; None elsewhere.
         decisions: By shape.
     """
 
     __slots__ = (
-        "call", "calls", "checked", "codes", "decisions", "dtype", "following", "instructions", "kept", "look",
-        "made_by", "module", "op", "small", "softmax",
+        "call", "calls", "changing", "checked", "codes", "decisions", "dtype", "following", "instructions", "kept",
+        "look", "made_by", "module", "op", "small",
     )  # fmt: skip
 
     def __init__(
@@ -137,7 +138,7 @@ class Save:
         self.made_by = type(node)
         self.op = None if node is None or look is None or self.made_by.__name__ == look.site.op else look.site.op
         self.codes: tuple[CodeType | None, CodeType | None] | None = None
-        self.softmax: tuple[Place, Reading] | None = None
+        self.changing: tuple[Place, Reading] | None = None
         self.module: Callable[[], object] = _no_module
         if look is not None and look.form is TensorKind.LOSSY and frame is not None:
             inner = calling_function(frame)
@@ -169,7 +170,7 @@ class Save:
             self.decisions.clear()
         self.look = look
         place, reading = look.sighting.place, look.reading
-        self.softmax = (place, reading) if place and reading and reading.reader in SOFTMAXES else None
+        self.changing = (place, reading) if place and reading and may_change(reading) else None
         always_raw = self.small or self.kept or tensor.is_complex()
         decision = _decide(tensor, look, packed, shared) if always_raw or look.form is not TensorKind.RAW else None
         if decision is None:

@@ -164,7 +164,7 @@ class Replay:
 
     def _as_decided(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:
         """Stores a tensor as the last one was stored; None where that is not what the full way would do."""
-        packer, readers, look, softmax = self._packer, self._readers, save.look, save.softmax
+        packer, readers, look, changing = self._packer, self._readers, save.look, save.changing
         assert look is not None
         assert self._store is not None
         if self._waiting:  # what the graph shows may be a pole, and change what is known here
@@ -174,7 +174,7 @@ class Replay:
             if place is not None and not readers.still_reads(place, look.reading):
                 return None
             save.checked = readers.changes
-        if softmax is not None and readers.looks.will_be_due(*softmax):
+        if changing is not None and readers.looks.will_be_due(*changing):
             return None
         # A mask of one bit an element is what it is, whatever else it might have been.
         unsure = decision.kind is not BitmaskActivation and (decision.beside or packer.eligibility.may_be_cast(tensor))
@@ -190,8 +190,8 @@ class Replay:
             if tensor.is_neg() or tensor._is_zerotensor() or packer.eligibility.is_of_parameter(tensor):
                 return None
             packed = packer.store_as(decision, look, tensor)
-        if packed is not None and softmax is not None:
-            readers.looks.count(*softmax)
+        if packed is not None and changing is not None:
+            readers.looks.count(*changing)
         if packed is not None and look.sighting.fresh and look.takes is TensorKind.LOSSY:
             packer.wait_for_reader(look, tensor, packed)
         return packed
