@@ -127,7 +127,7 @@ class PlanesActivation(PagedActivation):
         """See `StoredActivation.encode`; None where a normalization would enlarge the error of a row."""
         if ctx.groups is None:
             return None
-        if saved.normalizes and ctx.groups.shares and spreads_differ(ctx.values, ctx.groups.row):
+        if saved.normalizes and ctx.groups.shares and spreads_differ(ctx.values, ctx.groups):
             return None
         assert ctx.lossy is not None
         return ctx.lossy.store(cls, saved, ctx)
@@ -253,11 +253,11 @@ def _typical_importances(elements: int, pages: tuple[int, ...], page_bytes: int)
     return tuple(plane_importances(rounding_errors(TYPICAL_RANGE, elements), [page_bytes * count for count in pages]))
 
 
-def spreads_differ(values: Tensor, row: int) -> bool:
-    """Says whether some rows spread so little beside others that a code shared with them hides them."""
-    if values.numel() % row:
+def spreads_differ(values: Tensor, groups: Grouping) -> bool:
+    """Says whether some rows of flat values spread so little beside others that a code shared with them hides them."""
+    if values.numel() % groups.row:
         return False
-    rows = values.reshape(-1, row)
+    rows = groups.arrange(values).reshape(-1, groups.row)
     low, high = rows.aminmax(dim=1)
     least, most = (high - low).aminmax()
     return bool(least * LARGEST_SPREAD_RATIO < most)

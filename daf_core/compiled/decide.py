@@ -47,6 +47,9 @@ COPIES = ("clone", "contiguous", "constant_pad_nd", "flip", "roll")
 
 _ONE_BY_ONE = (*CASTS, "view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
 """What torch does not say of itself that each element of the result is made of one."""
+_RESHAPES = ("view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "alias", "detach")
+"""Views of one tensor, of all its elements unless its type changes."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward"])
 
@@ -195,7 +198,7 @@ def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:
     """
     source = saved
     while len(users := [user for user in source.users if name_of(user) not in SIZES]) == 1:
-        if not is_view(users[0]) or tensors_of(users[0]) != [source] or not _are_as_many(users[0], saved):
+        if not _shows_the_same(users[0], saved):
             break
         [source] = users
     chain = _alone(source)
@@ -227,9 +230,12 @@ def _alone(saved: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(each for each in inside if each in needed)
 
 
-def _are_as_many(node: fx.Node, saved: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and elements_of(value) == elements_of(saved.meta["val"])
+def _shows_the_same(node: fx.Node, saved: fx.Node) -> bool:
+    """Says whether a node is a view of all elements of a saved tensor, and of nothing else, as what they are."""
+    value, values = node.meta.get("val"), saved.meta["val"]
+    if name_of(node) not in _RESHAPES or not isinstance(value, Tensor):
+        return False
+    return value.dtype is values.dtype and elements_of(value) == elements_of(values)
 
 
 def read_by(chain: tuple[fx.Node, ...]) -> fx.Node:
@@ -292,8 +298,8 @@ def _viewed(node: fx.Node) -> fx.Node:
 def channels_of(node: fx.Node) -> int | None:
     """Returns the dimension of a tensor that numbers channels; None where that is not known.
 
-    It is the last one of the result of a product or the like, from which views, copies and numbers that are multiplied
-    have made the tensor. Keys are copied channel by channel, with the tokens of each side by side.
+    It is the last one of what a linear layer gives, of which views, copies and multiples have made the tensor. Keys are
+    copied channel by channel, with the tokens of each side by side.
     """
     path = [node]
     while len(tensors_of(node)) == 1 and (is_view(node) or _is_pointwise(node)):
@@ -301,8 +307,10 @@ def channels_of(node: fx.Node) -> int | None:
         if not isinstance(node.meta.get("val"), Tensor):
             break
         path.append(node)
+    if name_of(path[-1]) not in ("mm", "addmm"):  # of others, as convolutions, any dimension may be
+        return None
     values = [each.meta["val"] for each in reversed(path)]
-    stride = values[0].stride(-1) if values[0].dim() else 0
+    stride = values[0].stride(-1)
     for before, after, made in zip(values, values[1:], path[-2::-1], strict=False):
         if is_view(made) and name_of(made) not in COPIES:
             continue

@@ -122,9 +122,12 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or name_of(node) in _VIEWS
 
 
+_NUMBERS = (torch.SymInt, torch.SymFloat)
+
+
 def tensors_of(node: fx.Node) -> list[fx.Node]:
     """Returns the tensors that a node reads, and operators with several results, but not the sizes that it reads."""
-    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)]
+    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), _NUMBERS)]
 
 
 def is_softmax(node: fx.Node) -> bool:
@@ -137,10 +140,14 @@ def is_softmax(node: fx.Node) -> bool:
     first, second = (*node.args, None, None)[:2]
     if name_of(node) == "where" and len(node.args) == 3:
         results = [each for each in node.args[1:] if isinstance(each, fx.Node)]
-        return any(map(is_softmax, results)) and all(is_softmax(each) or not tensors_of(each) for each in results)
+        return any(map(is_softmax, results)) and all(is_softmax(each) or _is_constant(each) for each in results)
     if name_of(node) != "div" or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return False
     return name_of(first) == "exp" and name_of(second) == "sum" and second.args[0] is first
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return node.op == "call_function" and not tensors_of(node)
 
 
 def reached(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:

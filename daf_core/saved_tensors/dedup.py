@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
-from daf_core.codecs import StoredActivation
+from daf_core.codecs import PlanesActivation, StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
 from daf_core.codecs.saved_tensor import TensorKind
+from daf_core.codecs.scaling_groups import columns_of
 from daf_core.codecs.tensor_layout import Geometry
 from daf_core.memory.lease import Outside
 from daf_core.memory.pager import Pager
@@ -105,14 +106,22 @@ def sharing_key(tensor: Tensor, geometry: Geometry) -> tuple[object, ...]:
     return tensor.storage_offset(), tensor.dtype, geometry.compact_shape, geometry.compact_strides, tensor.is_neg()
 
 
-def serves(stored: StoredActivation, form: TensorKind, reading: Reading | None, normalized: bool) -> bool:
+def serves(
+    stored: StoredActivation, geometry: Geometry, form: TensorKind, reading: Reading | None, normalized: bool
+) -> bool:
     """Says whether what was stored of the same values for another reader serves a tensor's, a normalization or not."""
     if form is TensorKind.RAW:
         return False
-    if normalized and not stored.suits_rows:
+    if normalized and (not stored.suits_rows or lacks_columns(stored, geometry, reading)):
         return False
     if reading is None:
         return stored.readable_by_any_op
     if stored.lossy and reading.deviation >= SHARP:  # in the bits that others take
         return False
     return reading.kind is not Kind.SHAPE and stored.serves(reading)
+
+
+def lacks_columns(stored: StoredActivation, geometry: Geometry, reading: Reading | None) -> bool:
+    """Says whether a normalization of the batch reads columns, each of which has to have groups of its own here."""
+    columns = None if reading is None else columns_of(geometry, reading.reader)
+    return columns is not None and isinstance(stored, PlanesActivation) and stored.groups.shape != columns.shape

@@ -37,7 +37,7 @@ from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.table import SOFTMAXES, Kind, Reading
-from daf_core.saved_tensors.dedup import MetStorage, serves, sharing_key
+from daf_core.saved_tensors.dedup import MetStorage, lacks_columns, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.direct import Derive, Direct, Shelf
 from daf_core.saved_tensors.handle import Handle, Packed
@@ -99,7 +99,7 @@ class ActivationStore:
         key = sharing_key(tensor, geometry)
         shared = met.find(key, saved.version)
         # Another block's lossy copy may not.
-        if shared is not None and not serves(shared, saved.form, saved.reading, saved.normalizes):
+        if shared is not None and not serves(shared, geometry, saved.form, saved.reading, saved.normalizes):
             shared = None
         stored = kept = None
         try:
@@ -153,7 +153,7 @@ class ActivationStore:
             return None
         met = self._meet(tensor)
         stored = None if met.last is None else met.find(sharing_key(tensor, decision.geometry), tensor._version)
-        if stored is not None and not serves(stored, look.takes, reading, look.reads_rows):
+        if stored is not None and not serves(stored, decision.geometry, look.takes, reading, look.reads_rows):
             stored = None
         raw = type(stored) is RawActivation
         if decision.shared is not (stored is not None and not raw):
@@ -229,7 +229,7 @@ class ActivationStore:
         if groups is None:
             groups = decision.groups = self._grouping(form, look, geometry, look.reads_rows, values)
             assert groups is not None
-        if look.reads_rows and groups.shares and spreads_differ(values, groups.row):
+        if look.reads_rows and groups.shares and spreads_differ(values, groups):
             return None
         ctx = EncodeContext(values, pager, backend, groups, lossy=self._lossy)
         stored = self._lossy.store(PlanesActivation, look, ctx)
@@ -373,7 +373,7 @@ def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -
 
 def _suits_normalization(stored: StoredActivation, saved: SavedTensor, reading: Reading, geometry: Geometry) -> bool:
     """Says whether what was stored of a tensor keeps the error of each row small beside the row."""
-    if not stored.suits_rows or columns_of(geometry, reading.reader) is not None:
+    if not stored.suits_rows or lacks_columns(stored, geometry, reading):
         return False
     if not reading.dim:  # as a module or a function of torch's reads it, whose rows are those of the groups
         return True
@@ -381,4 +381,4 @@ def _suits_normalization(stored: StoredActivation, saved: SavedTensor, reading: 
     if groups.shape is not None or groups.row != geometry.row:
         return False
     own = groups.for_rows()
-    return not (own.shares and spreads_differ(geometry.compact(saved.tensor), own.row))
+    return not (own.shares and spreads_differ(geometry.compact(saved.tensor), own))

@@ -39,6 +39,45 @@ def test_columns_that_a_batch_normalization_reads_spread_differently(rows: int) 
     assert 0 < min(errors) <= max(errors) < 0.2
 
 
+def test_few_rows_of_alike_columns_have_codes() -> None:
+    """Of 24 rows columns share groups, and are exact only where columns spread differently, not parts of rows."""
+    torch.manual_seed(0)
+    first = nn.Linear(64, 512)
+    with torch.no_grad():
+        first.weight[::2] *= 0.005
+    alike = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512))
+    for model, expected in ((alike, 1), (nn.Sequential(first, nn.BatchNorm1d(512)), 0)):
+        engine = ActivationEngine(model, DAFConfig(precision=4))
+        for _ in range(PASSES):
+            with engine.compress():
+                loss = model(normal(24, 64)).sum()
+            loss.backward()
+            assert engine.finish_step().stored_as["planes"] == expected
+
+
+class ReadBefore(nn.Module):
+    """A layer whose result is saved by a product before a normalization of the batch saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(64, 512), nn.BatchNorm1d(512)
+        with torch.no_grad():
+            self.first.weight *= torch.logspace(-1, 1, 512).unsqueeze(1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        gated = hidden * hidden.sigmoid()
+        return self.norm(hidden) + 0.01 * gated
+
+
+def test_codes_of_rows_do_not_serve_a_batch_normalization() -> None:
+    """From the second pass on the error was .35."""
+    model = ReadBefore()
+    errors = errors_of_weight(model, model.norm.weight, normal(128, 64), 4)
+    assert 0 < min(errors) <= max(errors) < 0.2
+
+
 class Checkpointed(nn.Module):
     """Blocks that are recomputed, of tokens of which the first spreads a hundredth of the others."""
 

@@ -208,6 +208,28 @@ def test_keys_that_are_copied_channel_by_channel_may_have_a_bias(tokens: int, dy
     assert 0 < error < bound
 
 
+class Patches(nn.Module):
+    """An attention between pieces of images, which a convolution has made tokens of, to their first colors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pieces, self.query, self.key = nn.Conv2d(3, 64, 4, 4), nn.Linear(64, 64), nn.Linear(64, 64)
+        with torch.no_grad():
+            self.pieces.bias.normal_(std=5.0)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = (self.pieces(images) * 0.5).flatten(2).transpose(1, 2)
+        scores = self.query(tokens) @ self.key(tokens).transpose(1, 2) * 0.05
+        return (torch.softmax(scores, -1) @ images.flatten(2).transpose(1, 2)[:, : scores.shape[1]]).square().mean()
+
+
+def test_the_last_dimension_of_a_convolution_is_no_channel() -> None:
+    """Where it was taken for one, the error of the key's weight was .66."""
+    model, images = Patches(), torch.randn(4, 3, 48, 48, generator=torch.Generator().manual_seed(7))
+    assert 0 < error_of_weight(model, model.key.weight, images, 4)[0] < 0.25
+
+
 def test_probabilities_are_known_where_rows_may_be_masked_as_a_whole() -> None:
     """Torch's attentions that drop give 0 in their place."""
 
@@ -242,6 +264,18 @@ def test_what_is_read_of_sizes_is_no_value(dynamic: bool) -> None:
     error, step = error_of_weight(model, model.first.weight, inputs, 4, dynamic)
     assert step.stored_as["slopes"] == 1
     assert 0 < error < 0.15
+
+
+def test_a_view_as_another_type_is_no_view_of_the_same() -> None:
+    """Operators on whole numbers were moved to what they were made of, and compiling raised."""
+
+    class Bits(Layer):
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            low = (hidden.detach().view(torch.int32) & 7).float()
+            return self.second(hidden * low).square().mean()
+
+    assert stored(Bits(torch.tanh), 8)[1] < 0.02
 
 
 def test_what_a_view_joins_with_others_is_no_view_of_it() -> None:
