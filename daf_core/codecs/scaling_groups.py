@@ -112,14 +112,12 @@ def grouping_of(geometry: Geometry, op: str) -> Grouping:
     if not maps or geometry.compact_shape != (math.prod(shape),):
         return Grouping(geometry.row)
     images, channels, positions = shape[0], shape[1], math.prod(shape[2:])
-    each = images * positions
-    own = OWN_ROW <= each <= SHARED_ROW
     if geometry.row_major:
         if positions >= LEAST_MAP:
             return Grouping(positions)
-        return Grouping(each, (channels, images, positions), (positions, channels * positions, 1), own=own)
+        return _by_channel((channels, images, positions), (positions, channels * positions, 1))
     if strides[1] == 1 and geometry.row == channels:
-        return Grouping(each, (channels, images * positions), (1, channels), own=own)
+        return _by_channel((channels, images * positions), (1, channels))
     return Grouping(geometry.row)
 
 
@@ -133,4 +131,10 @@ def columns_of(geometry: Geometry, reader: str) -> Grouping | None:
     if not matrix or not reader.startswith(_NORMALIZATIONS):
         return None
     rows, channels = shape
-    return Grouping(rows, (channels, rows), (1, channels), own=OWN_ROW <= rows <= SHARED_ROW)
+    return _by_channel((channels, rows), (1, channels))
+
+
+def _by_channel(shape: tuple[int, ...], strides: tuple[int, ...]) -> Grouping:
+    """Returns the grouping of values that are taken channel by channel in the order of a shape with these strides."""
+    each = math.prod(shape[1:])
+    return Grouping(each, shape, strides, own=OWN_ROW <= each <= SHARED_ROW)

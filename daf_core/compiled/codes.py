@@ -135,9 +135,10 @@ def shape_of(values: Tensor, own_rows: bool = False, channels: int | None = None
     if known % group or group % PARTS:
         fitting = (size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if known % size == 0)
         group = next(fitting, MAX_GROUP)
-    apart = channels is not None and channels != order[-1]
-    # Where the tokens of a channel lie side by side, what they share is in the headers of groups of their own.
-    across = across_rows(values.shape, order) if not apart else () if is_known(row) and row % group == 0 else order[-1:]
+    across = across_rows(values.shape, order)
+    if channels is not None and channels != order[-1]:  # the tokens of a channel lie side by side
+        # What they share is in the headers of groups, where these are theirs alone.
+        across = () if is_known(row) and row % group == 0 else order[-1:]
     if known % group:
         return Shape(order, group, padded=True, across=across)
     inner = max(place for place in range(fixed, len(sizes)) if math.prod(sizes[place:]) % group == 0)

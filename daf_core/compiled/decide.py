@@ -42,13 +42,14 @@ ALIKE = 2e-3
 """How far the derivatives of torch's two GELUs, and of one in another type, may differ."""
 
 CASTS = ("convert_element_type", "_to_copy")
-COPIES = ("clone", "contiguous", "constant_pad_nd", "flip", "roll")
+_COPIES = ("clone", "contiguous", "constant_pad_nd", "flip", "roll")
 """Operators that move values to memory of their own."""
 
-_ONE_BY_ONE = (*CASTS, "view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
-"""What torch does not say of itself that each element of the result is made of one."""
-_RESHAPES = ("view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "alias", "detach")
+_RESHAPES = ("view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
 """Views of one tensor, of all its elements unless its type changes."""
+
+_ONE_BY_ONE = (*CASTS, *_RESHAPES)
+"""What torch does not say of itself that each element of the result is made of one."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward"])
@@ -312,7 +313,7 @@ def channels_of(node: fx.Node) -> int | None:
     values = [each.meta["val"] for each in reversed(path)]
     stride = values[0].stride(-1)
     for before, after, made in zip(values, values[1:], path[-2::-1], strict=False):
-        if is_view(made) and name_of(made) not in COPIES:
+        if is_view(made) and name_of(made) not in _COPIES:
             continue
         dim = _of_stride(before, stride)
         if dim is None or before.dim() != after.dim():

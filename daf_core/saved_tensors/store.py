@@ -353,8 +353,7 @@ class ActivationStore:
         if reading is not None and reading.reader in SOFTMAXES:
             # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
             return grouping_of(geometry, saved.site.op).for_rows()
-        columns = columns_of(geometry, "" if reading is None else reading.reader)
-        if columns is not None:
+        if reading is not None and (columns := columns_of(geometry, reading.reader)) is not None:
             return columns
         if reading is not None and reading.kind is Kind.NORMALIZED and reading.dim:
             groups = Grouping(geometry.row).for_rows()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine, DAFConfig
-from tests.core.harness import normal
+from tests.core.harness import error, normal
 
 PASSES = 4
 """A first pass in which readers are learned, and some that replay what was decided."""
@@ -23,7 +23,7 @@ def errors_of_weight(model: nn.Module, weight: Tensor, inputs: Tensor, bits: int
         with engine.compress():
             loss = (model(inputs) * weights).sum()
         (gradient,) = torch.autograd.grad(loss, weight)
-        found.append(float((gradient - exact).norm() / exact.norm()))
+        found.append(error([gradient], [exact]))
     return found
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.compiled.codes import Planes
-from daf_core.compiled.decide import KEPT, UNREAD, Decisions
+from daf_core.compiled.decide import KEPT, UNREAD, Decision, Decisions
 from daf_core.compiled.readers import name_of
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ def test_attention_runs_again_on_what_is_decoded(kind: str, drop: float) -> None
     traced = Traced(kind, drop)
     assert len(traced.inputs) == 3
     assert len(traced.results) == 2
-    assert all(traced.stored[each.name].code == Planes(4, common=True) for each in traced.inputs)
+    assert all(traced.stored[each.name] == Decision(Planes(4, common=True)) for each in traced.inputs)
     assert all(traced.stored[each.name] == UNREAD for each in traced.results)
     attention = traced.again()
     assert name_of(attention) == OPERATORS[kind]

@@ -122,7 +122,7 @@ def test_arguments_that_grow_are_noticed(later: float, bits: int, bound: float, 
             size = 1.0 if number < 4 else later
             loss = second(torch.sin(size * first(inputs))).square().mean()
         (found,) = torch.autograd.grad(loss, first.weight)
-    assert 0 <= error(found, gradient(later)) < bound
+    assert 0 <= error([found], [gradient(later)]) < bound
 
 
 @pytest.mark.parametrize(("queries", "keys", "scale"), CALLS.values(), ids=CALLS)

@@ -223,6 +223,14 @@ def test_second_derivatives_are_refused(rewritten: GPT2LMHeadModel) -> None:
         torch.autograd.grad(loss, list(rewritten.parameters()), create_graph=True)
 
 
+def test_second_derivatives_by_other_ways_are_refused() -> None:
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8)
+    targets = torch.arange(6)
+    loss = chunked_loss.linear_cross_entropy_sum(hidden, weight, None, targets, -100, torch.float32)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        torch.autograd.grad(loss * hidden.sum(), hidden, create_graph=True)
+
+
 def test_a_loss_of_the_users_own_reads_logits(rewritten: GPT2LMHeadModel) -> None:
     inputs = batch()
 
