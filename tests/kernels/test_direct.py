@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from daf_core.codecs.planes import spreads_differ
+from daf_core.codecs.scaling_groups import Grouping
 from daf_kernels import FixedPages, PageAddresses, plane_layout
 from daf_kernels.cpu import backend as cpu_backend
 from daf_kernels.cpu.backend import CpuBackend
@@ -53,7 +54,7 @@ def test_rows_that_spread_otherwise_are_declined(values: torch.Tensor) -> None:
     codec = CpuBackend().direct_planes(layout, 3, values.dtype, ROW, CPU)
     assert codec is not None
     answer = codec.encode(values.data_ptr(), addresses)[0]
-    assert (answer == DECLINED) is spreads_differ(values, ROW)
+    assert (answer == DECLINED) is spreads_differ(values, Grouping(ROW))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
