@@ -14,7 +14,7 @@ from daf_core.codecs.base import EncodeContext
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor
-from daf_core.codecs.scaling_groups import Rows
+from daf_core.codecs.tensor_layout import Rows
 from daf_core.memory.lease import Lease
 from daf_core.readers.table import Kind, Reading
 

@@ -17,7 +17,7 @@ from daf_core.codecs.deferred_check import Compact, PendingCheck, PendingChecks
 from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
-from daf_core.codecs.scaling_groups import Grouping
+from daf_core.codecs.scaling_groups import Grouping, Totals
 from daf_core.memory.lease import Lease, LeaseKind
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Reading
@@ -92,7 +92,7 @@ class PlanesActivation(PagedActivation):
     # has found no other reader, and a smaller error.
     only_reader: ClassVar[str] = ""
     check: PendingCheck | None = None  # keeps the values until it is known whether the codes stand for them
-    common: Common | None = None  # what the rows share, which the codes are without
+    beside: Common | Totals | None = None  # what is kept beside the codes
     _kept: KeptStorage | None = None  # accounts for it
 
     def __init__(self, pager: Pager, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
@@ -113,7 +113,7 @@ class PlanesActivation(PagedActivation):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its pages, in memory or in the next tier, and of what rows share."""
+        """Bytes of its pages, in memory or in the next tier, and of what is kept beside them."""
         return self.lease.size * self.pager.pool.page_bytes + self.groups.bytes_beside
 
     @override
@@ -181,7 +181,7 @@ class PlanesActivation(PagedActivation):
         if (header_pages + sum(pages)) * page_bytes + groups.bytes_beside >= values.numel() * values.element_size():
             return None
         stored = cls(pager, ctx.backend, layout, groups)
-        arranged = groups.arrange(stored.without_common(values))
+        arranged = groups.arrange(stored.set_aside(values))
         if ctx.errors is not None:
             importances = tuple(plane_importances(ctx.errors, [page_bytes * count for count in pages]))
         elif pager.budget is None:
@@ -197,11 +197,11 @@ class PlanesActivation(PagedActivation):
             stored.check_later(ctx.checks, values, finite)
         return stored if stored.check is not None or finite else None
 
-    def without_common(self, values: Tensor) -> Tensor:
-        """Keeps what the rows of values share, and returns the rest, which is to be encoded; both are compact."""
-        if self.groups.common is None:
+    def set_aside(self, values: Tensor) -> Tensor:
+        """Keeps what lies beside the codes of compact values, and returns the rest, which is to be encoded."""
+        if self.groups.beside is None:
             return values
-        self.common, rest = self.groups.common.split(values)
+        self.beside, rest = self.groups.beside.split(values)
         self._kept = KeptStorage(self.pager, self.groups.bytes_beside)
         return rest
 
@@ -231,11 +231,11 @@ class PlanesActivation(PagedActivation):
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        common = self.common
-        dense = out if common is None or out.is_contiguous() else out.new_empty(out.shape)
+        beside = self.beside
+        dense = out if beside is None or out.is_contiguous() else out.new_empty(out.shape)
         self._backend.decode(self.groups.arrange(dense), self.layout, lease.planes, self.pager.pool, lease.pages)
-        if common is not None:
-            common.add_to(dense)
+        if beside is not None:
+            beside.add_to(dense)
         if dense is not out:
             out.copy_(dense)
 

@@ -10,6 +10,21 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows along any dimension of flat values."""
+
+    outer: int  # product of the dimensions before it
+    length: int
+    inner: int  # product of the dimensions after it
+    dim: int  # the dimension, counted from the end
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of values that are rows along the second dimension."""
+        return self.outer, self.length, self.inner
+
+
 @dataclass(frozen=True, eq=False)  # one for each shape, from `geometry_of`
 class Geometry:
     """Shape and strides of a saved tensor, and of its *compact* form: what is stored.
@@ -40,6 +55,13 @@ class Geometry:
                 return False
             expected *= size
         return True
+
+    def rows_along(self, dim: int) -> Rows | None:
+        """Returns the rows along a dimension, counted from the end; None where they do not lie one after the other."""
+        shape = self.shape
+        if not self.row_major or not shape:
+            return None
+        return Rows(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim:][1:]), dim)
 
     def compact(self, tensor: Tensor) -> Tensor:
         """Returns the compact form of a detached tensor of this geometry, a view."""

@@ -154,17 +154,21 @@ class Planes:
     # Whether values above 0 stay above 0 and others do not come above it, for one bit an element more.
     signs: bool = False
     common: bool = False  # whether codes are of what is left without that which rows have in common
+    # The dimension along which values are probabilities, whose sums of 1 are kept; None where groups keep theirs.
+    probabilities: int | None = None
     name: ClassVar[str] = "planes"
     lossy: ClassVar[bool] = True
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
         """Returns codes, and for each group the line that decodes them: its offset (float32) and slope (bfloat16).
 
-        Then follow the bits of signs, and what rows have in common: codes are without it in groups whose slope has the
-        sign of minus.
+        Then follow the bits of signs, or what rows have in common: codes are without it in groups whose slope has the
+        sign of minus. Or whether probabilities sum to 1: where everything is masked, they may be 0.
         """
         parts, steps = 8 // self.bits, float(2**self.bits - 1)
         beside = Bits().encode(values > 0, shape) if self.signs else ()
+        if self.probabilities is not None:
+            beside = (*beside, values.amax(self.probabilities, keepdim=True) > 0)
         group = shape.rows(values, parts).float()
         least, spread = _range_of(group)
         without = None
@@ -204,6 +208,9 @@ class Planes:
         if self._takes_common(like.shape):
             without = torch.where(torch.signbit(slope) & (codes >= 0), 1.0, 0.0)  # for each element
             values = values + like.shape.back(without, like.sizes) * beside.pop().float()
+        if self.probabilities is not None:
+            missing = beside.pop().float() - values.sum(self.probabilities, keepdim=True)
+            values = values + missing / like.sizes[self.probabilities]
         if like.dtype is torch.float16 or like.dtype is torch.bfloat16:
             most = torch.finfo(like.dtype).max
             values = values.clamp(-most, most)

@@ -17,6 +17,7 @@ from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.readers import (
     SIZES,
     Needs,
+    dim_of_softmax,
     is_softmax,
     is_view,
     name_of,
@@ -25,7 +26,7 @@ from daf_core.compiled.readers import (
     sides_of,
     tensors_of,
 )
-from daf_core.compiled.sizes import hint
+from daf_core.compiled.sizes import hint, is_known
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.sharpness import bits_for
 
@@ -144,10 +145,13 @@ class Decisions:
             if found.dtype in _DTYPES:
                 code = self._code(chain[-1])
                 return Decision(Slopes(code.bits) if isinstance(code, Planes) and is_gelu(chain) else code, chain)
-        code, softmax = sides_of(reader) or self._code(reader), is_softmax(_viewed(made))
-        if not isinstance(code, Planes) or code.signs or softmax or self._is_of_convolution(made, reader):
-            # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
-            return Decision(code, own_rows=softmax)
+        code = sides_of(reader) or self._code(reader)
+        if not isinstance(code, Planes):
+            return Decision(code)
+        if is_softmax(_viewed(made)):
+            return _of_probabilities(made, values, code)
+        if code.signs or self._is_of_convolution(made, reader):
+            return Decision(code)
         decision = Decision(code, channels=channels_of(made))
         dear = bits_of_means(values.shape, decision.shape(values).across) > DEAREST * code.bits
         return replace(decision, code=replace(code, common=not dear))
@@ -291,9 +295,26 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> fx.Node:
     """Returns what a node is a view of, or a cast, such as autocast's."""
-    while (is_view(node) or name_of(node) in CASTS) and len(tensors_of(node)) == 1:
+    while _is_seen_otherwise(node):
         [node] = tensors_of(node)
     return node
+
+
+def _is_seen_otherwise(node: fx.Node) -> bool:
+    return (is_view(node) or name_of(node) in CASTS) and len(tensors_of(node)) == 1
+
+
+def _of_probabilities(made: fx.Node, values: Tensor, code: Planes) -> Decision:
+    """Returns the decision for a softmax's result: decoded, it sums to 1 as well.
+
+    It does where a group is a row, or a piece of one, as groups keep their means.
+    """
+    decision, dim = Decision(code, own_rows=True), probabilities_of(made)
+    shape = decision.shape(values)
+    rows = values.shape[shape.order[-1]]
+    if dim is None or (dim == shape.order[-1] and is_known(rows) and rows % shape.group == 0):
+        return decision
+    return replace(decision, code=replace(code, probabilities=dim))
 
 
 def channels_of(node: fx.Node) -> int | None:
@@ -310,8 +331,35 @@ def channels_of(node: fx.Node) -> int | None:
         path.append(node)
     if name_of(path[-1]) not in ("mm", "addmm"):  # of others, as convolutions, any dimension may be
         return None
+    return _followed(path, -1)
+
+
+def probabilities_of(node: fx.Node) -> int | None:
+    """Returns the dimension along which a tensor sums to 1, where views, casts and copies have made it of a softmax.
+
+    None where that is not known, or some are left out, such as that of an attention's sink.
+    """
+    path = [node]
+    while dim_of_softmax(node) is None:
+        if not _is_seen_otherwise(node):
+            return None
+        count = elements_of(node.meta["val"])
+        [node] = tensors_of(node)
+        if elements_of(node.meta["val"]) != count:
+            return None
+        path.append(node)
+    dim = dim_of_softmax(node)
+    assert dim is not None
+    return _followed(path, dim)
+
+
+def _followed(path: Sequence[fx.Node], dim: int) -> int | None:
+    """Returns where a dimension of the last of some nodes is in the first, which the others have made of it.
+
+    None where it is in none.
+    """
     values = [each.meta["val"] for each in reversed(path)]
-    stride = values[0].stride(-1)
+    stride = values[0].stride(dim)
     for before, after, made in zip(values, values[1:], path[-2::-1], strict=False):
         if is_view(made) and name_of(made) not in _COPIES:
             continue

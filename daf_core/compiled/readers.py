@@ -131,19 +131,28 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Says whether a node gives the result of a softmax: as a whole, or the quotient of exponentials and their sum.
+    """Says whether a node gives the result of a softmax; see `dim_of_softmax`."""
+    return dim_of_softmax(node) is not None
 
-    Or 0 in its place, in rows where everything is masked.
+
+def dim_of_softmax(node: fx.Node) -> int | None:
+    """Returns the dimension of probabilities, from 0; None where a node gives no result of a softmax.
+
+    It may be one operator, or the quotient of exponentials and their sum; or 0 may be in its place where all is masked.
     """
-    if name_of(node) in ("_softmax", "_safe_softmax"):
-        return True
-    first, second = (*node.args, None, None)[:2]
-    if name_of(node) == "where" and len(node.args) == 3:
+    name, (first, second) = name_of(node), (*node.args, None, None)[:2]
+    dim: Any = None
+    if name in ("_softmax", "_safe_softmax"):
+        dim = second
+    elif name == "where" and len(node.args) == 3:
         results = [each for each in node.args[1:] if isinstance(each, fx.Node)]
-        return any(map(is_softmax, results)) and all(is_softmax(each) or _is_constant(each) for each in results)
-    if name_of(node) != "div" or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
-        return False
-    return name_of(first) == "exp" and name_of(second) == "sum" and second.args[0] is first
+        found = [each for each in results if not _is_constant(each)]
+        return dim_of_softmax(found[0]) if len(found) == 1 else None
+    elif name == "div" and isinstance(first, fx.Node) and isinstance(second, fx.Node):
+        dims = cast("list[int]", second.args[1]) if len(second.args) > 1 else []
+        if name_of(first) == "exp" and name_of(second) == "sum" and second.args[0] is first and len(dims) == 1:
+            dim = dims[0]
+    return None if dim is None else dim % max(1, node.meta["val"].dim())
 
 
 def _is_constant(node: fx.Node) -> bool:

@@ -73,8 +73,8 @@ class Reading:
     kind: Kind  # what it reads
     reader: str  # name of its autograd node
     bounds: Bounds | None = None  # of `Kind.SIDES`
-    # Of `Kind.LOGARITHMS`: the dimension along which the probabilities sum to 1, counted from the end. Of
-    # `Kind.NORMALIZED`: that of the rows that are normalized; 0 where the module tells.
+    # Of `Kind.LOGARITHMS` and of a softmax's result: the dimension along which the probabilities sum to 1, counted from
+    # the end. Of `Kind.NORMALIZED`: that of the rows that are normalized; 0 where the module tells.
     dim: int = 0
     # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
     # the like: its own. Of the input of a last layer of few results: infinity.
@@ -295,6 +295,8 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         kind = Kind.EXACT
     if kind is Kind.EXACT and _multiplies(node, name, field, is_large):
         kind = Kind.APPROXIMATE
+    if name in SOFTMAXES:
+        return Reading(kind, name, dim=dim_from_end(node))
     return Reading(kind, name, varies=name in (*_DIVISIONS, *_POWERS, *_NORMS))
 
 

@@ -99,7 +99,7 @@ class Direct:
         layout = PlaneLayout(elements, groups.group, page_bytes)
         row = groups.row if look.reads_rows and groups.shares and not elements % groups.row else 0
         codec = backend.direct_planes(layout, planes, dtype, row, device)
-        if codec is None or (row and groups.common is not None):
+        if codec is None or (row and groups.beside is not None):
             return None
         pages = PlanesActivation.pages_of(elements, groups.group, dtype.itemsize, planes, pager, groups.bytes_beside)
         if pages is None:
@@ -167,9 +167,9 @@ class Direct:
             stored = PlanesActivation(pager, backend, layout, groups)
         geometry, dense = decision.geometry, tensor
         decodes: DirectCodec | None = codec
-        if type(stored) is PlanesActivation and stored.groups.common is not None:
-            decodes = None  # what rows share is to be added
-            dense = stored.without_common(geometry.compact(tensor.detach()))
+        if type(stored) is PlanesActivation and stored.groups.beside is not None:
+            decodes = None  # what is kept beside the codes is to be added
+            dense = stored.set_aside(geometry.compact(tensor.detach()))
         elif geometry.has_holes:
             dense = geometry.compact(tensor.detach()).contiguous()
         declined, zero, one, finite = pager.take(kind, stored, codec.encode, dense.data_ptr())

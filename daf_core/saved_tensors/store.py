@@ -31,7 +31,7 @@ from daf_core.codecs.common_row import CommonRows
 from daf_core.codecs.planes import spreads_differ
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind, capture
-from daf_core.codecs.scaling_groups import Grouping, columns_of, grouping_of, logarithms_of
+from daf_core.codecs.scaling_groups import Grouping, columns_of, grouping_of, logarithms_of, probabilities_of
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
@@ -351,8 +351,7 @@ class ActivationStore:
         if reading is not None and reading.kind is Kind.LOGARITHMS:
             return logarithms_of(geometry, reading.dim)
         if reading is not None and reading.reader in SOFTMAXES:
-            # Decoded probabilities sum to 1 where a group is a row: its mean is kept.
-            return grouping_of(geometry, saved.site.op).for_rows()
+            return probabilities_of(geometry, reading.dim)
         if reading is not None and (columns := columns_of(geometry, reading.reader)) is not None:
             return columns
         if reading is not None and reading.kind is Kind.NORMALIZED and reading.dim:
@@ -363,7 +362,7 @@ class ActivationStore:
         if groups.shape is not None:  # the groups are of channels
             return groups
         common = self._common.blocks(saved.site, geometry, groups.group, values)
-        return groups if common is None else replace(groups, common=common)
+        return groups if common is None else replace(groups, beside=common)
 
 
 def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -> RawActivation:

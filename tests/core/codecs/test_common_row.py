@@ -141,7 +141,7 @@ def test_few_rows_are_stored_as_they_are(rows: int) -> None:
 def stored(tensor: Tensor, precision: int, backend: str, shares: bool = True) -> tuple[PlanesActivation, Pager]:
     """Returns a tensor in few bits, without what its rows share or as it is."""
     pager, values = Pager(PagePool(CPU)), geometry(tensor).compact(tensor)
-    groups = Grouping(geometry(tensor).row, common=found(tensor) if shares else None)
+    groups = Grouping(geometry(tensor).row, beside=found(tensor) if shares else None)
     activation = PlanesActivation.write(
         EncodeContext(values, pager, load_backend(CPU, backend), groups, precision=precision)
     )
@@ -195,7 +195,7 @@ def test_bytes_are_accounted_for(name: str) -> None:
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_values_that_are_not_finite_stay_as_they_are(value: float) -> None:
     tensor = SHARED["hidden states"][0].clone()
-    groups = Grouping(96, common=found(tensor))
+    groups = Grouping(96, beside=found(tensor))
     tensor[3, 5, 7] = value
     assert (
         PlanesActivation.write(EncodeContext(tensor.view(-1), Pager(PagePool(CPU)), load_backend(CPU), groups)) is None

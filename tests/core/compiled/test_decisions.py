@@ -230,6 +230,45 @@ def test_the_last_dimension_of_a_convolution_is_no_channel() -> None:
     assert 0 < error_of_weight(model, model.key.weight, images, 4)[0] < 0.25
 
 
+class Heads(nn.Module):
+    """An attention written out, to keys and values that have much in common, perhaps with a sink."""
+
+    def __init__(self, sink: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(128, 128) for _ in range(3))
+        self.sink = sink
+        with torch.no_grad():
+            for each in (self.key, self.value):
+                each.bias.normal_(std=5.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        layers = self.query, self.key, self.value
+        query, key, value = (each(inputs).unflatten(-1, (2, 64)).transpose(1, 2) for each in layers)
+        scores = query @ key.transpose(-1, -2) * 0.125
+        if self.sink:
+            scores = torch.cat([scores, scores.amax(-1, keepdim=True) + 3], -1)
+        probabilities = torch.softmax(scores, -1)[..., : inputs.shape[1]]
+        return ((probabilities @ value).transpose(1, 2).flatten(2) * inputs).square().mean()
+
+
+@pytest.mark.parametrize(("tokens", "dynamic"), [(64, True), (100, False)])
+def test_probabilities_of_any_number_of_keys_sum_to_one(tokens: int, dynamic: bool) -> None:
+    """Where rows shared groups, errors of the query's weight were 11 and 8."""
+    model, inputs = Heads(), torch.randn(4, tokens, 128, generator=torch.Generator().manual_seed(1))
+    error, step = error_of_weight(model, model.query.weight, inputs, 4, dynamic)
+    assert step.stored_as["planes"] >= 5
+    assert 0 < error < 0.3
+
+
+def test_probabilities_without_that_of_a_sink_do_not_sum_to_one() -> None:
+    """Nor are they made to: the error was .45."""
+    model, inputs = Heads(sink=True), torch.randn(4, 100, 128, generator=torch.Generator().manual_seed(1))
+    for each in (model.query, model.key):  # otherwise all of them are saved
+        each.requires_grad_(False)
+    assert 0 < error_of_weight(model, model.value.weight, inputs, 4)[0] < 0.2
+
+
 def test_probabilities_are_known_where_rows_may_be_masked_as_a_whole() -> None:
     """Torch's attentions that drop give 0 in their place."""
 
