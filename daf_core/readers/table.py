@@ -74,7 +74,7 @@ class Reading:
     reader: str  # name of its autograd node
     bounds: Bounds | None = None  # of `Kind.SIDES`
     # Of `Kind.LOGARITHMS` and of a softmax's result: the dimension along which the probabilities sum to 1, counted from
-    # the end. Of `Kind.NORMALIZED`: that of the rows that are normalized; 0 where the module tells.
+    # the end. Of `Kind.NORMALIZED`: that which is normalized; 0 where it is none, or several.
     dim: int = 0
     # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
     # the like: its own. Of the input of a last layer of few results: infinity.
@@ -297,6 +297,8 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         kind = Kind.APPROXIMATE
     if name in SOFTMAXES:
         return Reading(kind, name, dim=dim_from_end(node))
+    if kind is Kind.NORMALIZED and len(getattr(node, "_saved_normalized_shape", ())) == 1:
+        return Reading(kind, name, dim=-1)
     return Reading(kind, name, varies=name in (*_DIVISIONS, *_POWERS, *_NORMS))
 
 

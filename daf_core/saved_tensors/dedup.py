@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 from daf_core.codecs import PlanesActivation, StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
 from daf_core.codecs.saved_tensor import TensorKind
-from daf_core.codecs.scaling_groups import columns_of
+from daf_core.codecs.scaling_groups import normalized_groups
 from daf_core.codecs.tensor_layout import Geometry
 from daf_core.memory.lease import Outside
 from daf_core.memory.pager import Pager
@@ -112,7 +112,7 @@ def serves(
     """Says whether what was stored of the same values for another reader serves a tensor's, a normalization or not."""
     if form is TensorKind.RAW:
         return False
-    if normalized and (not stored.suits_rows or lacks_columns(stored, geometry, reading)):
+    if normalized and (not stored.suits_rows or groups_otherwise(stored, geometry, reading)):
         return False
     if reading is None:
         return stored.readable_by_any_op
@@ -121,7 +121,9 @@ def serves(
     return reading.kind is not Kind.SHAPE and stored.serves(reading)
 
 
-def lacks_columns(stored: StoredActivation, geometry: Geometry, reading: Reading | None) -> bool:
-    """Says whether a normalization of the batch reads columns, each of which has to have groups of its own here."""
-    columns = None if reading is None else columns_of(geometry, reading.reader)
-    return columns is not None and isinstance(stored, PlanesActivation) and stored.groups.shape != columns.shape
+def groups_otherwise(stored: StoredActivation, geometry: Geometry, reading: Reading | None) -> bool:
+    """Says whether scaling groups are others than a normalization needs, as where it reads columns."""
+    if reading is None or reading.kind is not Kind.NORMALIZED or not isinstance(stored, PlanesActivation):
+        return False
+    wanted, groups = normalized_groups(geometry, reading.reader, reading.dim), stored.groups
+    return wanted is not None and (groups.row, groups.shape) != (wanted.row, wanted.shape)

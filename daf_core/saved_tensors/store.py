@@ -31,13 +31,13 @@ from daf_core.codecs.common_row import CommonRows
 from daf_core.codecs.planes import spreads_differ
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind, capture
-from daf_core.codecs.scaling_groups import Grouping, columns_of, grouping_of, logarithms_of, probabilities_of
+from daf_core.codecs.scaling_groups import Grouping, grouping_of, logarithms_of, normalized_groups, probabilities_of
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.table import SOFTMAXES, Kind, Reading
-from daf_core.saved_tensors.dedup import MetStorage, lacks_columns, serves, sharing_key
+from daf_core.saved_tensors.dedup import MetStorage, groups_otherwise, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.direct import Derive, Direct, Shelf
 from daf_core.saved_tensors.handle import Handle, Packed
@@ -352,11 +352,10 @@ class ActivationStore:
             return logarithms_of(geometry, reading.dim)
         if reading is not None and reading.reader in SOFTMAXES:
             return probabilities_of(geometry, reading.dim)
-        if reading is not None and (columns := columns_of(geometry, reading.reader)) is not None:
-            return columns
-        if reading is not None and reading.kind is Kind.NORMALIZED and reading.dim:
-            groups = Grouping(geometry.row).for_rows()
-        else:
+        groups = None
+        if reading is not None and reading.kind is Kind.NORMALIZED:
+            groups = normalized_groups(geometry, reading.reader, reading.dim)
+        if groups is None:
             groups = grouping_of(geometry, saved.site.op)
             groups = groups.for_rows() if normalized else groups
         if groups.shape is not None:  # the groups are of channels
@@ -371,12 +370,7 @@ def _compact(saved: SavedTensor, geometry: Geometry, kept: KeptStorage | None) -
 
 def _suits_normalization(stored: StoredActivation, saved: SavedTensor, reading: Reading, geometry: Geometry) -> bool:
     """Says whether what was stored of a tensor keeps the error of each row small beside the row."""
-    if not stored.suits_rows or lacks_columns(stored, geometry, reading):
+    if not stored.suits_rows or groups_otherwise(stored, geometry, reading):
         return False
-    if not reading.dim:  # as a module or a function of torch's reads it, whose rows are those of the groups
-        return True
-    groups = grouping_of(geometry, saved.site.op)
-    if groups.shape is not None or groups.row != geometry.row:
-        return False
-    own = groups.for_rows()
-    return not (own.shares and spreads_differ(geometry.compact(saved.tensor), own))
+    own = normalized_groups(geometry, reading.reader, reading.dim)
+    return own is None or not (own.shares and spreads_differ(geometry.compact(saved.tensor), own))

@@ -103,3 +103,49 @@ def test_rows_of_what_a_checkpoint_keeps_have_groups() -> None:
     assert isinstance(weight, Tensor)
     errors = errors_of_weight(model, weight, normal(16, 31, 64), 8)
     assert 0 < min(errors) <= max(errors) < 0.02
+
+
+class Tokens(nn.Module):
+    """A convolution of frames, some of which are padding, whose results are normalized as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv1d(64, 64, 3, padding=1), nn.LayerNorm(64)
+        with torch.no_grad():
+            self.first.bias.normal_(std=0.01)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.norm(self.first(inputs.transpose(1, 2)).transpose(1, 2)).flatten(1)
+
+
+def test_tokens_that_lie_channel_by_channel_spread_differently() -> None:
+    """Where groups run along channels, errors were 1.4."""
+    inputs = normal(4, 118, 64)
+    inputs[1, 60:] = inputs[2, 100:] = 0.0
+    model = Tokens()
+    errors = errors_of_weight(model, model.norm.weight, inputs, 4)
+    assert 0 < min(errors) <= max(errors) < 0.2
+
+
+class Windows(nn.Module):
+    """Maps whose last dimension numbers channels, as Swin's, with a border of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(48, 48), nn.LayerNorm(48)
+        with torch.no_grad():
+            self.first.bias.normal_(std=0.01)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.norm(self.first(inputs) + inputs).flatten(1)
+
+
+def test_the_second_of_four_dimensions_is_no_channel_where_the_last_is_normalized() -> None:
+    """Groups of several tokens had an error of 2.9."""
+    inputs = normal(4, 16, 16, 48)
+    inputs[:, :4] = inputs[:, :, 12:] = 0.0
+    model = Windows()
+    errors = errors_of_weight(model, model.norm.weight, inputs, 4)
+    assert 0 < min(errors) <= max(errors) < 0.2

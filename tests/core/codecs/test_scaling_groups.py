@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from daf_core.codecs import EncodeContext, PlanesActivation
-from daf_core.codecs.scaling_groups import LEAST_MAP, OWN_ROW, Grouping, columns_of, grouping_of
+from daf_core.codecs.scaling_groups import LEAST_MAP, OWN_ROW, Grouping, grouping_of, normalized_groups
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PagePool
@@ -176,11 +176,30 @@ def test_columns_that_a_batch_normalization_reads_have_groups() -> None:
     for rows in (OWN_ROW, 100, 512):
         matrix = normal(rows, 24) + torch.arange(24)
         geometry = geometry_of((rows, 24), (24, 1))
-        groups = columns_of(geometry, reader)
+        groups = normalized_groups(geometry, reader, 0)
         assert groups is not None
         assert not groups.shares
         assert torch.equal(groups.arrange(_flat(matrix)), matrix.t())
-        assert columns_of(geometry, "NativeLayerNormBackward0") is None
-    assert columns_of(geometry_of((64, 24), (1, 64)), reader) is None
-    assert columns_of(geometry_of((64, 24), (48, 1)), reader) is None
-    assert columns_of(geometry_of((4, 24, 8), (192, 8, 1)), reader) is None
+        assert normalized_groups(geometry, "NativeLayerNormBackward0", 0) is None
+    assert normalized_groups(geometry_of((64, 24), (1, 64)), reader, 0) is None
+    assert normalized_groups(geometry_of((64, 24), (48, 1)), reader, 0) is None
+    assert normalized_groups(geometry_of((4, 24, 8), (192, 8, 1)), reader, 0) is None
+
+
+@pytest.mark.parametrize("dim", [-1, -2, -3])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1), (2, 1, 0)], ids=str)
+def test_groups_run_along_what_is_normalized(order: tuple[int, ...], dim: int) -> None:
+    """Wherever its elements lie in memory."""
+    tensor = normal(40, 48, 56).permute(order)
+    groups = normalized_groups(geometry_of(tuple(tensor.shape), tensor.stride()), "NativeLayerNormBackward0", dim)
+    assert groups is not None
+    assert not groups.shares
+    memory = tensor.as_strided((tensor.numel(),), (1,))
+    rows = groups.arrange(memory).reshape(-1, groups.row)
+    expected = tensor.movedim(dim, -1).reshape(-1, tensor.shape[dim])
+    assert torch.equal(rows.sort(0).values, expected.sort(0).values)
+
+
+def test_what_has_holes_has_groups_as_it_lies() -> None:
+    geometry = geometry_of((8, 40, 48), (4800, 1, 100))
+    assert normalized_groups(geometry, "NativeLayerNormBackward0", -1) == Grouping(40, own=True)
