@@ -29,7 +29,8 @@ class StepStatistics:
 
     Attributes:
         raw_bytes: Bytes plain training would have kept: each storage counted once, parameters and buffers not at all.
-            With several forward passes in a step (gradient accumulation) the largest of them.
+            With several forward passes in a step the largest of them (gradient accumulation), or their sum where one
+            backward follows them.
         held_bytes: The most bytes that were held at once instead, pages and exact tensors together.
         stored_as: How many saved tensors each codec stored, parameters and buffers not counted; "shared" ones were
             stored already.
@@ -76,10 +77,13 @@ class StepRecorder:
         self.pack_seconds = self.worker_seconds = self.unpack_seconds = self.audit_seconds = 0.0
         self.gradient_error: GradientError | None = None
 
-    def enter_scope(self) -> None:
-        """Starts a forward pass: that of a batch, or of a part of it while `in_batch`."""
+    def enter_scope(self, together: bool = False) -> None:
+        """Starts a forward pass: that of a batch, or of a part of it while `in_batch`.
+
+        `together` says whether what passes before it have saved is still kept, as it would be in plain training.
+        """
         self.scope_raw_bytes = 0
-        if not self.in_batch:
+        if not self.in_batch and not together:
             self.batch_raw_bytes = 0
 
     def add_raw(self, size: int) -> None:

@@ -74,7 +74,8 @@ class Reading:
     reader: str  # name of its autograd node
     bounds: Bounds | None = None  # of `Kind.SIDES`
     # Of `Kind.LOGARITHMS` and of a softmax's result: the dimension along which the probabilities sum to 1, counted from
-    # the end. Of `Kind.NORMALIZED`: that which is normalized; 0 where it is none, or several.
+    # the end. Of a GLU's argument: that which is cut into halves. Of `Kind.NORMALIZED`: that which is normalized; 0
+    # where it is none, or several.
     dim: int = 0
     # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
     # the like: its own. Of the input of a last layer of few results: infinity.
@@ -150,6 +151,8 @@ _APPROXIMATE = (
 
 SOFTMAXES = (_full("Softmax0"), _full("SafeSoftmax0"))
 """Nodes whose result is probabilities: `sharpness` says which of them stay exact."""
+
+GLU = _full("Glu0")
 
 NARROW = 8
 """Width of heads below which attention stays exact: with 2 and 3 the gradient's error was up to 1.8 at 4 bits, where
@@ -295,7 +298,7 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         kind = Kind.EXACT
     if kind is Kind.EXACT and _multiplies(node, name, field, is_large):
         kind = Kind.APPROXIMATE
-    if name in SOFTMAXES:
+    if name in (*SOFTMAXES, GLU):
         return Reading(kind, name, dim=dim_from_end(node))
     if kind is Kind.NORMALIZED and len(getattr(node, "_saved_normalized_shape", ())) == 1:
         return Reading(kind, name, dim=-1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from logging import getLogger
 from typing import Any
@@ -46,6 +46,7 @@ class Audits:
         self._share: float | None = SHARE
         self._checked_model = self._tried = self._warned_unmeasured = self._warned_low = False
         self._unsupported: str | None = None
+        self._failure = ""  # what the audit raised before the forward pass that is running
 
     def measure(
         self, batch: Any, loss_of: Callable[[Any], Tensor] | None, unsupported: str | None, totals: RunTotals
@@ -65,6 +66,7 @@ class Audits:
             self._checked_model = True
             self._unsupported = next(iter(unsupported_reasons(AUDITS, Context(self._model))), None)
             _warn_of_large_graphs(self._model, self._engine.config.precision == "exact")
+        self._failure = ""
         if self._share is None or not self._engine.audit_due:
             return False
         if unsupported is None:
@@ -82,9 +84,20 @@ class Audits:
         except HooksActiveError:
             raise
         except Exception as error:  # whatever a model does with a part of a batch: training must not end for it
-            self.give_up(repr(error), error)
+            if self._bound is not None:
+                self.give_up(repr(error), error)
+            self._failure = repr(error)
+            self._engine.postpone_audit()
             return False
         return True
+
+    @contextmanager
+    def following(self) -> Generator[None]:
+        """Covers the forward pass that follows: if it raises, too, the batch is to blame for an audit that failed."""
+        yield
+        if self._failure:
+            self.give_up(self._failure)
+            self._failure = ""
 
     def give_up(self, reason: str, cause: Exception | None = None) -> None:
         """Trains on without audits, and warns.

@@ -154,8 +154,7 @@ class DAFSession:
         """Compresses what the forward pass and the loss inside save, and begins an optimizer step if none is open.
 
         Before the pass it measures the error of the gradient where that is due, and yields whether it did. Does nothing
-        where no gradient is recorded, as in evaluation, where operators are recorded or transformed, as by
-        ``torch.export`` or `torch.func.grad`, and inside a session that covers this model.
+        in evaluation, where operators are recorded (``torch.export``, `torch.func.grad`), and inside of such a pass.
 
         Args:
             batch: The step's batch.
@@ -174,8 +173,9 @@ class DAFSession:
             yield False
             return
         audited = self._begin_pass(batch, loss_of, unmeasurable)
+        audits = nullcontext() if self._audits is None else self._audits.following()
         frozen = nullcontext() if self._elastic is None else self._elastic.holding()
-        with frozen, self._covering(), self._engine.compress():
+        with audits, frozen, self._covering(), self._engine.compress():
             yield audited
 
     def run_step(

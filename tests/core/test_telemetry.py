@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from daf_core import DAFConfig, StepStatistics
 from daf_core.memory.pages.pool import PAGE_BYTES
@@ -63,6 +64,26 @@ def test_raw_bytes_count_a_storage_once() -> None:
     assert engine.held_bytes == 4 * PAGES
     assert engine.finish_step().raw_bytes == 4 * BYTES
     del loss
+
+
+@pytest.mark.parametrize("precision", ["exact", 4])
+def test_raw_bytes_of_passes_before_one_backward_add_up(precision: Any) -> None:
+    """Plain training keeps them together; of passes that each have a backward, the largest counts."""
+    model, x = nn.Linear(64, 64), normal(*LARGE)
+    engine = engine_for(model, precision)
+    for together, passes in ((True, 3), (False, 1)):
+        losses = list[Tensor]()
+        for number in range(3):
+            with engine.compress():
+                losses.append(model(x + number).sin().sum())
+            if not together:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        statistics = engine.finish_step()
+        assert statistics.raw_bytes == passes * 2 * BYTES
+        assert statistics.held_bytes == passes * 2 * (BYTES if precision == "exact" else PAGES)
+        del losses
 
 
 def test_raw_views_hold_their_whole_storage_once() -> None:

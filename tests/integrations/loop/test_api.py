@@ -216,6 +216,27 @@ class TestAudits:
         assert "daf/gradient_error" not in daf.metrics(model)
         assert daf.summary(model).count("4.1 MB") == 1
 
+    @pytest.mark.parametrize("bad", [0, 1, 2])
+    def test_go_on_after_a_batch_that_fails(self, bad: int, caplog: pytest.LogCaptureFixture) -> None:
+        """In an audit, and then in its own forward pass, which a loop may skip."""
+        model, number = daf.prepare(lora(), audit_every=1), -1
+
+        def refuse(*_: object) -> None:
+            if number == bad:
+                raise ValueError("a bad batch")
+
+        model.base_model.model.classifier.register_forward_pre_hook(refuse)
+        for number, batch in enumerate(batches(model, 5)):
+            if number == bad:
+                with pytest.raises(ValueError, match="a bad batch"):
+                    model(**batch)
+                continue
+            daf.metrics(model)
+            model(**batch).loss.backward()
+            adam(model).step()
+        assert daf.metrics(model)["daf/audit_ms"] > 0
+        assert daf_records(caplog) == []
+
     def test_a_bound_that_cannot_be_kept_is_refused(self) -> None:
         model = daf.prepare(lora(), max_gradient_error=0.05)
         with pytest.raises(AuditError, match=r"the model returns no loss.*max_gradient_error cannot be kept"):
