@@ -116,14 +116,19 @@ class Shape:
         return codes if self.split is not None else codes.reshape(-1, self.group)
 
 
-def shape_of(values: Tensor, own_rows: bool = False, channels: int | None = None) -> Shape:
+def shape_of(
+    values: Tensor, own_rows: bool = False, channels: int | None = None, normalized: int | None = None
+) -> Shape:
     """Returns how a tensor is cut into groups: those of `group_size`, where eight codes of them fill whole bytes.
 
     With `own_rows`, rows of `OWN_ROW` elements or more do not share groups. `channels` is the dimension that numbers
-    channels, if that is known. The tensor has no holes in memory; its sizes may be symbols.
+    channels, if that is known, and rows lie along `normalized`, the dimension that a normalization reads, if any. The
+    tensor has no holes in memory; its sizes may be symbols.
     """
-    strides = [(hint(values.stride(dim)), hint(values.shape[dim]), dim) for dim in range(values.dim())]
-    order = tuple(dim for _, _, dim in sorted(strides, reverse=True))
+    strides = [
+        (dim != normalized, hint(values.stride(dim)), hint(values.shape[dim]), dim) for dim in range(values.dim())
+    ]
+    order = tuple(dim for *_, dim in sorted(strides, reverse=True))
     sizes = [values.shape[dim] for dim in order]
     fixed = len(sizes)  # from here on sizes are the same whatever the symbols are
     while fixed and is_known(sizes[fixed - 1]):

@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,19 +13,21 @@ from torch import Tensor, fx
 from daf_core.compiled.attention import attend_again
 from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Shape, Slopes, shape_of
 from daf_core.compiled.common_row import DEAREST, bits_of_means
+from daf_core.compiled.dimensions import channels_of, normalized_in, probabilities_of, viewed
 from daf_core.compiled.readers import (
+    CASTS,
+    RESHAPES,
     SIZES,
     Needs,
-    dim_of_softmax,
+    is_pointwise,
     is_softmax,
     is_view,
     name_of,
     needs_of,
     reached,
     sides_of,
-    tensors_of,
 )
-from daf_core.compiled.sizes import hint, is_known
+from daf_core.compiled.sizes import elements_of, is_known
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.sharpness import bits_for
 
@@ -41,16 +42,6 @@ FEW_RESULTS = 16
 
 ALIKE = 2e-3
 """How far the derivatives of torch's two GELUs, and of one in another type, may differ."""
-
-CASTS = ("convert_element_type", "_to_copy")
-_COPIES = ("clone", "contiguous", "constant_pad_nd", "flip", "roll")
-"""Operators that move values to memory of their own."""
-
-_RESHAPES = ("view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
-"""Views of one tensor, of all its elements unless its type changes."""
-
-_ONE_BY_ONE = (*CASTS, *_RESHAPES)
-"""What torch does not say of itself that each element of the result is made of one."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward"])
@@ -67,10 +58,11 @@ class Decision:
     unread: bool = False  # whether the backward graph reads nothing of it, and nothing is stored
     own_rows: bool = False  # whether rows are not to share scaling groups
     channels: int | None = None  # its dimension that numbers channels, where that is known
+    normalized: int | None = None  # that which a normalization reads, where one does
 
     def shape(self, values: Tensor) -> Shape:
         """Returns how what is stored is cut into groups."""
-        return shape_of(values, self.own_rows, self.channels)
+        return shape_of(values, self.own_rows, self.channels, self.normalized)
 
 
 KEPT = Decision(None)
@@ -148,11 +140,13 @@ class Decisions:
         code = sides_of(reader) or self._code(reader)
         if not isinstance(code, Planes):
             return Decision(code)
-        if is_softmax(_viewed(made)):
+        if is_softmax(viewed(made)):
             return _of_probabilities(made, values, code)
+        normalized = normalized_in(made)
+        decision = Decision(code, own_rows=normalized is not None, normalized=normalized)
         if code.signs or self._is_of_convolution(made, reader):
-            return Decision(code)
-        decision = Decision(code, channels=channels_of(made))
+            return decision
+        decision = replace(decision, channels=channels_of(made))
         dear = bits_of_means(values.shape, decision.shape(values).across) > DEAREST * code.bits
         return replace(decision, code=replace(code, common=not dear))
 
@@ -183,13 +177,13 @@ class Decisions:
     def _is_of_convolution(self, made: fx.Node, reader: fx.Node) -> bool:
         """Says whether a convolution makes or reads a tensor, of which its sizes do not show where its channels are."""
         readers = map(name_of, self._behind_pointwise(reader))
-        return name_of(_viewed(made)) == "convolution" or "convolution_backward" in readers
+        return name_of(viewed(made)) == "convolution" or "convolution_backward" in readers
 
     def _behind_pointwise(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yields what reads a node, or what is made of it element by element without a gradient."""
 
         def passes(each: fx.Node) -> bool:
-            return each is node or is_view(each) or (_is_pointwise(each) and each not in self._from_gradients)
+            return each is node or is_view(each) or (is_pointwise(each) and each not in self._from_gradients)
 
         return (each for each in reached([node], lambda each: each.users if passes(each) else ()) if not passes(each))
 
@@ -217,7 +211,7 @@ def _alone(saved: fx.Node) -> tuple[fx.Node, ...]:
         alone = (
             node.op == "call_function" and node.all_input_nodes and all(each in inside for each in node.all_input_nodes)
         )
-        if alone and _is_pointwise(node):
+        if alone and is_pointwise(node):
             inside[node] = None
         node = node.next
 
@@ -238,7 +232,7 @@ def _alone(saved: fx.Node) -> tuple[fx.Node, ...]:
 def _shows_the_same(node: fx.Node, saved: fx.Node) -> bool:
     """Says whether a node is a view of all elements of a saved tensor, and of nothing else, as what they are."""
     value, values = node.meta.get("val"), saved.meta["val"]
-    if name_of(node) not in _RESHAPES or not isinstance(value, Tensor):
+    if name_of(node) not in RESHAPES or not isinstance(value, Tensor):
         return False
     return value.dtype is values.dtype and elements_of(value) == elements_of(values)
 
@@ -286,24 +280,6 @@ _ON_NUMBERS: dict[str, Callable[..., float]] = {
 }
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return False
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in _ONE_BY_ONE
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """Returns what a node is a view of, or a cast, such as autocast's."""
-    while _is_seen_otherwise(node):
-        [node] = tensors_of(node)
-    return node
-
-
-def _is_seen_otherwise(node: fx.Node) -> bool:
-    return (is_view(node) or name_of(node) in CASTS) and len(tensors_of(node)) == 1
-
-
 def _of_probabilities(made: fx.Node, values: Tensor, code: Planes) -> Decision:
     """Returns the decision for a softmax's result: decoded, it sums to 1 as well.
 
@@ -317,73 +293,10 @@ def _of_probabilities(made: fx.Node, values: Tensor, code: Planes) -> Decision:
     return replace(decision, code=replace(code, probabilities=dim))
 
 
-def channels_of(node: fx.Node) -> int | None:
-    """Returns the dimension of a tensor that numbers channels; None where that is not known.
-
-    It is the last one of what a linear layer gives, of which views, copies and multiples have made the tensor. Keys are
-    copied channel by channel, with the tokens of each side by side.
-    """
-    path = [node]
-    while len(tensors_of(node)) == 1 and (is_view(node) or _is_pointwise(node)):
-        [node] = tensors_of(node)
-        if not isinstance(node.meta.get("val"), Tensor):
-            break
-        path.append(node)
-    if name_of(path[-1]) not in ("mm", "addmm"):  # of others, as convolutions, any dimension may be
-        return None
-    return _followed(path, -1)
-
-
-def probabilities_of(node: fx.Node) -> int | None:
-    """Returns the dimension along which a tensor sums to 1, where views, casts and copies have made it of a softmax.
-
-    None where that is not known, or some are left out, such as that of an attention's sink.
-    """
-    path = [node]
-    while dim_of_softmax(node) is None:
-        if not _is_seen_otherwise(node):
-            return None
-        count = elements_of(node.meta["val"])
-        [node] = tensors_of(node)
-        if elements_of(node.meta["val"]) != count:
-            return None
-        path.append(node)
-    dim = dim_of_softmax(node)
-    assert dim is not None
-    return _followed(path, dim)
-
-
-def _followed(path: Sequence[fx.Node], dim: int) -> int | None:
-    """Returns where a dimension of the last of some nodes is in the first, which the others have made of it.
-
-    None where it is in none.
-    """
-    values = [each.meta["val"] for each in reversed(path)]
-    stride = values[0].stride(dim)
-    for before, after, made in zip(values, values[1:], path[-2::-1], strict=False):
-        if is_view(made) and name_of(made) not in _COPIES:
-            continue
-        dim = _of_stride(before, stride)
-        if dim is None or before.dim() != after.dim():
-            return None
-        stride = after.stride(dim)
-    return _of_stride(values[-1], stride)
-
-
-def _of_stride(values: Tensor, stride: Any) -> int | None:
-    found = [dim for dim in range(values.dim()) if hint(values.stride(dim)) == hint(stride)]
-    return next((dim for dim in found if hint(values.shape[dim]) > 1), None)
-
-
 def _is_result_beside(node: fx.Node) -> bool:
     """Says whether a tensor is a later result of an operator, such as a normalization's statistics."""
     later = node.target is operator.getitem and bool(node.args[1] != 0)
     return later and not is_view(node.all_input_nodes[0])
-
-
-def elements_of(values: Tensor) -> int:
-    """Returns the elements of a tensor, or what they are while it is traced."""
-    return hint(values.numel())
 
 
 def made_of_gradients(graph: fx.Graph) -> set[fx.Node]:

@@ -19,7 +19,8 @@ from daf_core.autograd.torch_compile import graph_hook_context, is_looked_at
 from daf_core.autograd.torch_private import skip_dynamo
 from daf_core.compiled import account
 from daf_core.compiled.codes import Code, Like, Shape, is_dense
-from daf_core.compiled.decide import Decision, Decisions, elements_of, read_by
+from daf_core.compiled.decide import Decision, Decisions, read_by
+from daf_core.compiled.sizes import elements_of
 from daf_core.compiled.support import digest
 from daf_kernels.layout import PRECISIONS
 

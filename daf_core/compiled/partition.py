@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from daf_core.compiled.decide import CASTS, LEAST_ELEMENTS, elements_of, made_of_gradients
-from daf_core.compiled.readers import is_softmax, is_view, name_of, tensors_of
+from daf_core.compiled.decide import LEAST_ELEMENTS, made_of_gradients
+from daf_core.compiled.readers import CASTS, is_softmax, is_view, name_of, tensors_of
+from daf_core.compiled.sizes import elements_of
 
 _REGION = 0
 """The partitioner numbers regions that are worked out again; ours is one, and it saves nothing at its border."""

@@ -12,7 +12,7 @@ from enum import Flag, auto
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from daf_core.compiled.codes import Sides
 from daf_core.readers.attention import KERNELS
@@ -60,6 +60,13 @@ _SUMS = _named(
     """
 )
 """Operators behind which the error of one value is one of many."""
+
+CASTS = ("convert_element_type", "_to_copy")
+RESHAPES = ("view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
+"""Views of one tensor, of all its elements unless its type changes."""
+
+_ONE_BY_ONE = (*CASTS, *RESHAPES)
+"""What torch does not say of itself that each element of the result is made of one."""
 
 SIZES = _named("sym_size sym_stride sym_numel sym_storage_offset")
 """Operators that read no value."""
@@ -122,6 +129,14 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or name_of(node) in _VIEWS
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Says whether each element of a node's result is made of one of each tensor that it reads."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return False
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in _ONE_BY_ONE
+
+
 _NUMBERS = (torch.SymInt, torch.SymFloat)
 
 
@@ -140,8 +155,8 @@ def dim_of_softmax(node: fx.Node) -> int | None:
 
     It may be one operator, or the quotient of exponentials and their sum; or 0 may be in its place where all is masked.
     """
-    name, (first, second) = name_of(node), (*node.args, None, None)[:2]
-    dim: Any = None
+    arguments: list[Any] = [*node.args, None, None]
+    name, first, second, dim = name_of(node), arguments[0], arguments[1], None
     if name in ("_softmax", "_safe_softmax"):
         dim = second
     elif name == "where" and len(node.args) == 3:
@@ -149,10 +164,26 @@ def dim_of_softmax(node: fx.Node) -> int | None:
         found = [each for each in results if not _is_constant(each)]
         return dim_of_softmax(found[0]) if len(found) == 1 else None
     elif name == "div" and isinstance(first, fx.Node) and isinstance(second, fx.Node):
-        dims = cast("list[int]", second.args[1]) if len(second.args) > 1 else []
-        if name_of(first) == "exp" and name_of(second) == "sum" and second.args[0] is first and len(dims) == 1:
+        summed, dims = cast("list[Any]", [*second.args, [], []])[:2]
+        if name_of(first) == "exp" and name_of(second) == "sum" and summed is first and len(dims) == 1:
             dim = dims[0]
     return None if dim is None else dim % max(1, node.meta["val"].dim())
+
+
+def dim_normalized(node: fx.Node) -> int | None:
+    """Returns the only dimension along which a node works out what a normalization divides by; None for other nodes."""
+    arguments: list[Any] = [*node.args, None, None]
+    name, value, dims = name_of(node), arguments[0], arguments[1]
+    if name in ("native_layer_norm", "_fused_rms_norm"):
+        dims = [-1] if len(dims) == 1 else None
+    elif name == "pow" and dims == 2:  # of whose mean the root is a root mean square
+        means: list[list[Any]] = [[*user.args, None] for user in node.users if name_of(user) == "mean"]
+        dims = means[0][1] if means else None
+    elif name not in ("var_mean", "var"):
+        return None
+    if not isinstance(dims, list | tuple) or len(dims) != 1 or not isinstance(value, fx.Node):
+        return None
+    return int(cast("Any", dims[0])) % max(1, value.meta["val"].dim())
 
 
 def _is_constant(node: fx.Node) -> bool:
