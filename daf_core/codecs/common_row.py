@@ -62,6 +62,11 @@ class Common(NamedTuple):
     row: Tensor  # bfloat16, of shape (blocks, 1, length)
     factors: Tensor  # bfloat16, of shape (blocks, rows, 1): how much of it is in each row
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.row.nbytes + self.factors.nbytes
+
     def add_to(self, rest: Tensor) -> None:
         """Adds it to the rest, which has no holes, in place; a host may have packed what a device decodes."""
         rows = rest.view(len(self.row), -1, self.row.shape[2])

@@ -114,7 +114,7 @@ class PlanesActivation(PagedActivation):
     @property
     def held_bytes(self) -> int:
         """Bytes of its pages, in memory or in the next tier, and of what is kept beside them."""
-        return self.lease.size * self.pager.pool.page_bytes + self.groups.bytes_beside
+        return self.lease.size * self.pager.pool.page_bytes + (0 if self.beside is None else self.beside.nbytes)
 
     @override
     @classmethod
@@ -202,7 +202,8 @@ class PlanesActivation(PagedActivation):
         if self.groups.beside is None:
             return values
         self.beside, rest = self.groups.beside.split(values)
-        self._kept = KeptStorage(self.pager, self.groups.bytes_beside)
+        if self.beside is not None:
+            self._kept = KeptStorage(self.pager, self.beside.nbytes)
         return rest
 
     def check_later(

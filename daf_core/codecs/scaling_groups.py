@@ -35,13 +35,27 @@ class Totals(NamedTuple):
     """What probabilities sum to: 1, or 0 where everything is masked."""
 
     totals: Tensor  # bool, of shape (outer, 1, inner)
+    seen: Tensor | None  # bool, of shape (blocks, 1, length): keys that some query of a block sees; None for all
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.totals.nbytes + (0 if self.seen is None else self.seen.nbytes)
 
     def add_to(self, rest: Tensor) -> None:
-        """Adds what decoded values lack, which have no holes, in equal parts, in place."""
+        """Adds what decoded values lack, which have no holes, in equal parts, in place; keys that none sees get 0."""
         outer, _, inner = self.totals.shape
         rows = rest.view(outer, -1, inner)
-        missing = self.totals.to(rest.device, torch.float32) - rows.sum(1, keepdim=True, dtype=torch.float32)
-        rows += (missing / rows.shape[1]).to(rows.dtype)
+        if self.seen is None:
+            rows += (self._missing(rows) / rows.shape[1]).to(rows.dtype)
+            return
+        seen = self.seen.to(rest)
+        maps = rest.view(len(seen), -1, seen.shape[2]).mul_(seen)
+        parts = self._missing(rows).view(len(seen), -1, 1) / self.seen.sum(2, keepdim=True).clamp_min(1).to(rest.device)
+        maps += parts.to(rest.dtype) * seen
+
+    def _missing(self, rows: Tensor) -> Tensor:
+        return self.totals.to(rows.device, torch.float32) - rows.sum(1, keepdim=True, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -52,18 +66,34 @@ class ProbabilityRows:
     probabilities p sum to 1, and is multiplied by what they lack elsewhere. With keys and values that share a vector of
     5 deviations, the gradient of the query's weight had an error of 4.8 at 4 bits and 257 keys, as many as an image of
     224 by 224 pixels has tokens.
+
+    Keys that are masked for all queries, as padding, are to get no gradient at all: a LayerNorm of empty tokens
+    multiplies it by 316, and five of them, as in Data2VecAudio, one of 1e-4 by 1e12.
     """
 
     rows: Rows
+    queries: int  # rows that may all have the same keys masked; 0 where that is not known
+    sums: bool  # whether groups do not keep the sums
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sums."""
-        return self.rows.outer * self.rows.inner
+        """Bytes that are kept where all keys are seen."""
+        return self.rows.outer * self.rows.inner if self.sums else 0
 
-    def split(self, values: Tensor) -> tuple[Totals, Tensor]:
-        """Returns what flat values sum to, and the values."""
-        return Totals(values.view(self.rows.shape).amax(1, keepdim=True) > 0), values
+    def split(self, values: Tensor) -> tuple[Totals | None, Tensor]:
+        """Returns what flat values sum to, None where codes keep that, and the values."""
+        seen = self._seen(values) if self.queries else None
+        if seen is None and not self.sums:
+            return None, values
+        return Totals(values.view(self.rows.shape).amax(1, keepdim=True) > 0, seen), values
+
+    def _seen(self, values: Tensor) -> Tensor | None:
+        """Returns the keys that queries see, None for all; a device, which would have the host wait, always does."""
+        maps = values.view(-1, self.queries, self.rows.length)
+        if values.device.type == "cpu" and bool((maps[:, -1] > 0).all()):  # a last query sees all that others do
+            return None
+        seen = maps.amax(1, keepdim=True) > 0
+        return None if values.device.type == "cpu" and bool(seen.all()) else seen
 
 
 @dataclass(frozen=True)
@@ -124,9 +154,11 @@ def probabilities_of(geometry: Geometry, dim: int) -> Grouping:
     Where a group is a row or a piece of one, its mean keeps them.
     """
     groups, rows = Grouping(geometry.row).for_rows(), geometry.rows_along(dim)
-    if rows is None or (rows.inner == 1 and rows.length % groups.group == 0):
+    if rows is None:
         return groups
-    return replace(groups, beside=ProbabilityRows(rows))
+    queries = geometry.shape[-2] if rows.inner == 1 and len(geometry.shape) > 2 else 0
+    sums = rows.inner > 1 or rows.length % groups.group > 0
+    return replace(groups, beside=ProbabilityRows(rows, queries, sums)) if queries or sums else groups
 
 
 @lru_cache(maxsize=4096)

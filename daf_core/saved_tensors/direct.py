@@ -168,8 +168,8 @@ class Direct:
         geometry, dense = decision.geometry, tensor
         decodes: DirectCodec | None = codec
         if type(stored) is PlanesActivation and stored.groups.beside is not None:
-            decodes = None  # what is kept beside the codes is to be added
             dense = stored.set_aside(geometry.compact(tensor.detach()))
+            decodes = codec if stored.beside is None else None  # otherwise that is to be added
         elif geometry.has_holes:
             dense = geometry.compact(tensor.detach()).contiguous()
         declined, zero, one, finite = pager.take(kind, stored, codec.encode, dense.data_ptr())

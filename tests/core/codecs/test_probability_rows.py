@@ -13,7 +13,7 @@ from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PagePool
 from daf_kernels import load_backend
 from tests.core.codecs.test_normalized_rows import errors_of_weight
-from tests.core.harness import normal
+from tests.core.harness import assert_empty, engine_for, normal
 
 CPU = torch.device("cpu")
 MASKED = 5
@@ -48,7 +48,7 @@ def test_sums_are_kept(length: int, dim: int, precision: int) -> None:
     found = torch.empty_like(values)
     activation.decode_into(found.view(-1))
     off = (found.sum(dim) - values.sum(dim)).abs().max()
-    assert off < (5e-3 if grouping(values, dim).beside is None else 1e-5)
+    assert off < (5e-3 if activation.beside is None else 1e-5)
     assert pager.held_bytes == activation.held_bytes
     del activation
     assert pager.settle() == 0
@@ -65,8 +65,28 @@ def test_sums_are_as_exact_as_their_type(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("length", [32, 64, 77, 256, 300, 577])
 def test_nothing_is_kept_beside_codes_where_groups_keep_the_sums(length: int) -> None:
     """As means of rows, or of equal pieces of rows; 577 is a prime, and groups run through rows."""
-    assert (grouping(probabilities(length)).beside is None) is (length != 577)
-    assert grouping(probabilities(length, -2), -2).beside is not None
+    assert (stored(probabilities(length), -1, 4)[0].beside is None) is (length != 577)
+    assert stored(probabilities(length, -2), -2, 4)[0].beside is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [31, 40, 64, 257, 300])
+def test_keys_that_no_query_sees_stay_unseen(length: int, dtype: torch.dtype) -> None:
+    """As those of padding. Others still sum to 1, or to 0 for a query that sees nothing."""
+    scores = normal(40, 24, length)
+    for row in range(0, 40, 2):
+        scores[row, :, length - row // 3 - 1 :] = -torch.inf
+    scores[3].masked_fill_(torch.ones(24, length, dtype=torch.bool).triu(1), -torch.inf)
+    values = scores.softmax(-1).index_fill(1, torch.tensor([MASKED]), 0.0).to(dtype)
+    activation, pager = stored(values, -1, 4)
+    found = torch.empty_like(values)
+    activation.decode_into(found.view(-1))
+    assert torch.equal(found.amax(1) == 0, values.amax(1) == 0)
+    assert (found.float().sum(-1) - values.float().sum(-1)).abs().max() < length * torch.finfo(dtype).eps
+    assert activation.beside is not None
+    assert pager.held_bytes == activation.held_bytes
+    del activation
+    assert pager.settle() == 0
 
 
 class Attention(nn.Module):
@@ -91,3 +111,30 @@ def test_what_values_have_in_common_cancels(tokens: int) -> None:
     model = Attention(5.0)
     errors = errors_of_weight(model, model.query.weight, normal(8, tokens, 64), 4)
     assert 0 < min(errors) <= max(errors) < 0.3
+
+
+class Padded(Attention):
+    """An attention to tokens of which some are padding, and its result, which many normalizations of nothing follow."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        masked = (inputs == 0).all(-1)
+        scores = self.query(inputs) @ self.key(inputs).transpose(1, 2)
+        found = torch.softmax(scores.masked_fill(masked.unsqueeze(1), -torch.inf), -1) @ self.value(inputs)
+        return found.masked_fill(masked.unsqueeze(-1), 0.0)
+
+
+@pytest.mark.parametrize("tokens", [48, 77])
+def test_padding_gets_no_gradient(tokens: int) -> None:
+    model, inputs = Padded(0.5), normal(8, tokens, 64)
+    for row in range(1, 8):
+        inputs[row, tokens - 2 * row :] = 0.0
+    inputs.requires_grad_()
+    engine = engine_for(model, 4)
+    for _ in range(3):
+        with engine.compress():
+            loss = model(inputs).square().mean()
+        (gradient,) = torch.autograd.grad(loss, inputs)
+        assert torch.equal((gradient == 0).all(-1), (inputs == 0).all(-1))
+        assert engine.finish_step().stored_as["planes"] > 0
+    del loss
+    assert_empty(engine)
