@@ -368,7 +368,7 @@ class ActivationEngine:
         self._streams.passes += 1
         self._pagers.follow_available_memory()
         self._eligibility.refresh(tensors)
-        self._recorder.enter_scope(together=self.held_bytes > 0)
+        self._recorder.enter_scope(together=not self._recorder.unpacked and self.held_bytes > 0)
         if threads:
             self._packer.pack_in_background(partial(self._join_pass, self._store.census, threads), self._pagers)
         replayable = not (threads or self._readers.learning)

@@ -72,7 +72,7 @@ class StepRecorder:
 
     def _begin_step(self) -> None:
         self.raw_bytes = self.scope_raw_bytes = self.batch_raw_bytes = 0
-        self.in_batch = False
+        self.in_batch = self.unpacked = False
         self.stored_as: Counter[str] = Counter()
         self.pack_seconds = self.worker_seconds = self.unpack_seconds = self.audit_seconds = 0.0
         self.gradient_error: GradientError | None = None
@@ -82,7 +82,7 @@ class StepRecorder:
 
         `together` says whether what passes before it have saved is still kept, as it would be in plain training.
         """
-        self.scope_raw_bytes = 0
+        self.scope_raw_bytes, self.unpacked = 0, False
         if not self.in_batch and not together:
             self.batch_raw_bytes = 0
 

@@ -184,6 +184,7 @@ def grouping_of(geometry: Geometry, op: str) -> Grouping:
     return Grouping(geometry.row)
 
 
+@lru_cache(maxsize=4096)
 def normalized_groups(geometry: Geometry, reader: str, dim: int) -> Grouping | None:
     """Returns the grouping of what a normalization reads; None where it is that of `grouping_of`.
 

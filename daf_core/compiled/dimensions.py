@@ -85,24 +85,27 @@ def probabilities_of(node: fx.Node) -> int | None:
         path.append(node)
     dim = dim_of_softmax(node)
     assert dim is not None
-    return _followed(path, dim)
+    return _followed(path, dim, whole=True)
 
 
-def _followed(path: Sequence[fx.Node], dim: int) -> int | None:
+def _followed(path: Sequence[fx.Node], dim: int, whole: bool = False) -> int | None:
     """Returns where a dimension of the last of some nodes is in the first, which the others have made of it.
 
-    None where it is in none.
+    Or where the innermost part of it is, if views have cut it; None then if it has to be `whole`.
     """
     values = [each.meta["val"] for each in reversed(path)]
-    stride = values[0].stride(dim)
+    stride, size = values[0].stride(dim), hint(values[0].shape[dim])
     for before, after, made in zip(values, values[1:], path[-2::-1], strict=False):
+        place = _of_stride(before, stride)
+        if place is None or (whole and hint(before.shape[place]) != size):
+            return None
         if is_view(made) and name_of(made) not in _COPIES:
             continue
-        place = _of_stride(before, stride)
-        if place is None or before.dim() != after.dim():
+        if before.dim() != after.dim():
             return None
         stride = after.stride(place)
-    return _of_stride(values[-1], stride)
+    last = _of_stride(values[-1], stride)
+    return None if last is None or (whole and hint(values[-1].shape[last]) != size) else last
 
 
 def _dim_before(path: Sequence[fx.Node], dim: int) -> int | None:

@@ -146,28 +146,51 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Says whether a node gives the result of a softmax; see `dim_of_softmax`."""
+    """Says whether a node gives the result of a softmax, or a constant in its place, where that is masked."""
+    if name_of(node) == "where" and len(node.args) == 3:
+        results = [each for each in node.args[1:] if isinstance(each, fx.Node)]
+        return any(map(is_softmax, results)) and all(is_softmax(each) or _is_constant(each) for each in results)
     return dim_of_softmax(node) is not None
 
 
 def dim_of_softmax(node: fx.Node) -> int | None:
-    """Returns the dimension of probabilities, from 0; None where a node gives no result of a softmax.
+    """Returns the dimension along which a node sums to 1, from 0, or to 0; None where it gives no result of a softmax.
 
-    It may be one operator, or the quotient of exponentials and their sum; or 0 may be in its place where all is masked.
+    It may be one operator, or the quotient of exponentials and their sum; or 0 may be in place of rows as a whole.
     """
     arguments: list[Any] = [*node.args, None, None]
     name, first, second, dim = name_of(node), arguments[0], arguments[1], None
     if name in ("_softmax", "_safe_softmax"):
         dim = second
     elif name == "where" and len(node.args) == 3:
-        results = [each for each in node.args[1:] if isinstance(each, fx.Node)]
-        found = [each for each in results if not _is_constant(each)]
-        return dim_of_softmax(found[0]) if len(found) == 1 else None
+        return _dim_of_whole_rows(node)
     elif name == "div" and isinstance(first, fx.Node) and isinstance(second, fx.Node):
-        summed, dims = cast("list[Any]", [*second.args, [], []])[:2]
-        if name_of(first) == "exp" and name_of(second) == "sum" and summed is first and len(dims) == 1:
+        summed, dims, keeps = cast("list[Any]", [*second.args, None, None, False])[:3]
+        if name_of(first) == "exp" and name_of(second) == "sum" and summed is first and keeps and len(dims or ()) == 1:
             dim = dims[0]
     return None if dim is None else dim % max(1, node.meta["val"].dim())
+
+
+def _dim_of_whole_rows(where: fx.Node) -> int | None:
+    """Returns the dimension of a softmax's probabilities of which whole rows are 0 where masked; None elsewhere."""
+    mask, *results = cast("list[Any]", where.args)
+    found = [each for each in results if not _is_zero(each)]
+    dim = dim_of_softmax(found[0]) if len(found) == 1 and isinstance(found[0], fx.Node) else None
+    if dim is None:
+        return None
+    values: Tensor = where.meta["val"]
+    sizes = (1,) * values.dim() + tuple(mask.meta["val"].shape)
+    alike = found[0].meta["val"].dim() == values.dim()
+    return dim if alike and sizes[len(sizes) - values.dim() + dim] == 1 else None
+
+
+def _is_zero(value: Any) -> bool:
+    """Says whether an argument is the number 0, or a tensor of nothing else."""
+    if not isinstance(value, fx.Node):
+        return value == 0
+    arguments = cast("list[Any]", value.args)
+    place = {"full": 1, "full_like": 1, "scalar_tensor": 0}.get(name_of(value))
+    return name_of(value) in ("zeros", "zeros_like") or (place is not None and arguments[place] == 0)
 
 
 def dim_normalized(node: fx.Node) -> int | None:

@@ -125,5 +125,5 @@ def groups_otherwise(stored: StoredActivation, geometry: Geometry, reading: Read
     """Says whether scaling groups are others than a normalization needs, as where it reads columns."""
     if reading is None or reading.kind is not Kind.NORMALIZED or not isinstance(stored, PlanesActivation):
         return False
-    wanted, groups = normalized_groups(geometry, reading.reader, reading.dim), stored.groups
-    return wanted is not None and (groups.row, groups.shape) != (wanted.row, wanted.shape)
+    wanted, found = normalized_groups(geometry, reading.reader, reading.dim), stored.groups
+    return wanted is not None and (wanted.row, wanted.shape, wanted.strides) != (found.row, found.shape, found.strides)

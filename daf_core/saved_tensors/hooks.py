@@ -238,6 +238,7 @@ class Packer:
             SpillError: The next tier cannot be read.
             ReaderError: The derivative of GELU was kept of it, and something else asks for it.
         """
+        self.recorder.unpacked = True
         if self._own.background is not None:
             self.drain()  # a backward inside the scope lets go of nodes that packing looks at
         # `isinstance` runs Python code for an abstract class, as that of all codecs is: 0.5 us a tensor each time.

@@ -66,7 +66,6 @@ class Audits:
             self._checked_model = True
             self._unsupported = next(iter(unsupported_reasons(AUDITS, Context(self._model))), None)
             _warn_of_large_graphs(self._model, self._engine.config.precision == "exact")
-        self._failure = ""
         if self._share is None or not self._engine.audit_due:
             return False
         if unsupported is None:
@@ -94,9 +93,11 @@ class Audits:
     @contextmanager
     def following(self) -> Generator[None]:
         """Covers the forward pass that follows: if it raises, too, the batch is to blame for an audit that failed."""
-        yield
-        if self._failure:
-            self.give_up(self._failure)
+        try:
+            yield
+            if self._failure:
+                self.give_up(self._failure)
+        finally:
             self._failure = ""
 
     def give_up(self, reason: str, cause: Exception | None = None) -> None:

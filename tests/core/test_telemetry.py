@@ -86,6 +86,23 @@ def test_raw_bytes_of_passes_before_one_backward_add_up(precision: Any) -> None:
         del losses
 
 
+def test_what_a_backward_has_let_go_is_not_counted_again() -> None:
+    """Though a result of the pass, which no loss is made of, holds what it was made of."""
+    first, second, third = (nn.Linear(64, 64) for _ in range(3))
+    engine, x = engine_for(nn.ModuleList([first, second, third]), 4), normal(*LARGE)
+    raw = list[int]()
+    for passes in (1, 3):
+        for _ in range(passes):
+            with engine.compress():
+                hidden = first(x).relu()
+                beside = third(hidden.relu()).sin()
+                loss = second(hidden).square().mean()
+            loss.backward()
+        raw.append(engine.finish_step().raw_bytes)
+    assert raw[0] == raw[1]
+    del beside
+
+
 def test_raw_views_hold_their_whole_storage_once() -> None:
     """An exact view keeps all of its storage alive, and is counted as such; several count once."""
     model = Scale()
