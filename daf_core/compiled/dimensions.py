@@ -50,7 +50,7 @@ def channels_of(node: fx.Node) -> int | None:
         path.append(node)
     if name_of(path[-1]) not in ("mm", "addmm"):  # of others, as convolutions, any dimension may be
         return None
-    return _followed(path, -1)
+    return _followed(path[::-1], -1)
 
 
 def normalized_in(node: fx.Node) -> int | None:
@@ -63,7 +63,7 @@ def normalized_in(node: fx.Node) -> int | None:
         for user in path[0].users:
             dim = dim_normalized(user)
             if dim is not None and user.args[0] is path[0]:
-                return _dim_before(path, dim)
+                return _followed(path, dim)
             if _is_seen_otherwise(user) and isinstance(user.meta.get("val"), Tensor) and len(path) < LONGEST_PATH:
                 pending.append([user, *path])
     return None
@@ -85,41 +85,28 @@ def probabilities_of(node: fx.Node) -> int | None:
         path.append(node)
     dim = dim_of_softmax(node)
     assert dim is not None
-    return _followed(path, dim, whole=True)
+    return _followed(path[::-1], dim, whole=True)
 
 
 def _followed(path: Sequence[fx.Node], dim: int, whole: bool = False) -> int | None:
-    """Returns where a dimension of the last of some nodes is in the first, which the others have made of it.
+    """Returns where a dimension of the first of some nodes is in the last. One of two neighbors is made of the other.
 
     Or where the innermost part of it is, if views have cut it; None then if it has to be `whole`.
     """
-    values = [each.meta["val"] for each in reversed(path)]
+    values = [each.meta["val"] for each in path]
     stride, size = values[0].stride(dim), hint(values[0].shape[dim])
-    for before, after, made in zip(values, values[1:], path[-2::-1], strict=False):
-        place = _of_stride(before, stride)
-        if place is None or (whole and hint(before.shape[place]) != size):
+    for one, other, here, there in zip(path, path[1:], values, values[1:], strict=False):
+        place = _of_stride(here, stride)
+        if place is None or (whole and hint(here.shape[place]) != size):
             return None
+        made = other if one in tensors_of(other) else one
         if is_view(made) and name_of(made) not in _COPIES:
             continue
-        if before.dim() != after.dim():
+        if here.dim() != there.dim():
             return None
-        stride = after.stride(place)
+        stride = there.stride(place)
     last = _of_stride(values[-1], stride)
     return None if last is None or (whole and hint(values[-1].shape[last]) != size) else last
-
-
-def _dim_before(path: Sequence[fx.Node], dim: int) -> int | None:
-    """Returns where a dimension of the first of some nodes is in the last, of which the others are made."""
-    values = [each.meta["val"] for each in path]
-    stride = values[0].stride(dim)
-    for after, before, made in zip(values, values[1:], path, strict=False):
-        if is_view(made) and name_of(made) not in _COPIES:
-            continue
-        place = _of_stride(after, stride)
-        if place is None or before.dim() != after.dim():
-            return None
-        stride = before.stride(place)
-    return _of_stride(values[-1], stride)
 
 
 def _of_stride(values: Tensor, stride: Any) -> int | None:

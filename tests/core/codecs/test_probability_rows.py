@@ -59,7 +59,7 @@ def test_sums_are_as_exact_as_their_type(dtype: torch.dtype) -> None:
     values = probabilities(257, -1, dtype)
     found = torch.empty_like(values)
     stored(values, -1, 4)[0].decode_into(found.view(-1))
-    assert (found.float().sum(-1) - values.float().sum(-1)).abs().max() < 257 * torch.finfo(dtype).eps
+    assert (found.float().sum(-1) - values.float().sum(-1)).abs().max() < 8 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("length", [32, 64, 77, 256, 300, 577])
@@ -82,7 +82,7 @@ def test_keys_that_no_query_sees_stay_unseen(length: int, dtype: torch.dtype) ->
     found = torch.empty_like(values)
     activation.decode_into(found.view(-1))
     assert torch.equal(found.amax(1) == 0, values.amax(1) == 0)
-    assert (found.float().sum(-1) - values.float().sum(-1)).abs().max() < length * torch.finfo(dtype).eps
+    assert (found.float().sum(-1) - values.float().sum(-1)).abs().max() < 16 * torch.finfo(dtype).eps
     assert activation.beside is not None
     assert pager.held_bytes == activation.held_bytes
     del activation
@@ -114,7 +114,7 @@ def test_what_values_have_in_common_cancels(tokens: int) -> None:
 
 
 class Padded(Attention):
-    """An attention to tokens of which some are padding, and its result, which many normalizations of nothing follow."""
+    """An attention to tokens of which some are padding."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         masked = (inputs == 0).all(-1)
