@@ -57,6 +57,7 @@ class ExitSummary:
     totals: RunTotals
     shown: bool = False  # whether the table is printed
     covered: bool = False  # whether another scope compressed the model
+    compressed: bool = False  # whether any pass of the model was
     # The process that it is said in: a forked child knows of it, and ends as well.
     process: int = field(default_factory=os.getpid)
 
@@ -214,6 +215,7 @@ class Training:
         outer = self.session.enclosing_session
         if self._records and outer is None:
             self._passes += 1
+            self.exit_summary.compressed = True
         elif outer is not None and outer is not self.session and not self.exit_summary.covered:
             self.exit_summary.covered = True
             log.warning(
@@ -262,7 +264,8 @@ def print_exit_summaries() -> None:
         if summary.process != os.getpid():
             continue
         if not summary.totals.raw_bytes and not summary.covered:
-            log.warning("%s", _nothing_compressed(summary, "the whole run"))
+            uncounted = summary.compressed
+            log.warning("%s", _uncounted(summary) if uncounted else _nothing_compressed(summary, "the whole run"))
         elif summary.shown and not summary.covered:
             print(render(summary.title, summary.totals))
     _exit_summaries.clear()
@@ -273,4 +276,12 @@ def _nothing_compressed(summary: ExitSummary, when: str) -> str:
         f"DAF compressed nothing in {when} ({summary.title}). It covers calls of the prepared model in training mode "
         "(model.train()) that record gradients, and steps of torch optimizers that hold its parameters. Call the model "
         "that prepare returned, not a part of it, or put forward pass and loss into `with daf_integrations.scope():`"
+    )
+
+
+def _uncounted(summary: ExitSummary) -> str:
+    return (
+        f"DAF compressed forward passes and has no figures of them ({summary.title}). Figures and audits are those of "
+        "a step. A step ends when a torch optimizer steps that holds the model's parameters, and there was none. If "
+        "something else moves the parameters, daf_core.ActivationEngine has finish_step() for it to call"
     )

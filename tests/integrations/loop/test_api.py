@@ -398,6 +398,16 @@ class TestEnding:
         assert "compressed nothing in 3 optimizer steps" in early.message
         assert "compressed nothing in the whole run" in late.message
 
+    def test_says_why_a_run_without_an_optimizer_has_no_figures(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = daf.prepare(roberta(), precision=4)
+        for batch in batches(model, 2):
+            own_loss(model, batch).backward()
+        training.print_exit_summaries()
+        (said,) = daf_records(caplog)
+        assert said.levelno == logging.WARNING
+        assert "compressed nothing" not in said.message
+        assert "there was none" in said.message
+
     def test_a_forked_process_leaves_it_to_its_parent(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
