@@ -28,9 +28,9 @@ class StepStatistics:
     """What happened to the saved activations of one training step.
 
     Attributes:
-        raw_bytes: Bytes plain training would have kept: each storage counted once, parameters and buffers not at all.
-            With several forward passes in a step the largest of them (gradient accumulation), or their sum where one
-            backward follows them.
+        raw_bytes: Bytes plain training would have kept: each storage counted once, parameters and buffers not at all,
+            and blocks that a plan recomputes like others, with their inputs. With several forward passes in a step the
+            largest of them (gradient accumulation), or their sum where one backward follows them.
         held_bytes: The most bytes that were held at once instead, pages and exact tensors together.
         stored_as: How many saved tensors each codec stored, parameters and buffers not counted; "shared" ones were
             stored already.
@@ -87,8 +87,12 @@ class StepRecorder:
             self.batch_raw_bytes = 0
 
     def add_raw(self, size: int) -> None:
-        """Counts a storage that plain training would keep."""
+        """Counts a storage that was saved."""
         self.scope_raw_bytes += size
+        self.add_unsaved(size)
+
+    def add_unsaved(self, size: int) -> None:
+        """Counts a storage that plain training would keep, saved or not."""
         self.batch_raw_bytes += size
         self.raw_bytes = max(self.raw_bytes, self.batch_raw_bytes)
 

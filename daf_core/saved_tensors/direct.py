@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from daf_core.autograd.torch_private import number_of
 from daf_core.codecs import PlanesActivation, RawActivation, StoredActivation
@@ -44,9 +44,27 @@ class Shelf:
     recorder: StepRecorder  # counts what is done
     lossy: LossyStore  # chooses the precision of what may lose precision
     sharing: StorageTable = field(default_factory=StorageTable)  # what was stored in this pass
+    unsaved: StorageTable = field(default_factory=StorageTable)  # what a block has not saved that is recomputed
     # Storages of parameters and buffers, by their `storage_id`.
     parameters: Mapping[int, object] = field(default_factory=dict[int, object])
     token: object = None  # `LossyStore.token` when the pass began
+
+    def meet(self, number: int, storage: UntypedStorage) -> MetStorage:
+        """Returns what is going to be known of a storage that is saved and was not met before, and counts it."""
+        if self.unsaved.get(number, storage) is None:
+            self.recorder.add_raw(storage.nbytes())
+        else:  # it was counted
+            self.recorder.scope_raw_bytes += storage.nbytes()
+        met = self.sharing.met[number] = MetStorage(storage)
+        return met
+
+    def pass_by(self, storage: UntypedStorage) -> None:
+        """Counts a storage that plain training would save, but not this pass, as its block is recomputed."""
+        number = number_of(storage)
+        if number in self.parameters or self.sharing.get(number, storage) or self.unsaved.get(number, storage):
+            return
+        self.unsaved.met[number] = MetStorage(storage)
+        self.recorder.add_unsaved(storage.nbytes())
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,8 +152,7 @@ class Direct:
             key = tensor.storage_offset(), dtype, geometry.compact_shape, geometry.compact_strides, False
         met = shelf.sharing.met.get(number)
         if met is None or met.storage() is not storage:
-            shelf.recorder.add_raw(storage.nbytes())
-            met = shelf.sharing.met[number] = MetStorage(storage)
+            met = shelf.meet(number, storage)
         elif key is not None and met.find(key, version) is not None:
             return None
         stored = None if self.derive is None else self.derive(look, tensor)

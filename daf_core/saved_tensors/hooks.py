@@ -102,6 +102,11 @@ class Packer:
         finally:
             self._store = store
 
+    def pass_by(self, tensor: Tensor) -> None:
+        """Counts a tensor that a block does not save, as it is recomputed."""
+        if self.replayed_by is not None and self.eligibility.form(tensor, 0) is not TensorKind.PARAMETER:
+            self.replayed_by.shelf.pass_by(tensor.untyped_storage())
+
     def drain(self) -> None:
         """Returns when nothing of this thread is being packed in the background; errors are kept."""
         if self._own.background is not None:

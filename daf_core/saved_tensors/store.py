@@ -78,6 +78,7 @@ class ActivationStore:
         """Ends a forward pass; may be called again."""
         self._common.passes += bool(self._sharing.met)
         self._sharing.clear()
+        self.shelf.unsaved.clear()
 
     @property
     def epoch(self) -> int:
@@ -241,10 +242,7 @@ class ActivationStore:
         """Returns what is known of the storage of a tensor; one that is new in this pass is counted."""
         number, storage = storage_id(tensor), tensor.untyped_storage()
         met = self._sharing.get(number, storage)
-        if met is None:
-            self._recorder.add_raw(storage.nbytes())
-            met = self._sharing.add(number, storage)
-        return met
+        return self.shelf.meet(number, storage) if met is None else met
 
     def _keep(self, tensor: Tensor, met: MetStorage) -> RawActivation:
         """Keeps a tensor as it is; the errors are those of `keep`."""
