@@ -89,10 +89,11 @@ class StepRecorder:
     def add_raw(self, size: int) -> None:
         """Counts a storage that was saved."""
         self.scope_raw_bytes += size
-        self.add_unsaved(size)
+        self.batch_raw_bytes += size
+        self.raw_bytes = max(self.raw_bytes, self.batch_raw_bytes)
 
     def add_unsaved(self, size: int) -> None:
-        """Counts a storage that plain training would keep, saved or not."""
+        """Counts a storage that plain training would save, and that was not."""
         self.batch_raw_bytes += size
         self.raw_bytes = max(self.raw_bytes, self.batch_raw_bytes)
 

@@ -51,10 +51,10 @@ class Shelf:
 
     def meet(self, number: int, storage: UntypedStorage) -> MetStorage:
         """Returns what is going to be known of a storage that is saved and was not met before, and counts it."""
-        if self.unsaved.get(number, storage) is None:
-            self.recorder.add_raw(storage.nbytes())
-        else:  # it was counted
+        if self.unsaved.met and self.unsaved.get(number, storage) is not None:  # it was counted
             self.recorder.scope_raw_bytes += storage.nbytes()
+        else:
+            self.recorder.add_raw(storage.nbytes())
         met = self.sharing.met[number] = MetStorage(storage)
         return met
 
