@@ -20,7 +20,6 @@ from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.compiled.executor import CompiledGraphs
 from daf_core.config import DAFConfig, as_config, parse_size
 from daf_core.memory.devices import DevicePagers
-from daf_core.model.recompute import telling
 from daf_core.model.trainable import check_trainable
 from daf_core.model.treatments import Treatments
 from daf_core.precision.audit import PARTS, Auditor, restored
@@ -119,7 +118,7 @@ class ActivationEngine:
         try:
             self._own.in_scope = True
             self._begin_pass(threads, parameters + buffers)
-            with self._graphs.installed(own), self._readers.watching(), telling(self._packer.pass_by):
+            with self._graphs.installed(own), self._readers.watching(), hook_stack.telling(self._packer.pass_by):
                 yield
             self._packer.finish()
             self._recorder.add_raw(self._graphs.account.pass_raw_bytes)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from daf_core.autograd.torch_private import HookPair, drop_innermost_hooks, innermost_hooks, push_hooks
 from daf_core.errors import HooksActiveError
@@ -63,6 +65,42 @@ def installed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) ->
             f"saved-tensor hooks ({_name_of(leftover)}) were entered inside DAF's scope "
             "and not left before it ended. Use them as a with block inside the forward pass"
         )
+
+
+class _Told(threading.local):
+    """Who is told of what is saved in this thread and not kept."""
+
+    tell: Callable[[Tensor], object] | None = None
+
+
+_told = _Told()
+
+
+@contextmanager
+def telling(tell: Callable[[Tensor], object]) -> Generator[None]:
+    """Tells of what autograd saves in this thread, inside of this and of `keeping_nothing`."""
+    before, _told.tell = _told.tell, tell
+    try:
+        yield
+    finally:
+        _told.tell = before
+
+
+@contextmanager
+def keeping_nothing() -> Generator[None]:
+    """Declares that the hooks that are active keep nothing of what is saved inside, as those of a checkpoint do."""
+    tell, pair = _told.tell, innermost_hooks()
+    if tell is None or pair is None:
+        yield
+        return
+    pack, unpack = pair
+
+    def noted(tensor: Tensor) -> Any:
+        tell(tensor)
+        return pack(tensor)
+
+    with saved_tensors_hooks(noted, unpack):
+        yield
 
 
 def _remove_all(pack: Callable[[Tensor], Any]) -> HookPair | None:

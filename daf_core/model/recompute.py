@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from daf_core.autograd.torch_private import in_backward, innermost_hooks
+from daf_core.autograd import hook_stack
+from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.step import Buffers, RandomNumbers
 
 
 class _Running(threading.local):
-    """Whether this thread is inside of a block that is recomputed, and who is told of what such a block saves."""
+    """Whether this thread is inside of a block that is recomputed."""
 
     in_block = False
-    tell: Callable[[Tensor], object] | None = None
 
 
 _running = _Running()
@@ -32,16 +31,6 @@ _running = _Running()
 def in_recomputed_block() -> bool:
     """Says whether a block is running in this thread whose activations are not kept; it may be its second run."""
     return _running.in_block
-
-
-@contextmanager
-def telling(tell: Callable[[Tensor], object]) -> Generator[None]:
-    """Tells of each tensor that a recomputed block would save if it were not, in this thread."""
-    outside, _running.tell = _running.tell, tell
-    try:
-        yield
-    finally:
-        _running.tell = outside
 
 
 class RecomputedBlock:
@@ -107,24 +96,8 @@ class RecomputedBlock:
         return watched
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        tell = _running.tell
-        first = nullcontext() if tell is None or torch.compiler.is_compiling() else _noticing(tell)
+        first = nullcontext() if torch.compiler.is_compiling() else hook_stack.keeping_nothing()
         return first, _SecondRun(self._module)
-
-
-@contextmanager
-def _noticing(tell: Callable[[Tensor], object]) -> Generator[None]:
-    """Tells of what the hooks get that are installed, those of the checkpoint."""
-    pair = innermost_hooks()
-    assert pair is not None
-    pack, unpack = pair
-
-    def notice(tensor: Tensor) -> Any:
-        tell(tensor)
-        return pack(tensor)
-
-    with saved_tensors_hooks(notice, unpack):
-        yield
 
 
 def _without_caches(
