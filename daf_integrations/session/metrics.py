@@ -106,7 +106,11 @@ def _elastic_mean(name: str) -> Callable[[RunTotals], float | None]:
 
 
 METRICS = {
-    "daf/raw_mb": Metric("Megabytes of saved activations that plain training keeps.", _mb("raw_bytes")),
+    "daf/raw_mb": Metric(
+        "Megabytes of saved activations that plain training keeps; with a budget for steps, less what rewritten "
+        "operators, such as a loss in chunks, do not save, but with what a plan recomputes.",
+        _mb("raw_bytes"),
+    ),
     "daf/held_mb": Metric("Megabytes that were held instead.", _mb("held_bytes")),
     "daf/ratio": Metric(
         "The first of these over the second.",
