@@ -55,9 +55,9 @@ def normalized_squares(node: Node) -> Iterator[Node]:
                 yield square
 
 
-def _is_last(dims: tuple[int, ...], count: int) -> bool:
-    """Says whether dimensions are the last one alone: torch shows one below zero as an unsigned number."""
-    return len(dims) == 1 and dims[0] in (count - 1, (1 << 64) - 1)
+def _is_last(dims: tuple[int, ...] | None, count: int) -> bool:
+    """Says whether dimensions, None for all, are the last alone: torch shows one below zero as an unsigned number."""
+    return dims is not None and len(dims) == 1 and dims[0] in (count - 1, (1 << 64) - 1)
 
 
 def is_large(node: Node, unpack: Unpack, field: str) -> bool:

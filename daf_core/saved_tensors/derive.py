@@ -79,15 +79,17 @@ class Derivation:
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:
         """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.
 
-        None where query and key are exact: so is the logsumexp then, which makes probabilities of them.
+        None where all inputs are exact: so is the result then. Its error would not be that of a value with codes of its
+        own, and of sharp scores, whose query and key stay exact, the gradient is mostly what the two do not share.
         """
         kernel = kernel_of(saved.site.op)
         if kernel is None:
             return None
         query, key, value = (_packed(saved.node, name, self._unpack) for name in INPUTS)
-        if query is None or key is None or value is None or not (query.stored.lossy or key.stored.lossy):
+        if query is None or key is None or value is None:
             return None
-        if not all(packed.stored.readable_by_any_op for packed in (query, key, value)):
+        inputs = [packed.stored for packed in (query, key, value)]
+        if not any(each.lossy for each in inputs) or not all(each.readable_by_any_op for each in inputs):
             return None
         logsumexp = _packed(saved.node, kernel.logsumexp, self._unpack)
         if isinstance(logsumexp, RawActivation):  # some save it later; it then stays, and is not asked for

@@ -209,6 +209,30 @@ def test_a_row_that_spreads_less_is_normalized_as_well(name: str, fraction: floa
     engine.close()
 
 
+@pytest.mark.parametrize("loss_of", [Tensor.mean, Tensor.sum], ids=["mean", "sum"])
+@pytest.mark.parametrize("squared", [False, True])
+def test_a_loss_may_be_of_all_dimensions_without_naming_them(loss_of: Callable[..., Tensor], squared: bool) -> None:
+    """Such a node says None where others have their dimensions."""
+    net = nn.Linear(64, 64)
+    x = normal(128, 64)
+
+    def loss() -> Tensor:
+        h = net(x).tanh()
+        return loss_of(h.square() if squared else h, dim=None)
+
+    loss().backward()
+    exact = gradient(net)
+    engine = ActivationEngine(net, DAFConfig(precision=8))
+    for _ in range(2):
+        net.zero_grad()
+        with engine.compress():
+            value = loss()
+        value.backward()
+        assert torch.cosine_similarity(gradient(net), exact, dim=0) > 0.999
+        assert engine.finish_step().stored_as["planes"] > 0
+    engine.close()
+
+
 @pytest.mark.parametrize("keys", [32, 50, 64])
 def test_probabilities_sum_to_one_in_short_rows(keys: int) -> None:
     """What the gradients of all have in common cancels in that of the scores then."""
