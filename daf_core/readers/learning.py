@@ -37,8 +37,8 @@ from daf_core.readers.places import Place, Places, function_that_saves, is_check
 from daf_core.readers.sharpness import (
     Looks,
     needs_exact_softmax,
-    of_argument,
     of_new_values,
+    of_values,
     score_deviation,
     takes_same_bits,
     told_by,
@@ -182,7 +182,7 @@ class Readers:
         if node is not None and not is_leaf_node(node) and node_number(node) == number:
             field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
             if field:
-                found = reading_of(node, field)
+                found = of_values(reading_of(node, field), node, tensor)
                 if needs_exact_softmax(node, tensor, unpack):
                     found = Reading(Kind.EXACT, found.reader)
                 reading = self._learn(place, found)
@@ -309,7 +309,7 @@ class Readers:
             if field in ("query", "key") and reading.kind is Kind.ATTENTION:
                 reading = replace(reading, deviation=deviation)
             elif reading.kind is Kind.APPROXIMATE and field in values:
-                reading = of_argument(reading, node, values[field])
+                reading = of_values(reading, node, values[field])
             assert waiting.sighting.place is not None
             waiting.settle(self._learn(waiting.sighting.place, reading))
             if waiting.sighting.reading is not None or (stops_poles(node) and not is_narrow(node, unpack)):

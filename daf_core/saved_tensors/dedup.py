@@ -72,6 +72,11 @@ class StorageTable:
         found = self.met.get(number)
         return found if found is not None and found.storage() is storage else None
 
+    def add(self, number: int, storage: UntypedStorage) -> MetStorage:
+        """Returns what is going to be known of a storage that was not met before."""
+        met = self.met[number] = MetStorage(storage)
+        return met
+
     def keep(self, met: MetStorage, storage: UntypedStorage, pager: Pager) -> KeptStorage:
         """Returns the account of a storage among raw activations; the small ones of a pass have one together.
 

@@ -55,15 +55,14 @@ class Shelf:
             self.recorder.scope_raw_bytes += storage.nbytes()
         else:
             self.recorder.add_raw(storage.nbytes())
-        met = self.sharing.met[number] = MetStorage(storage)
-        return met
+        return self.sharing.add(number, storage)
 
     def pass_by(self, storage: UntypedStorage) -> None:
         """Counts a storage that plain training would save, but not this pass, as its block is recomputed."""
         number = number_of(storage)
         if number in self.parameters or self.sharing.get(number, storage) or self.unsaved.get(number, storage):
             return
-        self.unsaved.met[number] = MetStorage(storage)
+        self.unsaved.add(number, storage)
         self.recorder.add_unsaved(storage.nbytes())
 
 
