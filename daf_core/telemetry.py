@@ -71,7 +71,7 @@ class StepRecorder:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.raw_bytes = self.scope_raw_bytes = self.batch_raw_bytes = 0
+        self.raw_bytes = self.scope_raw_bytes = self.batch_raw_bytes = self.batch_unsaved_bytes = 0
         self.in_batch = self.unpacked = False
         self.stored_as: Counter[str] = Counter()
         self.pack_seconds = self.worker_seconds = self.unpack_seconds = self.audit_seconds = 0.0
@@ -84,18 +84,20 @@ class StepRecorder:
         """
         self.scope_raw_bytes, self.unpacked = 0, False
         if not self.in_batch and not together:
-            self.batch_raw_bytes = 0
+            self._end_batch()
 
     def add_raw(self, size: int) -> None:
         """Counts a storage that was saved."""
         self.scope_raw_bytes += size
         self.batch_raw_bytes += size
-        self.raw_bytes = max(self.raw_bytes, self.batch_raw_bytes)
 
     def add_unsaved(self, size: int) -> None:
-        """Counts a storage that plain training would save, and that was not."""
-        self.batch_raw_bytes += size
-        self.raw_bytes = max(self.raw_bytes, self.batch_raw_bytes)
+        """Counts a storage that plain training would save, and that was not; others may be counted meanwhile."""
+        self.batch_unsaved_bytes += size
+
+    def _end_batch(self) -> None:
+        self.raw_bytes = max(self.raw_bytes, self.batch_raw_bytes + self.batch_unsaved_bytes)
+        self.batch_raw_bytes = self.batch_unsaved_bytes = 0
 
     def add_audit(self, measured: GradientError | None, seconds: float) -> None:
         """Counts an audit."""
@@ -104,6 +106,7 @@ class StepRecorder:
 
     def finish(self, accounts: Sequence[PagerAccount]) -> StepStatistics:
         """Returns the step's statistics, with those of the pagers of all devices, and begins the next step."""
+        self._end_batch()
         own = {each.name: getattr(self, each.name) for each in fields(StepStatistics) if hasattr(self, each.name)}
         statistics = StepStatistics(
             **own,

@@ -60,10 +60,9 @@ class Shelf:
     def pass_by(self, storage: UntypedStorage) -> None:
         """Counts a storage that plain training would save, but not this pass, as its block is recomputed."""
         number = number_of(storage)
-        if number in self.parameters or self.sharing.get(number, storage) or self.unsaved.get(number, storage):
-            return
-        self.unsaved.add(number, storage)
-        self.recorder.add_unsaved(storage.nbytes())
+        if self.sharing.get(number, storage) is None and self.unsaved.get(number, storage) is None:
+            self.unsaved.add(number, storage)
+            self.recorder.add_unsaved(storage.nbytes())
 
 
 @dataclass(slots=True, frozen=True)

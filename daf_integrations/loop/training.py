@@ -264,7 +264,7 @@ def print_exit_summaries() -> None:
         if summary.process != os.getpid():
             continue
         if not summary.totals.raw_bytes and not summary.covered:
-            uncounted = summary.compressed
+            uncounted = summary.compressed and not summary.totals.steps
             log.warning("%s", _uncounted(summary) if uncounted else _nothing_compressed(summary, "the whole run"))
         elif summary.shown and not summary.covered:
             print(render(summary.title, summary.totals))

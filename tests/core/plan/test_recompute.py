@@ -66,11 +66,11 @@ def test_gradients_and_buffers_are_those_of_plain_training(name: str, exact: boo
     assert name == "mixture" or counts == [2] * len(counts)
 
 
-@pytest.mark.parametrize("precision", ["exact", 4])
+@pytest.mark.parametrize(("precision", "packing"), [("exact", "device"), (4, "device"), (4, "workers")])
 @pytest.mark.parametrize("name", list(nets.MODELS))
-def test_raw_bytes_are_those_of_plain_training(name: str, precision: object) -> None:
+def test_raw_bytes_are_those_of_plain_training(name: str, precision: Any, packing: Any) -> None:
     model, batch, loss = nets.make(name)
-    engine = ActivationEngine(model, DAFConfig(precision=precision))
+    engine = ActivationEngine(model, DAFConfig(precision=precision, packing=packing))
 
     def raw_bytes() -> tuple[int, int]:
         for _ in range(3):  # the third is replayed
