@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -68,9 +68,10 @@ def installed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) ->
 
 
 class _Told(threading.local):
-    """Who is told of what is saved in this thread and not kept."""
+    """Who is told of what is saved in this thread and not kept, as long as this pair of hooks is the innermost."""
 
     tell: Callable[[Tensor], object] | None = None
+    pair: HookPair | None = None
 
 
 _told = _Told()
@@ -78,21 +79,28 @@ _told = _Told()
 
 @contextmanager
 def telling(tell: Callable[[Tensor], object]) -> Generator[None]:
-    """Tells of what autograd saves in this thread, inside of this and of `keeping_nothing`."""
-    before, _told.tell = _told.tell, tell
+    """Has `tell` called with each tensor that this thread saves inside of `keeping_nothing`."""
+    before = _told.tell, _told.pair
+    _told.tell, _told.pair = tell, innermost_hooks()
     try:
         yield
     finally:
-        _told.tell = before
+        _told.tell, _told.pair = before
+
+
+def keeping_nothing() -> AbstractContextManager[None]:
+    """Returns a scope that is entered where hooks are active that keep nothing, as those of a checkpoint.
+
+    Nobody is told where other hooks than those of `telling` are active now: plain training keeps nothing there either.
+    """
+    tell = _told.tell
+    return nullcontext() if tell is None or innermost_hooks() != _told.pair else _noticing(tell)
 
 
 @contextmanager
-def keeping_nothing() -> Generator[None]:
-    """Declares that the hooks that are active keep nothing of what is saved inside, as those of a checkpoint do."""
-    tell, pair = _told.tell, innermost_hooks()
-    if tell is None or pair is None:
-        yield
-        return
+def _noticing(tell: Callable[[Tensor], object]) -> Generator[None]:
+    pair = innermost_hooks()
+    assert pair is not None
     pack, unpack = pair
 
     def noted(tensor: Tensor) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -96,8 +96,7 @@ class RecomputedBlock:
         return watched
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        first = nullcontext() if torch.compiler.is_compiling() else hook_stack.keeping_nothing()
-        return first, _SecondRun(self._module)
+        return hook_stack.keeping_nothing(), _SecondRun(self._module)
 
 
 def _without_caches(

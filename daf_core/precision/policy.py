@@ -75,7 +75,8 @@ class PrecisionPolicy:
     def precision(self, site: Site, deviation: float = 0.0) -> int | None:
         """Returns the code bits for a site; None leaves its activations as they are.
 
-        `deviation` is that of the scores of a query or a key that is saved there; a plan has measured what it does.
+        `deviation` is that of the `Reading` of what is saved there, as of a query's scores; a plan has measured what it
+        does.
         """
         if site.module in self.recomputed:
             return MOST

@@ -36,9 +36,9 @@ from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
 from daf_core.readers.sharpness import (
     Looks,
-    needs_exact_softmax,
+    of_argument,
     of_new_values,
-    of_values,
+    of_result,
     score_deviation,
     takes_same_bits,
     told_by,
@@ -182,10 +182,7 @@ class Readers:
         if node is not None and not is_leaf_node(node) and node_number(node) == number:
             field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
             if field:
-                found = of_values(reading_of(node, field), node, tensor)
-                if needs_exact_softmax(node, tensor, unpack):
-                    found = Reading(Kind.EXACT, found.reader)
-                reading = self._learn(place, found)
+                reading = self._learn(place, of_result(reading_of(node, field), node, tensor, unpack))
                 if has_pole(node, partial(is_large, node, unpack)):
                     self._lead(node, unpack)
         return Sighting(place, number, reading, not known)
@@ -309,7 +306,7 @@ class Readers:
             if field in ("query", "key") and reading.kind is Kind.ATTENTION:
                 reading = replace(reading, deviation=deviation)
             elif reading.kind is Kind.APPROXIMATE and field in values:
-                reading = of_values(reading, node, values[field])
+                reading = of_argument(reading, node, values[field])
             assert waiting.sighting.place is not None
             waiting.settle(self._learn(waiting.sighting.place, reading))
             if waiting.sighting.reading is not None or (stops_poles(node) and not is_narrow(node, unpack)):

@@ -30,9 +30,10 @@ _BENT = frozenset(("SinBackward0", "CosBackward0", "AtanBackward0", "AsinhBackwa
 gradient of a sine had a cosine of .48 at 4 bits and an error of .07 at 8, at 30 of -.1 and .2."""
 
 _EXPONENTIALS = frozenset(("ExpBackward0", "Exp2Backward0"))
-"""Operators whose gradient is multiplied by their result, of which most is small beside the largest where logarithms
-deviate much. Codes are as exact as the largest: of decays, as of a gated linear attention, whose logarithms deviate by
-80, the gradient of the gate had an error of .59 at 4 bits and .07 at 8; with twice the bits it is .29 and .015."""
+"""Operators whose gradient is multiplied by their result. Where its logarithms deviate by `SHARP` it takes twice the
+bits, up to 8: most of it is small then beside the largest, to which codes are relative. Of decays whose logarithms
+deviate by 80, as in a gated linear attention, the gradient of the gate had an error of .59 at 4 bits, .29 with 8 for
+them."""
 
 WIDE = 30.0
 """Deviation of an argument from which it stays exact."""
@@ -47,6 +48,9 @@ terms that cancel. At .15 the error was .04 at 8 bits, at .004 .15 and at .00007
 
 MOST_ROWS = 64
 """Of a softmax that are looked at."""
+
+MOST_RESULTS = 4096
+"""Of an exponential that are looked at."""
 
 GOLDEN = 0.6180339887498949
 """Multiples of it spread evenly between 0 and 1, however many there are."""
@@ -91,33 +95,42 @@ def score_deviation(node: Node, query: Tensor, key: Tensor) -> float:
     return float(variances.nan_to_num(0.0, 0.0).max().sqrt())
 
 
-def of_values(reading: Reading, node: Node, values: Tensor) -> Reading:
-    """Returns what a node needs of values: more bits where its derivative changes within a step of codes."""
-    if node.name() not in _BENT | _EXPONENTIALS or values.is_meta:
+def of_argument(reading: Reading, node: Node, argument: Tensor) -> Reading:
+    """Returns what a node needs of its argument: more bits where its derivative changes within a step of codes."""
+    if node.name() not in _BENT or argument.is_meta:
         return reading
-    return _of_values(reading, values)
+    return _of_values(reading, argument)
 
 
-def of_new_values(reading: Reading, values: Tensor) -> Reading:
-    """Returns what a sine or the like needs of values now, given what it needed; the same of others."""
-    if reading.reader not in _BENT | _EXPONENTIALS or not reading.takes_approximations or values.is_meta:
+def of_new_values(reading: Reading, argument: Tensor) -> Reading:
+    """Returns what a sine or the like needs of its argument now, given what it needed; the same of others."""
+    if reading.reader not in _BENT or not reading.takes_approximations or argument.is_meta:
         return reading
-    found = _of_values(reading, values)
+    found = _of_values(reading, argument)
     same = found.takes_approximations and takes_same_bits(reading.deviation, found.deviation)
     return reading if same else found
 
 
-def _of_values(reading: Reading, values: Tensor) -> Reading:
-    values = values.detach().float()
-    if reading.reader in _EXPONENTIALS:
-        logarithms = values.log()
-        return replace(reading, deviation=_deviation(logarithms[logarithms.isfinite()]))
-    deviation = _deviation(values.chunk(2, reading.dim)[1] if reading.reader == GLU else values)
+def _of_values(reading: Reading, argument: Tensor) -> Reading:
+    gate = argument.chunk(2, reading.dim)[1] if reading.reader == GLU else argument
+    deviation = float(gate.detach().float().std(correction=0).nan_to_num(0.0, 0.0, 0.0))
     return Reading(Kind.EXACT, reading.reader) if deviation >= WIDE else replace(reading, deviation=deviation)
 
 
-def _deviation(values: Tensor) -> float:
-    return float(values.std(correction=0).nan_to_num(0.0, 0.0, 0.0)) if values.numel() else 0.0
+def of_result(reading: Reading, node: Node, result: Tensor, unpack: Unpack) -> Reading:
+    """Returns what a node needs of its result: softmaxes that codes would spoil are exact, decays take more bits."""
+    if needs_exact_softmax(node, result, unpack):
+        return Reading(Kind.EXACT, reading.reader)
+    return replace(reading, deviation=SHARP) if node.name() in _EXPONENTIALS and _decays(result) else reading
+
+
+def _decays(result: Tensor) -> bool:
+    """Says whether the logarithms of an exponential's results deviate much, where they are no zeros."""
+    if result.is_meta or not result.is_floating_point():
+        return False
+    logarithms = some_of(result.detach().reshape(-1), 0, MOST_RESULTS).float().log()
+    found = logarithms[logarithms.isfinite()]
+    return len(found) > 1 and float(found.std()) >= SHARP
 
 
 def told_by(node: Node) -> Iterator[tuple[Node, str, Reading]]:

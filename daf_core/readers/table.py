@@ -78,7 +78,8 @@ class Reading:
     # where it is none, or several.
     dim: int = 0
     # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
-    # the like: its own. Of the input of a last layer of few results: infinity.
+    # the like: its own. Of the input of a last layer of few results: infinity. Of an exponential's result: 0, or what
+    # gives it twice the bits.
     deviation: float = 0.0
     varies: bool = False  # whether the same operator reads otherwise where it has other arguments
 

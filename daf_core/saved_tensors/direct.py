@@ -57,12 +57,15 @@ class Shelf:
             self.recorder.add_raw(storage.nbytes())
         return self.sharing.add(number, storage)
 
+    def knows(self, storage: UntypedStorage) -> bool:
+        """Says whether a storage was counted in this pass."""
+        number = number_of(storage)
+        return self.sharing.get(number, storage) is not None or self.unsaved.get(number, storage) is not None
+
     def pass_by(self, storage: UntypedStorage) -> None:
         """Counts a storage that plain training would save, but not this pass, as its block is recomputed."""
-        number = number_of(storage)
-        if self.sharing.get(number, storage) is None and self.unsaved.get(number, storage) is None:
-            self.unsaved.add(number, storage)
-            self.recorder.add_unsaved(storage.nbytes())
+        self.unsaved.add(number_of(storage), storage)
+        self.recorder.add_unsaved(storage.nbytes())
 
 
 @dataclass(slots=True, frozen=True)

@@ -34,7 +34,7 @@ from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting, saver_of
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
-from daf_core.saved_tensors.classify import Eligibility, TensorKind
+from daf_core.saved_tensors.classify import Eligibility, TensorKind, is_plain
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.itemize import ItemizingStore, Items
@@ -104,8 +104,11 @@ class Packer:
 
     def pass_by(self, tensor: Tensor) -> None:
         """Counts a tensor that a block does not save, as it is recomputed."""
-        if self.replayed_by is not None and self.eligibility.form(tensor, 0) is not TensorKind.PARAMETER:
-            self.replayed_by.shelf.pass_by(tensor.untyped_storage())
+        store = self.replayed_by
+        if store is None or in_backward() or not is_plain(tensor) or store.shelf.knows(tensor.untyped_storage()):
+            return
+        if self.eligibility.form(tensor, 0) is not TensorKind.PARAMETER:
+            store.shelf.pass_by(tensor.untyped_storage())
 
     def drain(self) -> None:
         """Returns when nothing of this thread is being packed in the background; errors are kept."""

@@ -282,6 +282,6 @@ def _nothing_compressed(summary: ExitSummary, when: str) -> str:
 def _uncounted(summary: ExitSummary) -> str:
     return (
         f"DAF compressed forward passes and has no figures of them ({summary.title}). Figures and audits are those of "
-        "a step. A step ends when a torch optimizer steps that holds the model's parameters, and there was none. If "
-        "something else moves the parameters, daf_core.ActivationEngine has finish_step() for it to call"
+        "a step. A step ends when a torch optimizer steps that holds the model's parameters, and none did. If "
+        "something else moves them, take daf_core.ActivationEngine in place of prepare, and call its finish_step()"
     )

@@ -406,7 +406,7 @@ class TestEnding:
         (said,) = daf_records(caplog)
         assert said.levelno == logging.WARNING
         assert "compressed nothing" not in said.message
-        assert "there was none" in said.message
+        assert "and none did" in said.message
 
     def test_a_forked_process_leaves_it_to_its_parent(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
