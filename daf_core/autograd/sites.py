@@ -268,7 +268,7 @@ def _leave(scopes: ModuleScopes, noted: bool, _module: nn.Module, _inputs: objec
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Whether a module's forward hook is one of `follow_modules`."""
+    """Whether a module's forward hook is one of `ModuleFollower`."""
     return getattr(hook, "func", hook) in (_enter, _leave)
 
 
