@@ -323,11 +323,11 @@ def _check_plan_file(path: object, planned: bool) -> None:
     if path is None:
         return
     if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"plan_file={path!r} is not allowed; give the path of a file")
+        raise ConfigError(f"plan_file={shown(path)} is not allowed; give the path of a file")
     if not planned:
         raise ConfigError(
-            f"plan_file={str(path)!r} means nothing where nothing is planned; set elastic, or a memory_budget with "
-            'budget_covers="step", or leave it out'
+            f"plan_file={shown(str(path))} means nothing where nothing is planned; set elastic, or a memory_budget "
+            'with budget_covers="step", or leave it out'
         )
 
 

@@ -399,6 +399,14 @@ def test_whatever_is_given_is_a_configuration_or_an_error_of_it(options: Any) ->
         assert len(_complaint(make)) < 1000
 
 
+@pytest.mark.parametrize("value", [Unprintable(), 10**5000, [Unprintable()]], ids=["object", "number", "list"])
+@pytest.mark.parametrize("name", DAFConfig().to_dict())
+def test_an_option_that_cannot_be_printed_is_refused_by_name(name: str, value: Any) -> None:
+    said = _complaint(lambda: DAFConfig.from_dict({name: value}))
+    assert name in said
+    assert len(said) < 1000
+
+
 def _complaint(make: Callable[[], object]) -> str:
     try:
         make()
