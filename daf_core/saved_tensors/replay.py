@@ -102,8 +102,9 @@ class Replay:
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
         if at is None or not self._replays or graph_task() != NO_TASK:
             return self._pack_anew(at, tensor, frame)
-        # Asking `isinstance` of a parameter's class runs Python code, and a tensor's type says it at once.
-        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
+        # Asking `isinstance` of a parameter's class runs Python code, and a tensor's type says it at once. Nested
+        # tensors of the older layout have no shape.
+        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter or tensor.is_nested:
             for save in at.following:
                 if save.look is None:
                     self._at = save

@@ -470,6 +470,22 @@ def test_a_sparse_tensor_in_place_of_a_dense_one() -> None:
     compare(lambda: nn.Linear(64, 64), loss_of, precision="exact")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("every", [1, 4], ids=["always", "at times"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_nested_tensor_of_the_older_layout(config: dict[str, Any], every: int) -> None:
+    """It has no shape to look at."""
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        rows = model(normal(2, *LARGE, seed=step))
+        if step % every:
+            return rows.square().sum()
+        nested = torch.nested.as_nested_tensor([rows[0], rows[1, :40]])
+        return torch.nested.to_padded_tensor(nested, 0.0).square().sum()
+
+    compare(lambda: nn.Linear(64, 64), loss_of, steps=8, **config)
+
+
 def test_another_program_is_replayed_beside_the_first() -> None:
     """As of training and of another task that take turns: both are in the tree after one pass each."""
     make, loss_of = BRANCHES["skipped"]
