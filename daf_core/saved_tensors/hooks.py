@@ -105,10 +105,11 @@ class Packer:
     def pass_by(self, tensor: Tensor) -> None:
         """Counts a tensor that a block does not save, as it is recomputed."""
         store = self.replayed_by
-        if store is None or in_backward() or not is_plain(tensor) or store.shelf.knows(tensor.untyped_storage()):
+        if store is None or in_backward() or not is_plain(tensor):
             return
-        if self.eligibility.form(tensor, 0) is not TensorKind.PARAMETER:
-            store.shelf.pass_by(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        if not store.shelf.knows(storage) and self.eligibility.form(tensor, 0) is not TensorKind.PARAMETER:
+            store.shelf.pass_by(storage)
 
     def drain(self) -> None:
         """Returns when nothing of this thread is being packed in the background; errors are kept."""
