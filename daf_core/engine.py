@@ -80,8 +80,8 @@ class ActivationEngine:
         self._choice = PackingChoice(self.config, self._backends)
         self._pagers = DevicePagers(self.config, links=self._backends.links)
         self._eligibility, self._scopes = Eligibility(model), ModuleScopes()
-        self._readers = Readers(model, wanted=self.config.precision != "exact")
-        self._follower = ModuleFollower(model, self._scopes)
+        lossy = self.config.precision != "exact"
+        self._readers, self._follower = Readers(model, wanted=lossy), ModuleFollower(model, self._scopes, lossy)
         self._recorder = StepRecorder()
         self._policy = PrecisionPolicy(self.config)
         self._auditor = Auditor(self.config, self._policy)

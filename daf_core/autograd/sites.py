@@ -189,9 +189,11 @@ class ModuleFollower:
 
     What a graph of torch.compile saves belongs to the module that is compiled, or to the one that calls it. Inside
     there are no hooks, or, where the model is compiled from outside, hooks that do nothing.
+
+    `normalized` says whether `ModuleScopes.normalized` is of use.
     """
 
-    def __init__(self, model: nn.Module, scopes: ModuleScopes) -> None:
+    def __init__(self, model: nn.Module, scopes: ModuleScopes, normalized: bool = True) -> None:
         self.followed: dict[int, Followed] = {}  # the modules, by their `id`
         self._following: set[int] = set()
         self._lock = threading.Lock()
@@ -201,7 +203,8 @@ class ModuleFollower:
         for name, module in outside_of_graphs(model):
             RemovableHandle.next_id = number
             # What is known of a module now is not asked for at each call: there are as many calls as activations.
-            normalizes, noted = "norm" in type(module).__name__.lower(), isinstance(module, _NORMALIZATIONS)
+            normalizes = "norm" in type(module).__name__.lower()
+            noted = normalized and isinstance(module, _NORMALIZATIONS)
             hooks = ForwardHooks(
                 module, partial(_enter, scopes, name, normalizes), partial(_leave, scopes, noted), noted
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from daf_core.autograd.sites import Site
 from daf_core.codecs import PlanesActivation
@@ -19,13 +19,9 @@ KINDS = 4
 Sizes = Mapping[Site, Sequence[int]]  # bytes of each site's activations at each of `LEVELS`, and as they are
 
 
-class _Counted(NamedTuple):
-    """An activation's site, its bytes at each precision and as it is, the bits it has (None: exact), and its codes."""
-
-    site: Site
-    sizes: Sequence[int]
-    bits: int | None
-    stored: weakref.ref[PlanesActivation] | None
+_Counted = tuple[Site, Sequence[int], int | None, weakref.ref[PlanesActivation] | None]
+"""An activation's site, its bytes at each precision and as it is, the bits it has (None: exact), and its codes; a tuple
+with names takes nine times as long to make."""
 
 
 class SiteStatistics:
@@ -36,14 +32,16 @@ class SiteStatistics:
 
     def add(self, site: Site, sizes: Sequence[int], stored: PlanesActivation | None = None) -> None:
         """Counts an activation; None stays as it is."""
-        codes = (None, None) if stored is None else (stored.precision, weakref.ref(stored))
-        self._stored.append(_Counted(site, sizes, *codes))
+        if stored is None:
+            self._stored.append((site, sizes, None, None))
+        else:
+            self._stored.append((site, sizes, stored.precision, weakref.ref(stored)))
 
     def withdraw(self, site: Site) -> None:
         """Takes back the last activation of a site, if it is gone: others may share it."""
         for place in reversed(range(len(self._stored))):
-            counted = self._stored[place]
-            if counted.site == site and (counted.stored is None or counted.stored() is None):
+            counted, _, _, stored = self._stored[place]
+            if counted == site and (stored is None or stored() is None):
                 del self._stored[place]
                 return
 
@@ -73,7 +71,7 @@ class SiteStatistics:
     @property
     def held_bytes(self) -> int:
         """Bytes that they hold now."""
-        alive = [counted.stored() for counted in self._stored if counted.stored is not None]
+        alive = [stored() for _, _, _, stored in self._stored if stored is not None]
         return sum(stored.held_bytes for stored in alive if stored is not None)
 
 

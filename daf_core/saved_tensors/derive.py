@@ -68,11 +68,9 @@ class Derivation:
         if node is None or not saved.tensor.is_contiguous() or saved.version:  # changed in place after its node made it
             return None
         if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
-            mask = self._source(node, "other", saved.tensor)
-            return self._product(node, saved, mask, None, exact)
+            return self._product(node, "other", saved, None, exact)
         if node.name() == _DROPOUT:
-            mask = self._source(node, "result1", saved.tensor, torch.bool)
-            return self._product(node, saved, mask, _dropout_scale(node._saved_p, saved.tensor), exact)
+            return self._product(node, "result1", saved, _dropout_scale(node._saved_p, saved.tensor), exact)
         # A result that its own node saves is the same storage, and shared.
         return None if exact else self._layer_normalized(node, saved)
 
@@ -153,15 +151,19 @@ class Derivation:
         return None
 
     def _product(
-        self, node: Node, saved: SavedTensor, mask: StoredActivation | None, scale: float | None, exact: bool
+        self, node: Node, mask_name: str, saved: SavedTensor, scale: float | None, exact: bool
     ) -> ProductActivation | None:
+        """Returns the recipe for a product with a mask, which `node` has saved by a name."""
         factor_node = skip_nodes(node.next_functions[0][0], VIEWS)
-        if factor_node is None or not isinstance(mask, BitmaskActivation | RawActivation):
+        if factor_node is None:
             return None
         factor = self._source(factor_node, "result", saved.tensor)
         if factor is None and not exact:
             factor = self._layer_normalized(factor_node, saved)
-        if factor is None or not _agree(saved.tensor, factor, mask, scale):
+        if factor is None:
+            return None
+        mask = self._source(node, mask_name, saved.tensor, None if scale is None else torch.bool)
+        if not isinstance(mask, BitmaskActivation | RawActivation) or not _agree(saved.tensor, factor, mask, scale):
             return None
         return ProductActivation(factor, mask, scale)
 
@@ -252,13 +254,13 @@ def _agree(
     """
     if not isinstance(factor, RawActivation):
         return True
+    # Few operators: with cold caches each takes 4 us, and this is done for each dropout of a softmax.
     step = max(tensor.numel() // SAMPLES, 1)
-    found, factors = (values.detach().view(-1)[::step] for values in (tensor, factor.unpack()))
-
-    def product(mask: Tensor) -> Tensor:
-        return factors * mask if scale is None else factors * mask * scale
-
+    column = -(-tensor.numel() // step), 1
+    found, factors = (values.as_strided(column, (step, 1)) for values in (tensor, factor.unpack()))
     if isinstance(mask, RawActivation):
-        return torch.equal(found, product(mask.unpack().view(-1)[::step]))
-    low, high = mask.values(tensor.dtype if scale is None else torch.bool).to(tensor.device)
-    return bool(((found == product(low)) | (found == product(high))).all())
+        masks = mask.unpack().as_strided(column, (step, 1))
+    else:
+        masks = mask.values(tensor.dtype if scale is None else torch.bool).to(tensor.device)
+    products = factors * masks if scale is None else factors * masks * scale
+    return bool((found == products).any(1).all())

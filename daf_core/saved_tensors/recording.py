@@ -26,7 +26,7 @@ from daf_core.model.treatments import Treatments
 from daf_core.readers.places import Place, calling_function
 from daf_core.readers.sharpness import may_change
 from daf_core.readers.table import CHECKPOINT, Kind, Reading
-from daf_core.readers.waiting import Sighting
+from daf_core.readers.waiting import EXACT_MODE, Sighting
 from daf_core.saved_tensors.handle import Handle, Packed
 
 if TYPE_CHECKING:
@@ -140,7 +140,9 @@ class Save:
         self.codes: tuple[CodeType | None, CodeType | None] | None = None
         self.changing: tuple[Place, Reading] | None = None
         self.module: Callable[[], object] = _no_module
-        if look is not None and look.form is TensorKind.LOSSY and frame is not None:
+        # In exact mode nobody asks who reads; but an operator may write what is new, and has saved, only later.
+        known = look is None or look.form is not TensorKind.LOSSY or (look.sighting is EXACT_MODE and node is not None)
+        if not known and frame is not None:
             inner = calling_function(frame)
             outer = None if inner is None else calling_function(inner.f_back)
             if (module := running_module(frame)) is not None:
