@@ -71,6 +71,13 @@ class StoredActivation(ABC):
         """Writes the values of a dense tensor to an address; False where `decode_into` has to do it."""
         return False
 
+    def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
+        """Returns what each `step`-th element of a dense tensor may be, as a row each; None where that is not at hand.
+
+        `column` is their number, and 1.
+        """
+        return None
+
     @abstractmethod
     def decode_into(self, out: Tensor) -> None:
         """Writes the values into a tensor of the shape and type that was encoded; may be called any number of times."""

@@ -117,6 +117,10 @@ class RawActivation(StoredActivation):
         return self._tensor
 
     @override
+    def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
+        return self._tensor.as_strided(column, (step, 1))
+
+    @override
     def decode_into(self, out: Tensor) -> None:
         out.copy_(self.unpack().view(out.shape))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.bitmask import BitmaskActivation
 
 Unpack = Callable[[], Tensor]
 """Gives a small exact tensor."""
@@ -30,6 +31,20 @@ class ProductActivation(StoredActivation):
         self._factor = factor
         self._mask = mask
         self._scale = scale
+
+    @override
+    def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
+        factors = self._factor.sampled(column, step)
+        if factors is None:
+            return None
+        if isinstance(self._mask, BitmaskActivation):  # it may have either value
+            two = self._mask.values(factors.dtype if self._scale is None else torch.bool).to(factors.device)
+            products = torch.cat([factors * two[0], factors * two[1]], 1)
+        elif (mask := self._mask.sampled(column, step)) is not None:
+            products = factors * mask
+        else:
+            return None
+        return products if self._scale is None else products * self._scale
 
     @override
     def decode_into(self, out: Tensor) -> None:
@@ -94,3 +109,26 @@ class SumActivation(StoredActivation):
         second = torch.empty_like(out)
         self._second.decode_into(second)
         out.add_(second)
+
+
+class CastActivation(StoredActivation):
+    """Another activation in a narrower type, as autocast gives it to a linear layer: its error is the other one's."""
+
+    name: ClassVar[str] = "cast"
+
+    def __init__(self, source: StoredActivation, wide: torch.dtype, narrow: torch.dtype) -> None:
+        self.lossy = source.lossy
+        self._source = source
+        self._wide = wide  # type of the other one
+        self._narrow = narrow
+
+    @override
+    def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
+        values = self._source.sampled(column, step)
+        return None if values is None else values.to(self._narrow)
+
+    @override
+    def decode_into(self, out: Tensor) -> None:
+        wide = torch.empty_like(out, dtype=self._wide)
+        self._source.decode_into(wide)
+        out.copy_(wide)

@@ -23,7 +23,9 @@ VIEWS = frozenset(
 )
 """Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
 
-DERIVABLE = VIEWS | {"ReluBackward0", "MulBackward0", "NativeDropoutBackward0", "NativeLayerNormBackward0"}
+CAST = "ToCopyBackward0"
+
+DERIVABLE = VIEWS | {"ReluBackward0", "MulBackward0", "NativeDropoutBackward0", "NativeLayerNormBackward0", CAST}
 """Nodes whose results may follow from what is stored (`daf_core.saved_tensors.derive`)."""
 
 

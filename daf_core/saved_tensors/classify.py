@@ -36,9 +36,8 @@ class Eligibility:
         # Those of parameters and buffers, by their `storage_id`.
         self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._numbers: list[int] = []
-        self._wide: list[torch.Size] = []
-        self._wide_shapes: set[tuple[int, ...]] | None = None  # of them; made when it is asked for
-        self._as_wide: dict[torch.Size, bool] = {}  # whether a shape is one of them, in any order
+        self._shapes: dict[torch.dtype, set[torch.Size]] = {}  # of parameters and buffers, by their type
+        self._others: dict[torch.dtype, set[tuple[int, ...]]] = {}  # see `_shapes_of_others`
 
     def refresh(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Looks up the storages of parameters and buffers, or of these; they may have moved since the last step."""
@@ -50,7 +49,9 @@ class Eligibility:
         # An activation may get the number of a storage that FSDP frees while a pass runs.
         storages = [weakref.ref(tensor.untyped_storage()) for tensor in plain]
         self._numbers, self.storages = numbers, dict(zip(numbers, storages, strict=True))
-        self._wide, self._wide_shapes = [tensor.shape for tensor in plain if tensor.dtype in _WIDE], None
+        self._shapes, self._others = {}, {}
+        for tensor in plain:
+            self._shapes.setdefault(tensor.dtype, set()).add(tensor.shape)
 
     def form(self, tensor: Tensor, largest: int) -> TensorKind:
         """Returns the form that a saved tensor may take, as autograd saves it.
@@ -67,7 +68,7 @@ class Eligibility:
             return TensorKind.RAW
         if tensor.dtype in _INTEGERS:
             return TensorKind.INTEGER
-        if tensor.dtype not in DTYPES or _is_statistic(tensor, largest):
+        if tensor.dtype not in DTYPES or _is_statistic(tensor, largest) or self._is_vector_like_parameters(tensor):
             return TensorKind.RAW if tensor.is_complex() else TensorKind.MASK
         return TensorKind.LOSSY
 
@@ -77,19 +78,26 @@ class Eligibility:
         return found is not None and found() is not None
 
     def may_be_cast(self, tensor: Tensor) -> bool:
-        """Says whether a tensor has the type and the shape of a low-precision copy of a parameter."""
-        if tensor.dtype not in LOW_PRECISION:
-            return False
-        if self._wide_shapes is None:
-            self._as_wide = {}
-            self._wide_shapes = {tuple(sorted(shape)) for shape in self._wide}
-        found = self._as_wide.get(tensor.shape)
-        if found is None:
-            found = self._as_wide[tensor.shape] = tuple(sorted(tensor.shape)) in self._wide_shapes
-        return found
+        """Says whether a tensor has a shape of parameters that are of another precision, in any order."""
+        others = self._others.get(tensor.dtype)
+        if others is None:
+            others = self._others[tensor.dtype] = self._shapes_of_others(tensor.dtype)
+        return bool(others) and tuple(sorted(tensor.shape)) in others
+
+    def _shapes_of_others(self, dtype: torch.dtype) -> set[tuple[int, ...]]:
+        """Returns the sorted shapes of parameters of the wide types, for a narrow one, or the other way round."""
+        others = _WIDE if dtype in LOW_PRECISION else LOW_PRECISION if dtype in _WIDE else ()
+        return {tuple(sorted(shape)) for other in others for shape in self._shapes.get(other, ())}
+
+    def _is_vector_like_parameters(self, tensor: Tensor) -> bool:
+        """Recognizes what is computed of a normalization's weight alone, as ``1 + weight``, by its shape.
+
+        It is kilobytes, and its error would reach every layer below.
+        """
+        return tensor.dim() == 1 and any(tensor.shape in shapes for shapes in self._shapes.values())
 
     def _is_cast(self, tensor: Tensor) -> bool:
-        """Recognizes the low-precision copy of a parameter that autocast makes, and that linear layers save.
+        """Recognizes the copy of a parameter that autocast makes, or ``weight.float()``, and that linear layers save.
 
         It frees nothing to compress it, as autocast may cache it, and its error would reach every layer below. A wrong
         guess costs memory, never correctness: the tensor is kept as it is. Whether autocast is on cannot be asked:

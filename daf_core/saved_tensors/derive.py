@@ -13,6 +13,7 @@ from torch import Tensor
 from daf_core.autograd.torch_private import Node, leaf_of, packed_for, skip_nodes
 from daf_core.codecs import (
     AttendedActivation,
+    CastActivation,
     NormalizedActivation,
     ProductActivation,
     RawActivation,
@@ -24,8 +25,11 @@ from daf_core.codecs import (
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
-from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, SavedTensor
+from daf_core.codecs.saved_tensor import CAST, DERIVABLE, VIEWS, SavedTensor
+from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.readers.attention import INPUTS, kernel_of
+from daf_core.saved_tensors.classify import LOW_PRECISION
+from daf_core.saved_tensors.dedup import serves
 from daf_core.saved_tensors.handle import Packed
 from daf_core.saved_tensors.pending import PendingActivation
 
@@ -56,9 +60,9 @@ class Derivation:
         """Returns a recipe for a tensor that is about to be saved, or None.
 
         It knows the result of a dropout on something that saves its result (a softmax) or its input (a layer
-        normalization), the result of a layer normalization itself, and that of a ReLU on a normalization of the batch,
-        with or without a residual connection. Backward needs the sources anyway, and usually later.
-        Where `exact` the recipe gives the same bits.
+        normalization), the result of a layer normalization itself, what autocast makes of these and of results that
+        their operators save, and that of a ReLU on a normalization of the batch, with or without a residual connection.
+        Backward needs the sources anyway, and usually later. Where `exact` the recipe gives the same bits.
         """
         if saved.site.op not in DERIVABLE:
             return None
@@ -67,12 +71,28 @@ class Derivation:
         node = skip_nodes(saved.node, VIEWS)
         if node is None or not saved.tensor.is_contiguous() or saved.version:  # changed in place after its node made it
             return None
-        if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
-            return self._product(node, "other", saved, None, exact)
-        if node.name() == _DROPOUT:
-            return self._product(node, "result1", saved, _dropout_scale(node._saved_p, saved.tensor), exact)
         # A result that its own node saves is the same storage, and shared.
-        return None if exact else self._layer_normalized(node, saved)
+        recipe = self._recipe(node, saved, saved.tensor.dtype, exact)
+        return recipe if recipe is not None and _agree(saved.tensor, recipe) else None
+
+    def _recipe(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> StoredActivation | None:
+        """Returns the recipe for the result of a node, of a type."""
+        if node.name() == CAST:
+            return self._narrowed(node, saved, dtype, exact)
+        if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
+            return self._product(node, "other", saved, dtype, None, exact)
+        if node.name() == _DROPOUT:
+            scale = _dropout_scale(node._saved_p, saved.tensor.device, dtype)
+            return self._product(node, "result1", saved, dtype, scale, exact)
+        return None if exact else self._layer_normalized(node, saved, dtype)
+
+    def _values(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> StoredActivation | None:
+        """Returns what its own node has saved of a result of a type, or the recipe for it."""
+        node = skip_nodes(node, VIEWS)
+        if node is None:
+            return None
+        stored = self._source(node, "result", saved.tensor, dtype)
+        return self._recipe(node, saved, dtype, exact) if stored is None else stored
 
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:
         """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.
@@ -150,27 +170,29 @@ class Derivation:
             node = following[0]
         return None
 
+    def _narrowed(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> CastActivation | None:
+        """Returns the recipe for a cast of float32."""
+        (source, place), tensor = node.next_functions[0], saved.tensor
+        values = None if place or dtype not in LOW_PRECISION else self._values(source, saved, torch.float32, exact)
+        geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
+        if values is None or not serves(values, geometry, saved.form, saved.reading, saved.normalizes):
+            return None
+        return CastActivation(values, torch.float32, dtype)
+
     def _product(
-        self, node: Node, mask_name: str, saved: SavedTensor, scale: float | None, exact: bool
+        self, node: Node, name: str, saved: SavedTensor, dtype: torch.dtype, scale: float | None, exact: bool
     ) -> ProductActivation | None:
         """Returns the recipe for a product with a mask, which `node` has saved by a name."""
-        factor_node = skip_nodes(node.next_functions[0][0], VIEWS)
-        if factor_node is None:
-            return None
-        factor = self._source(factor_node, "result", saved.tensor)
-        if factor is None and not exact:
-            factor = self._layer_normalized(factor_node, saved)
+        factor = self._values(node.next_functions[0][0], saved, dtype, exact)
         if factor is None:
             return None
-        mask = self._source(node, mask_name, saved.tensor, None if scale is None else torch.bool)
-        if not isinstance(mask, BitmaskActivation | RawActivation) or not _agree(saved.tensor, factor, mask, scale):
-            return None
-        return ProductActivation(factor, mask, scale)
+        mask = self._source(node, name, saved.tensor, dtype if scale is None else torch.bool)
+        return ProductActivation(factor, mask, scale) if isinstance(mask, BitmaskActivation | RawActivation) else None
 
-    def _layer_normalized(self, node: Node, saved: SavedTensor) -> NormalizedActivation | None:
+    def _layer_normalized(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> NormalizedActivation | None:
         if node.name() != "NativeLayerNormBackward0" or not _is_unchanged(node, saved):
             return None
-        source = self._source(node, "input", saved.tensor)
+        source = self._source(node, "input", saved.tensor, dtype)
         mean, scale, weight, bias = (self._small(node, name) for name in ("result1", "result2", "weight", "bias"))
         if source is None or mean is None or scale is None or weight is None or bias is None:
             return None
@@ -201,6 +223,8 @@ class Derivation:
         """Returns what is stored for a node's saved tensor, if dense, as long as `like`, and of its type or `dtype`."""
         packed = _packed(node, name, self._unpack)
         if packed is None or not packed.is_dense(like, dtype or like.dtype):
+            return None
+        if isinstance(packed, RawActivation) and not packed.is_unchanged:
             return None
         return packed.stored if packed.stored.readable_by_any_op else None
 
@@ -235,32 +259,23 @@ def _sums(stored: StoredActivation) -> int:
     return values.sums if isinstance(values, SumActivation) else 0
 
 
-def _dropout_scale(p: float, result: Tensor) -> float:
+def _dropout_scale(p: float, device: torch.device, dtype: torch.dtype) -> float:
     """Returns what a dropout with probability `p` multiplied with what it kept, rounded as torch does on the device."""
     kept = 1.0 - p
     if not kept:
         return 0.0
-    if result.device.type == "cpu":
-        return float(torch.tensor(1.0 / kept, dtype=result.dtype))
+    if device.type == "cpu":
+        return float(torch.tensor(1.0 / kept, dtype=dtype))
     return float(np.float32(1.0) / np.float32(kept))
 
 
-def _agree(
-    tensor: Tensor, factor: StoredActivation, mask: BitmaskActivation | RawActivation, scale: float | None
-) -> bool:
-    """Compares some elements of a product with its factors, where they are raw, bit by bit.
+def _agree(tensor: Tensor, recipe: StoredActivation) -> bool:
+    """Compares some elements of a tensor with its recipe, where that follows from raw tensors alone, bit by bit.
 
     This finds what was changed behind autograd's back, as through ``tensor.data``.
     """
-    if not isinstance(factor, RawActivation):
-        return True
     # Few operators: with cold caches each takes 4 us, and this is done for each dropout of a softmax.
     step = max(tensor.numel() // SAMPLES, 1)
     column = -(-tensor.numel() // step), 1
-    found, factors = (values.as_strided(column, (step, 1)) for values in (tensor, factor.unpack()))
-    if isinstance(mask, RawActivation):
-        masks = mask.unpack().as_strided(column, (step, 1))
-    else:
-        masks = mask.values(tensor.dtype if scale is None else torch.bool).to(tensor.device)
-    products = factors * masks if scale is None else factors * masks * scale
-    return bool((found == products).any(1).all())
+    possible = recipe.sampled(column, step)
+    return possible is None or bool((tensor.as_strided(column, (step, 1)) == possible).any(1).all())

@@ -19,7 +19,7 @@ from daf_core.autograd.torch_private import number_of
 from daf_core.codecs import PlanesActivation, RawActivation, StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.planes import LossyStore
-from daf_core.codecs.recomputed import NormalizedActivation, ProductActivation, SumActivation
+from daf_core.codecs.recomputed import CastActivation, NormalizedActivation, ProductActivation, SumActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import LeaseKind
@@ -102,7 +102,7 @@ class Direct:
         geometry, kind, groups = decision.geometry, decision.kind, decision.groups
         if look.form is TensorKind.RAW:
             return cls(pager, token)
-        if issubclass(kind, ProductActivation | NormalizedActivation | SumActivation):
+        if issubclass(kind, ProductActivation | NormalizedActivation | SumActivation | CastActivation):
             return cls(pager, token, derive=derive)
         # Whether what stays as it is is a mask is seen at its beginning, which is not worth a copy without holes.
         if not isinstance(backend, DirectBackend) or (kind is RawActivation and geometry.has_holes):

@@ -160,6 +160,44 @@ def test_rule_7_autocast_copies_of_weights_pass_through(trainable: bool) -> None
     assert {saved.form for saved in casts} == {"parameter"}
 
 
+class _WideHead(nn.Module):
+    """A layer of bfloat16, and one that computes in float32, as the routers of some mixtures of experts."""
+
+    def __init__(self, trainable: bool) -> None:
+        super().__init__()
+        self.below = nn.Linear(96, 96, dtype=torch.bfloat16)
+        weight = normal(48, 96, seed=1).to(torch.bfloat16)
+        self.weight = nn.Parameter(weight, requires_grad=trainable)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.below(x).float(), self.weight.float()).mean()
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+def test_rule_7_wide_copies_of_weights_pass_through(trainable: bool) -> None:
+    """The error of a weight would reach every layer below."""
+    model, x = _WideHead(trainable), normal(512, 96).to(torch.bfloat16)
+    expected = backward(model, lambda model, _: model(x))
+    engine = engine_for(model, 2)
+    found = backward(model, lambda model, _: model(x), engine)
+    assert torch.equal(found[-1], expected[-1])
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+def test_rule_7_vectors_of_weights_stay_exact(trainable: bool) -> None:
+    """As ``1 + weight`` of a wide normalization: an activation of its shape takes kilobytes."""
+    below, weight = nn.Linear(8, 4608), nn.Parameter(normal(4608, seed=1), requires_grad=trainable)
+    model = nn.ParameterList([*below.parameters(), weight])
+    x = normal(16, 8)
+
+    def loss(model: nn.ParameterList, _: int) -> Tensor:
+        return (F.linear(x, model[0], model[1]) * (1.0 + model[2])).mean()
+
+    expected = backward(model, loss)
+    found = backward(model, loss, engine_for(model, 2))
+    assert torch.equal(found[1], expected[1])
+
+
 def test_rule_7_autocast_activations_are_compressed() -> None:
     """Letting casts through must not let activations through."""
     torch.manual_seed(0)
@@ -171,7 +209,7 @@ def test_rule_7_autocast_activations_are_compressed() -> None:
     large = [s for s in seen if len(s.shape) > 1 and s.shape[-1] > 1 and torch.Size(s.shape).numel() >= 8192]
     activations = [saved.form for saved in large if tuple(sorted(saved.shape)) not in weights]
     assert len(activations) >= 20
-    assert set(activations) <= {"planes", "bitmask", "product", "normalized", "logarithms", "raw"}
+    assert set(activations) <= {"planes", "bitmask", "product", "normalized", "cast", "logarithms", "raw"}
     assert engine.finish_step().ratio > 2
 
 

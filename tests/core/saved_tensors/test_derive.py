@@ -91,16 +91,64 @@ def _normalize_and_drop(model: Operands) -> Tensor:
     return model.linear(F.dropout(normalized, 0.25)).square().sum()
 
 
-@pytest.mark.parametrize("loss", [_attend, _attend_through_views, _squash])
-def test_dropped_result_is_exact_in_exact_mode(loss: Loss) -> None:
-    """A softmax's result times the dropout's mask is the dropped tensor, bit for bit."""
+def _narrow(weights: Tensor, model: Operands) -> Tensor:
+    return (weights.to(torch.bfloat16) @ model.values.to(torch.bfloat16)).float().square().sum()
+
+
+def _attend_in_half(model: Operands) -> Tensor:
+    return _narrow(model.scores.softmax(-1), model)
+
+
+def _drop_and_attend_in_half(model: Operands) -> Tensor:
+    return _narrow(F.dropout(model.scores.softmax(-1), 0.25), model)
+
+
+def _drop_in_half_and_attend(model: Operands) -> Tensor:
+    return _narrow(F.dropout(model.scores.softmax(-1).to(torch.bfloat16).view(8, -1, 32), 0.25), model)
+
+
+def _normalize_for_half(model: Operands) -> Tensor:
+    normalized = model.norm(2 * model.inputs.repeat(4, 1))  # alive while layers save what autocast makes of it
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.linear(normalized).float().square().sum()
+
+
+def _normalize_and_drop_for_half(model: Operands) -> Tensor:
+    normalized = model.norm(2 * model.inputs.repeat(4, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.linear(F.dropout(normalized, 0.25)).float().square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "form"),
+    [
+        (_attend, "product"),
+        (_attend_through_views, "product"),
+        (_squash, "product"),
+        (_attend_in_half, "cast"),
+        (_drop_and_attend_in_half, "cast"),
+        (_drop_in_half_and_attend, "product"),
+    ],
+)
+def test_what_follows_from_a_result_is_exact_in_exact_mode(loss: Loss, form: str) -> None:
+    """A softmax's result times the dropout's mask is the dropped tensor, bit for bit, and so is a cast of it."""
     exact, stored_as = _train(loss, precision="exact")
-    assert stored_as["product"] == 1
+    assert stored_as[form] == 1
     assert _same(exact, _train(loss)[0])
 
 
 @pytest.mark.parametrize(
-    ("loss", "form"), [(_attend, "product"), (_normalize, "normalized"), (_normalize_and_drop, "product")]
+    ("loss", "form"),
+    [
+        (_attend, "product"),
+        (_normalize, "normalized"),
+        (_normalize_and_drop, "product"),
+        (_attend_in_half, "cast"),
+        (_drop_and_attend_in_half, "cast"),
+        (_drop_in_half_and_attend, "product"),
+        (_normalize_for_half, "cast"),
+        (_normalize_and_drop_for_half, "cast"),
+    ],
 )
 @pytest.mark.parametrize(("precision", "bound"), [(8, 0.02), (4, 0.15), (2, 0.8)])
 def test_derived_gradient_is_as_good_as_a_stored_one(
@@ -116,11 +164,12 @@ def test_derived_gradient_is_as_good_as_a_stored_one(
     assert _error(derived, plain) < min(bound, 1.5 * _error(stored, plain))
 
 
-def test_normalization_is_stored_in_exact_mode() -> None:
+@pytest.mark.parametrize("loss", [_normalize, _normalize_for_half, _normalize_and_drop_for_half])
+def test_normalization_is_stored_in_exact_mode(loss: Loss) -> None:
     """Recomputing it rounds in another order."""
-    exact, stored_as = _train(_normalize, precision="exact")
-    assert "normalized" not in stored_as
-    assert _same(exact, _train(_normalize)[0])
+    exact, stored_as = _train(loss, precision="exact")
+    assert not {"normalized", "cast"} & stored_as.keys()
+    assert _same(exact, _train(loss)[0])
 
 
 def _changed_unseen(model: Operands) -> Tensor:
@@ -135,6 +184,18 @@ def _changed_between(model: Operands) -> Tensor:
     with torch.no_grad():
         normalized.mul_((torch.arange(WIDE[-1]) % 2) * 3.0)
     return model.linear(F.dropout(normalized, 0.25)).square().sum()
+
+
+def _changed_before_a_cast(model: Operands) -> Tensor:
+    normalized = model.norm(2 * model.inputs)
+    with torch.no_grad():
+        normalized.mul_((torch.arange(WIDE[-1]) % 2) * 3.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.linear(normalized).float().square().sum()
+
+
+def _widened(model: Operands) -> Tensor:
+    return (model.scores.to(torch.bfloat16).softmax(-1).float() @ model.values).square().sum()
 
 
 def _functional_norm(model: Operands) -> Tensor:
@@ -172,6 +233,8 @@ def _unscaled_norm(model: Operands) -> Tensor:
     [
         _changed_unseen,
         _changed_between,
+        _changed_before_a_cast,
+        _widened,
         _functional_norm,
         _transposed,
         _part,
@@ -185,7 +248,7 @@ def test_what_does_not_follow_is_stored(loss: Loss, precision: object) -> None:
     """A tensor that is not the very product, in the same order, keeps a copy of its own."""
     found, stored_as = _train(loss, precision=precision)
     plain = _train(loss)[0]
-    assert not {"product", "normalized"} & stored_as.keys()
+    assert not {"product", "normalized", "cast"} & stored_as.keys()
     assert _same(found, plain) if precision == "exact" else _error(found, plain) < 0.02
 
 
@@ -210,17 +273,34 @@ def test_source_of_a_graph_that_has_run_backward_is_none() -> None:
     assert "product" not in engine.finish_step().stored_as
 
 
-def test_change_behind_autograds_back_is_found_in_exact_mode() -> None:
+@pytest.mark.parametrize("narrowed", [False, True])
+def test_change_behind_autograds_back_is_found_in_exact_mode(narrowed: bool) -> None:
     """A write through .data counts nowhere: some elements are compared."""
 
     def loss_of(model: Operands) -> Tensor:
         dropped = F.dropout(model.scores.softmax(-1), 0.25)
-        dropped.data.mul_(3)
-        return (dropped @ model.values).square().sum()
+        changed = dropped.to(torch.bfloat16) if narrowed else dropped
+        changed.data.mul_(3)
+        return (changed.float() @ model.values).square().sum() + _narrow(changed, model)
 
     exact, stored_as = _train(loss_of, precision="exact")
-    assert "product" not in stored_as
+    assert not {"product", "cast"} & stored_as.keys()
     assert _same(exact, _train(loss_of)[0])
+
+
+def test_result_that_is_changed_after_it_was_saved_is_no_source() -> None:
+    """Where nobody asks for it: its own operator would refuse it in backward, as in plain training."""
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig(precision="exact"))
+    with engine.compress():
+        weights = model.scores.detach().requires_grad_().softmax(-1)
+        dropped = F.dropout(weights, 0.25)
+        with torch.no_grad():
+            weights.zero_()
+        loss = (dropped @ model.values).square().sum()
+    torch.autograd.backward(loss, inputs=[model.values])
+    expected = dropped.transpose(1, 2) @ (2 * (dropped @ model.values))
+    assert torch.equal(_gradients(model)["values"], expected)
 
 
 def test_node_whose_tensors_were_saved_without_hooks() -> None:
