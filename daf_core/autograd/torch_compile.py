@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -167,6 +167,19 @@ def has_no_values(model: nn.Module) -> bool:
     if any(each.key() != functorch.TransformType.Vmap for each in functorch.get_interpreter_stack() or ()):
         return True
     return any(map(functorch.is_batchedtensor, model.parameters()))
+
+
+def given_parameters() -> list[int]:
+    """Returns which inputs of the graph that this thread is about to divide are parameters and buffers, by their place.
+
+    A pass over the graph gets its inputs as those of others are, and only the function that calls it knows.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _GRAPHS and (known := frame.f_locals.get("fw_metadata")) is not None:
+            return list(getattr(known, "static_input_indices", None) or ())
+        frame = frame.f_back
+    return []
 
 
 class _Tracer:

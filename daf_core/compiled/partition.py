@@ -2,7 +2,8 @@
 
 The partitioner weighs bytes as they are before they are encoded, and never works a tensor out again that a matrix
 product reads in backward. So it saves the result of a dropout beside its factor and its mask, and of a normalization
-with its weight and bias beside the normalized values. Both are one fused loop away.
+with its weight and bias beside the normalized values. Both are one fused loop away. Of weights it saves what autocast
+makes of them: as an activation of few bits its error would reach every layer below.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from daf_core.autograd.torch_compile import given_parameters
 from daf_core.compiled.decide import LEAST_ELEMENTS, made_of_gradients
 from daf_core.compiled.readers import CASTS, is_softmax, is_view, name_of, tensors_of
 from daf_core.compiled.sizes import elements_of
@@ -34,9 +36,17 @@ def with_hints(
     nodes = list(joint.graph.nodes)
     if any("recompute" in node.meta for node in nodes):  # the user's own checkpoints say what is saved
         return joint
-    gradients = made_of_gradients(joint.graph)
+    gradients, inputs_of = made_of_gradients(joint.graph), joint.graph.find_nodes(op="placeholder")
+    weights, copies = {inputs_of[place] for place in given_parameters()}, set[fx.Node]()
     for node in nodes:
         if node.op != "call_function" or node in gradients:
+            continue
+        casts = name_of(node) in CASTS
+        if (casts or is_view(node)) and weights.issuperset(node.all_input_nodes):
+            weights.add(node)
+            if casts or not copies.isdisjoint(node.all_input_nodes):
+                copies.add(node)
+                node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, _REGION
             continue
         if _is_piece_of_what_is_worked_out_again(node):
             _copied(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
