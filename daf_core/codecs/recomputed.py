@@ -112,23 +112,23 @@ class SumActivation(StoredActivation):
 
 
 class CastActivation(StoredActivation):
-    """Another activation in a narrower type, as autocast gives it to a linear layer: its error is the other one's."""
+    """Another activation in another type, as autocast gives it to a linear layer: its error is the other one's."""
 
     name: ClassVar[str] = "cast"
 
-    def __init__(self, source: StoredActivation, wide: torch.dtype, narrow: torch.dtype) -> None:
+    def __init__(self, source: StoredActivation, before: torch.dtype, dtype: torch.dtype) -> None:
         self.lossy = source.lossy
         self._source = source
-        self._wide = wide  # type of the other one
-        self._narrow = narrow
+        self._before = before  # type of the other one
+        self._dtype = dtype
 
     @override
     def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
         values = self._source.sampled(column, step)
-        return None if values is None else values.to(self._narrow)
+        return None if values is None else values.to(self._dtype)
 
     @override
     def decode_into(self, out: Tensor) -> None:
-        wide = torch.empty_like(out, dtype=self._wide)
-        self._source.decode_into(wide)
-        out.copy_(wide)
+        values = torch.empty_like(out, dtype=self._before)
+        self._source.decode_into(values)
+        out.copy_(values)

@@ -78,7 +78,7 @@ class Derivation:
     def _recipe(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> StoredActivation | None:
         """Returns the recipe for the result of a node, of a type."""
         if node.name() == CAST:
-            return self._narrowed(node, saved, dtype, exact)
+            return self._cast(node, saved, dtype, exact)
         if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
             return self._product(node, "other", saved, dtype, None, exact)
         if node.name() == _DROPOUT:
@@ -170,14 +170,15 @@ class Derivation:
             node = following[0]
         return None
 
-    def _narrowed(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> CastActivation | None:
-        """Returns the recipe for a cast of float32."""
+    def _cast(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> CastActivation | None:
+        """Returns the recipe for a cast to half precision, or from there."""
         (source, place), tensor = node.next_functions[0], saved.tensor
-        values = None if place or dtype not in LOW_PRECISION else self._values(source, saved, torch.float32, exact)
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        if values is None or not serves(values, geometry, saved.form, saved.reading, saved.normalizes):
-            return None
-        return CastActivation(values, torch.float32, dtype)
+        for before in (torch.float32,) if dtype in LOW_PRECISION else LOW_PRECISION:
+            values = None if place else self._values(source, saved, before, exact)
+            if values is not None and serves(values, geometry, saved.form, saved.reading, saved.normalizes):
+                return CastActivation(values, before, dtype)
+        return None
 
     def _product(
         self, node: Node, name: str, saved: SavedTensor, dtype: torch.dtype, scale: float | None, exact: bool

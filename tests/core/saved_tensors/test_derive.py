@@ -99,6 +99,14 @@ def _attend_in_half(model: Operands) -> Tensor:
     return _narrow(model.scores.softmax(-1), model)
 
 
+def _attend_from_half(model: Operands) -> Tensor:
+    return (model.scores.to(torch.bfloat16).softmax(-1).float() @ model.values).square().sum()
+
+
+def _attend_in_double(model: Operands) -> Tensor:
+    return (model.scores.double().softmax(-1).float() @ model.values).square().sum()
+
+
 def _drop_and_attend_in_half(model: Operands) -> Tensor:
     return _narrow(F.dropout(model.scores.softmax(-1), 0.25), model)
 
@@ -119,6 +127,11 @@ def _normalize_and_drop_for_half(model: Operands) -> Tensor:
         return model.linear(F.dropout(normalized, 0.25)).float().square().sum()
 
 
+def _normalize_and_drop_from_half(model: Operands) -> Tensor:
+    normalized = model.norm.to(torch.bfloat16)((2 * model.inputs.repeat(4, 1)).to(torch.bfloat16))
+    return model.linear(F.dropout(normalized.float(), 0.25)).square().sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "form"),
     [
@@ -126,6 +139,7 @@ def _normalize_and_drop_for_half(model: Operands) -> Tensor:
         (_attend_through_views, "product"),
         (_squash, "product"),
         (_attend_in_half, "cast"),
+        (_attend_from_half, "cast"),
         (_drop_and_attend_in_half, "cast"),
         (_drop_in_half_and_attend, "product"),
     ],
@@ -148,6 +162,7 @@ def test_what_follows_from_a_result_is_exact_in_exact_mode(loss: Loss, form: str
         (_drop_in_half_and_attend, "product"),
         (_normalize_for_half, "cast"),
         (_normalize_and_drop_for_half, "cast"),
+        (_normalize_and_drop_from_half, "product"),
     ],
 )
 @pytest.mark.parametrize(("precision", "bound"), [(8, 0.02), (4, 0.15), (2, 0.8)])
@@ -194,10 +209,6 @@ def _changed_before_a_cast(model: Operands) -> Tensor:
         return model.linear(normalized).float().square().sum()
 
 
-def _widened(model: Operands) -> Tensor:
-    return (model.scores.to(torch.bfloat16).softmax(-1).float() @ model.values).square().sum()
-
-
 def _functional_norm(model: Operands) -> Tensor:
     normalized = F.layer_norm(2 * model.inputs, WIDE[-1:], model.norm.weight, model.norm.bias)
     return model.linear(normalized).square().sum()
@@ -234,7 +245,7 @@ def _unscaled_norm(model: Operands) -> Tensor:
         _changed_unseen,
         _changed_between,
         _changed_before_a_cast,
-        _widened,
+        _attend_in_double,
         _functional_norm,
         _transposed,
         _part,
