@@ -1,7 +1,7 @@
 """How an activation is stored: one form a file, in the order of `registry.CODECS`.
 
 raw, verbatim, bitmask and narrow_int are exact; planes, logarithms and slopes are codes of few bits; shape, sides and
-signs keep what one operator reads. product, normalized, sum, cast and attended follow from other activations.
+signs keep what one operator reads. product, normalized, sum, scaled, cast and attended follow from other activations.
 """
 
 from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
@@ -13,7 +13,13 @@ from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import LossyStore, PlanesActivation
 from daf_core.codecs.probed import ProbedActivation
 from daf_core.codecs.raw import RawActivation
-from daf_core.codecs.recomputed import CastActivation, NormalizedActivation, ProductActivation, SumActivation
+from daf_core.codecs.recomputed import (
+    CastActivation,
+    NormalizedActivation,
+    ProductActivation,
+    ScaledActivation,
+    SumActivation,
+)
 from daf_core.codecs.relu_output import ReluOutputActivation
 from daf_core.codecs.relu_signs import ReluSignsActivation
 from daf_core.codecs.sides import SidesActivation
@@ -36,6 +42,7 @@ __all__ = [
     "RawActivation",
     "ReluOutputActivation",
     "ReluSignsActivation",
+    "ScaledActivation",
     "ShapeActivation",
     "SidesActivation",
     "StoredActivation",

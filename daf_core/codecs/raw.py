@@ -90,6 +90,16 @@ class RawActivation(StoredActivation):
         return self
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the saved tensor."""
+        return self._tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the saved tensor."""
+        return self._tensor.dtype
+
+    @property
     def elements(self) -> int:
         """Different elements in memory of the tensor, at most."""
         return min(self._tensor.numel(), self._tensor.untyped_storage().nbytes() // self._tensor.element_size())

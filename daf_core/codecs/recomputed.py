@@ -111,6 +111,31 @@ class SumActivation(StoredActivation):
         out.add_(second)
 
 
+class ScaledActivation(StoredActivation):
+    """Another activation times an exact vector, or a number for each row; its error is the other one's, in proportion.
+
+    `factor` gives that vector, or a column; `width` are the elements of a row.
+    """
+
+    name: ClassVar[str] = "scaled"
+
+    def __init__(self, source: StoredActivation, factor: Unpack, width: int) -> None:
+        self._source = source
+        self._factor = factor
+        self._width = width
+
+    @property
+    @override
+    def suits_rows(self) -> bool:
+        return self._source.suits_rows
+
+    @override
+    def decode_into(self, out: Tensor) -> None:
+        self._source.decode_into(out)
+        factor = self._factor()
+        out.view(-1, self._width).mul_(factor.reshape(-1, factor.shape[-1]))
+
+
 class CastActivation(StoredActivation):
     """Another activation in another type, as autocast gives it to a linear layer: its error is the other one's."""
 

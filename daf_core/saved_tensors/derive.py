@@ -19,6 +19,7 @@ from daf_core.codecs import (
     RawActivation,
     ReluOutputActivation,
     ReluSignsActivation,
+    ScaledActivation,
     StoredActivation,
     SumActivation,
 )
@@ -79,8 +80,10 @@ class Derivation:
         """Returns the recipe for the result of a node, of a type."""
         if node.name() == CAST:
             return self._cast(node, saved, dtype, exact)
-        if node.name() == "MulBackward0" and node.next_functions[1][0] is None:
-            return self._product(node, "other", saved, dtype, None, exact)
+        if node.name() == "MulBackward0":
+            masked = node.next_functions[1][0] is None
+            product = self._product(node, "other", saved, dtype, None, exact) if masked else None
+            return product if product is not None or exact else self._scaled(node, saved, dtype)
         if node.name() == _DROPOUT:
             scale = _dropout_scale(node._saved_p, saved.tensor.device, dtype)
             return self._product(node, "result1", saved, dtype, scale, exact)
@@ -190,6 +193,45 @@ class Derivation:
         mask = self._source(node, name, saved.tensor, dtype if scale is None else torch.bool)
         return ProductActivation(factor, mask, scale) if isinstance(mask, BitmaskActivation | RawActivation) else None
 
+    def _scaled(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> ScaledActivation | None:
+        """Returns the recipe for the product of a tensor and a vector or column, as normalizations by roots write it.
+
+        What nobody has saved may have been changed unseen. So the tensor is what the product itself has saved, or such
+        a product with a reciprocal root; and the result is what is being saved, or the factor of another such product,
+        or that of a module that normalizes.
+        """
+        own = node is skip_nodes(saved.node, VIEWS)
+        rows = saved.tensor.shape
+        for name, other, place in (("self", "other", 0), ("other", "self", 1)):
+            factor = _packed(node, other, self._unpack)
+            if factor is None or factor.stored.lossy or factor.dtype is not dtype or not factor.shape:
+                continue
+            rooted = _is_root(node.next_functions[1 - place][0])
+            if not (own or rooted or _is_unchanged(node, saved)):
+                return None
+            source, packed = self._source(node, name, saved.tensor, dtype), _packed(node, name, self._unpack)
+            if factor.shape[-1] == 1:
+                if packed is None or packed.shape[:-1] != factor.shape[:-1] or packed.shape[-1] != rows[-1]:
+                    continue
+            elif math.prod(factor.shape) != factor.shape[-1] or factor.shape[-1] != rows[-1]:
+                continue
+            elif source is None:
+                source = self._normalized_by_root(node.next_functions[place][0], saved, dtype)
+            geometry = geometry_of(tuple(rows), tuple(saved.tensor.stride()))
+            if source is not None and serves(source, geometry, saved.form, saved.reading, saved.normalizes):
+                return ScaledActivation(source, factor.unpack, rows[-1])
+        return None
+
+    def _normalized_by_root(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> StoredActivation | None:
+        """Returns the recipe for the product of a tensor and its reciprocal root, or for a cast of it."""
+        node = skip_nodes(node, VIEWS)
+        if node is None:
+            return None
+        if node.name() == CAST:
+            return self._cast(node, saved, dtype, exact=False)
+        rooted = node.name() == "MulBackward0" and any(_is_root(each) for each, _ in node.next_functions)
+        return self._scaled(node, saved, dtype) if rooted else None
+
     def _layer_normalized(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> NormalizedActivation | None:
         if node.name() != "NativeLayerNormBackward0" or not _is_unchanged(node, saved):
             return None
@@ -234,6 +276,10 @@ def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None 
     """Says whether a normalization's result, of a shape if any, was there and unchanged when a tensor was saved."""
     found = [result for result in saved.normalized if result.node is node]
     return any(not result.version and (shape is None or result.shape == shape) for result in found)
+
+
+def _is_root(node: Node) -> bool:
+    return node is not None and node.name() == "RsqrtBackward0"
 
 
 def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:

@@ -51,6 +51,11 @@ class Handle:
         return self._geometry.shape
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the saved tensor."""
+        return self._dtype
+
+    @property
     def holder(self) -> StoredActivation:
         """Holds its bytes as long as it exists."""
         return self.stored

@@ -18,7 +18,13 @@ from daf_core.autograd.sites import ModuleCall, Site
 from daf_core.autograd.torch_private import running_module, skip_nodes
 from daf_core.codecs import AttendedActivation, PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.recomputed import CastActivation, NormalizedActivation, ProductActivation, SumActivation
+from daf_core.codecs.recomputed import (
+    CastActivation,
+    NormalizedActivation,
+    ProductActivation,
+    ScaledActivation,
+    SumActivation,
+)
 from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
@@ -207,7 +213,7 @@ def _no_module() -> None:
 
 REPLAYED = (
     RawActivation, PlanesActivation, BitmaskActivation, ProductActivation, NormalizedActivation, SumActivation,
-    CastActivation, AttendedActivation,
+    ScaledActivation, CastActivation, AttendedActivation,
 )  # fmt: skip
 
 

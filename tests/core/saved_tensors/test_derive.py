@@ -18,8 +18,21 @@ SHAPE = (8, 32, 32)
 WIDE = (64, 128)
 
 
+class RootRMSNorm(nn.Module):
+    """A normalization by the root mean square as language models write it, in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(WIDE[-1], seed=5).exp())
+
+    def forward(self, values: Tensor) -> Tensor:
+        wide = values.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(values.dtype)
+
+
 class Operands(nn.Module):
-    """Scores and values of an attention, and the input of a normalization, all trained."""
+    """Scores and values of an attention, and the input of normalizations, all trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,6 +40,7 @@ class Operands(nn.Module):
         self.values = nn.Parameter(normal(*SHAPE, seed=1))
         self.inputs = nn.Parameter(normal(*WIDE, seed=2))
         self.norm = nn.LayerNorm(WIDE[-1])
+        self.root = RootRMSNorm()
         self.linear = nn.Linear(WIDE[-1], 16)
 
 
@@ -103,6 +117,22 @@ def _attend_from_half(model: Operands) -> Tensor:
     return (model.scores.to(torch.bfloat16).softmax(-1).float() @ model.values).square().sum()
 
 
+def _changed_before_a_dropout(model: Operands) -> Tensor:
+    model.root.weight.requires_grad_(False)
+    normalized = model.root(2 * model.inputs)
+    with torch.no_grad():
+        normalized.mul_((torch.arange(WIDE[-1]) % 2) * 3.0)
+    return model.linear(F.dropout(normalized, 0.25)).square().sum()
+
+
+def _scale_planes(model: Operands) -> Tensor:
+    return (model.scores.tanh() * model.values[:1, :, :1] @ model.values).square().sum()
+
+
+def _scale_columns(model: Operands) -> Tensor:
+    return ((model.scores.tanh() * model.values[0, 0]).transpose(1, 2) @ model.values).square().sum()
+
+
 def _attend_in_double(model: Operands) -> Tensor:
     return (model.scores.double().softmax(-1).float() @ model.values).square().sum()
 
@@ -125,6 +155,26 @@ def _normalize_and_drop_for_half(model: Operands) -> Tensor:
     normalized = model.norm(2 * model.inputs.repeat(4, 1))
     with torch.autocast("cpu", torch.bfloat16):
         return model.linear(F.dropout(normalized, 0.25)).float().square().sum()
+
+
+def _divide_by_root(model: Operands) -> Tensor:
+    return model.linear(model.root(2 * model.inputs)).square().sum()
+
+
+def _divide_by_root_and_drop(model: Operands) -> Tensor:
+    model.root.weight.requires_grad_(False)
+    normalized = model.root(2 * model.inputs)
+    return model.linear(F.dropout(normalized, 0.25)).square().sum()
+
+
+def _divide_by_root_in_half(model: Operands) -> Tensor:
+    model.root.to(torch.bfloat16)
+    normalized = model.root((2 * model.inputs.repeat(4, 1)).to(torch.bfloat16))
+    return model.linear(normalized.float()).square().sum()
+
+
+def _scale_channels(model: Operands) -> Tensor:
+    return model.linear(model.inputs.tanh() * model.root.weight).square().sum()
 
 
 def _normalize_and_drop_from_half(model: Operands) -> Tensor:
@@ -163,6 +213,10 @@ def test_what_follows_from_a_result_is_exact_in_exact_mode(loss: Loss, form: str
         (_normalize_for_half, "cast"),
         (_normalize_and_drop_for_half, "cast"),
         (_normalize_and_drop_from_half, "product"),
+        (_divide_by_root, "scaled"),
+        (_divide_by_root_and_drop, "product"),
+        (_divide_by_root_in_half, "cast"),
+        (_scale_channels, "scaled"),
     ],
 )
 @pytest.mark.parametrize(("precision", "bound"), [(8, 0.02), (4, 0.15), (2, 0.8)])
@@ -172,7 +226,7 @@ def test_derived_gradient_is_as_good_as_a_stored_one(
     """Deriving adds no error of its own worth mentioning, and holds less."""
     plain = _train(loss)[0]
     derived, stored_as = _train(loss, precision=precision)
-    assert stored_as[form] == 1
+    assert stored_as[form] >= 1
     monkeypatch.setattr("daf_core.saved_tensors.hooks.Derivation.derive", lambda *_: None)
     stored, without = _train(loss, precision=precision)
     assert form not in without
@@ -245,6 +299,9 @@ def _unscaled_norm(model: Operands) -> Tensor:
         _changed_unseen,
         _changed_between,
         _changed_before_a_cast,
+        _changed_before_a_dropout,
+        _scale_planes,
+        _scale_columns,
         _attend_in_double,
         _functional_norm,
         _transposed,
@@ -259,7 +316,7 @@ def test_what_does_not_follow_is_stored(loss: Loss, precision: object) -> None:
     """A tensor that is not the very product, in the same order, keeps a copy of its own."""
     found, stored_as = _train(loss, precision=precision)
     plain = _train(loss)[0]
-    assert not {"product", "normalized", "cast"} & stored_as.keys()
+    assert not {"product", "normalized", "cast", "scaled"} & stored_as.keys()
     assert _same(found, plain) if precision == "exact" else _error(found, plain) < 0.02
 
 
