@@ -172,12 +172,14 @@ def has_no_values(model: nn.Module) -> bool:
 def given_parameters() -> list[int]:
     """Returns which inputs of the graph that this thread is about to divide are parameters and buffers, by their place.
 
-    A pass over the graph gets its inputs as those of others are, and only the function that calls it knows.
+    Without those that the forward graph changes: backward would find them as they are then. A pass over the graph gets
+    its inputs as those of others are, and only the function that calls it knows.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _GRAPHS and (known := frame.f_locals.get("fw_metadata")) is not None:
-            return list(getattr(known, "static_input_indices", None) or ())
+            given, inputs = getattr(known, "static_input_indices", None) or (), known.input_info
+            return [each for each in given if each < len(inputs) and not inputs[each].mutates_data]
         frame = frame.f_back
     return []
 

@@ -110,9 +110,9 @@ class RawActivation(StoredActivation):
         return self._tensor._version == self._version
 
     def is_dense(self, like: Tensor, dtype: torch.dtype) -> bool:
-        """Says whether it has as many elements as `like`, in its order and without holes, and a type."""
+        """Says whether it has as many elements as `like` there, in its order and without holes, and a type."""
         tensor = self._tensor
-        if tensor.dtype is not dtype or tensor.numel() != like.numel():
+        if tensor.dtype is not dtype or tensor.numel() != like.numel() or tensor.device != like.device:
             return False
         return tensor.is_contiguous() and like.is_contiguous()
 

@@ -72,9 +72,9 @@ class Handle:
         return saved is not None and saved._version == self._version
 
     def is_dense(self, like: Tensor, dtype: torch.dtype) -> bool:
-        """Says whether it is stored as one dense run of as many elements as `like`, in its order, and has a type."""
+        """Says whether it is one dense run of as many elements as `like`, there and in its order, and has a type."""
         geometry = self._geometry
-        if self._dtype is not dtype or geometry.compact_shape != (like.numel(),):
+        if self._dtype is not dtype or geometry.compact_shape != (like.numel(),) or self._device != like.device:
             return False
         if geometry.row_major:
             return like.is_contiguous()

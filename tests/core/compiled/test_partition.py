@@ -39,6 +39,22 @@ class Widening(Narrowing):
         return F.linear(self.below(inputs.bfloat16()).float(), self.above.weight.float()).mean()
 
 
+class Changing(Narrowing):
+    """The upper weight is a buffer that each forward pass halves."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__(trained)
+        del self.above
+        self.register_buffer("weight", normal(96, 128, seed=3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result = F.linear(self.below(inputs), self.weight).float().mean()
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return result
+
+
 def _step(model: nn.Module, bits: int | None) -> tuple[Tensor, Tensor, int]:
     """Returns the gradient of the lower layer's weight and bias, and the bytes that were held."""
     model.zero_grad()
@@ -65,6 +81,11 @@ def test_copies_of_weights_are_made_again_from_the_weights(kind: type[Narrowing]
     assert not torch.equal(found_weight, weight)
     inputs, hidden = 512 * 64 // 4, 512 * 128 // 4
     assert held < 1.5 * (inputs + trained * hidden)
+
+
+def test_copies_of_what_forward_changes_are_saved() -> None:
+    (_, bias, _), (_, found, _) = (_step(Changing(trained=False), bits) for bits in (None, 8))
+    assert (found - bias).norm() < 0.02 * bias.norm()
 
 
 def test_nothing_is_given_outside_of_the_division_of_a_graph() -> None:
