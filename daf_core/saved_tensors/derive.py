@@ -76,26 +76,33 @@ class Derivation:
         recipe = self._recipe(node, saved, saved.tensor.dtype, exact)
         return recipe if recipe is not None and _agree(saved.tensor, recipe) else None
 
-    def _recipe(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> StoredActivation | None:
-        """Returns the recipe for the result of a node, of a type."""
+    def _recipe(
+        self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool, guessed: bool = False
+    ) -> StoredActivation | None:
+        """Returns the recipe for the result of a node, of a type; if that is `guessed`, something saved has to have it.
+
+        Of a cast of a cast nothing in between is saved: it rounds to whatever type that is.
+        """
         if node.name() == CAST:
-            return self._cast(node, saved, dtype, exact)
+            return None if guessed else self._cast(node, saved, dtype, exact)
         if node.name() == "MulBackward0":
             masked = node.next_functions[1][0] is None
             product = self._product(node, "other", saved, dtype, None, exact) if masked else None
             return product if product is not None or exact else self._scaled(node, saved, dtype)
         if node.name() == _DROPOUT:
             scale = _dropout_scale(node._saved_p, saved.tensor.device, dtype)
-            return self._product(node, "result1", saved, dtype, scale, exact)
+            return self._product(node, "result1", saved, dtype, scale, exact, guessed)
         return None if exact else self._layer_normalized(node, saved, dtype)
 
-    def _values(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> StoredActivation | None:
-        """Returns what its own node has saved of a result of a type, or the recipe for it."""
+    def _values(
+        self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool, guessed: bool
+    ) -> StoredActivation | None:
+        """Returns what its own node has saved of a result of a type, or the recipe for it; see `_recipe`."""
         node = skip_nodes(node, VIEWS)
         if node is None:
             return None
         stored = self._source(node, "result", saved.tensor, dtype)
-        return self._recipe(node, saved, dtype, exact) if stored is None else stored
+        return self._recipe(node, saved, dtype, exact, guessed) if stored is None else stored
 
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:
         """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.
@@ -178,16 +185,17 @@ class Derivation:
         (source, place), tensor = node.next_functions[0], saved.tensor
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         for before in (torch.float32,) if dtype in LOW_PRECISION else LOW_PRECISION:
-            values = None if place else self._values(source, saved, before, exact)
+            values = None if place else self._values(source, saved, before, exact, guessed=True)
             if values is not None and serves(values, geometry, saved.form, saved.reading, saved.normalizes):
                 return CastActivation(values, before, dtype)
         return None
 
     def _product(
-        self, node: Node, name: str, saved: SavedTensor, dtype: torch.dtype, scale: float | None, exact: bool
-    ) -> ProductActivation | None:
+        self, node: Node, name: str, saved: SavedTensor, dtype: torch.dtype, scale: float | None, exact: bool,
+        guessed: bool = False,
+    ) -> ProductActivation | None:  # fmt: skip
         """Returns the recipe for a product with a mask, which `node` has saved by a name."""
-        factor = self._values(node.next_functions[0][0], saved, dtype, exact)
+        factor = self._values(node.next_functions[0][0], saved, dtype, exact, guessed)
         if factor is None:
             return None
         mask = self._source(node, name, saved.tensor, dtype if scale is None else torch.bool)

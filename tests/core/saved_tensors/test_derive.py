@@ -133,6 +133,18 @@ def _scale_columns(model: Operands) -> Tensor:
     return ((model.scores.tanh() * model.values[0, 0]).transpose(1, 2) @ model.values).square().sum()
 
 
+def _other_half(model: Operands) -> Tensor:
+    return model.scores.repeat(4, 1, 1, 1).to(torch.bfloat16).softmax(-1).to(torch.float16)
+
+
+def _attend_from_half_by_another(model: Operands) -> Tensor:
+    return _narrow(_other_half(model), model)
+
+
+def _drop_from_half_by_another(model: Operands) -> Tensor:
+    return _narrow(F.dropout(_other_half(model), 0.25), model)
+
+
 def _attend_in_double(model: Operands) -> Tensor:
     return (model.scores.double().softmax(-1).float() @ model.values).square().sum()
 
@@ -303,6 +315,8 @@ def _unscaled_norm(model: Operands) -> Tensor:
         _scale_planes,
         _scale_columns,
         _attend_in_double,
+        _attend_from_half_by_another,
+        _drop_from_half_by_another,
         _functional_norm,
         _transposed,
         _part,
