@@ -23,9 +23,8 @@ from daf_core.state_checks import count as checked_count
 
 _NORMALIZATIONS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-NORMALIZED = 4
-"""Results of normalizations that are remembered: those of a residual block and of its shortcut are added, and queries
-and keys may have their own before values are computed of what a block has normalized."""
+NORMALIZED = 2
+"""Results of normalizations that are remembered: those of a residual block and of its shortcut are added."""
 
 
 class Site(NamedTuple):
@@ -205,7 +204,7 @@ class ModuleFollower:
             RemovableHandle.next_id = number
             # What is known of a module now is not asked for at each call: there are as many calls as activations.
             normalizes = "norm" in type(module).__name__.lower()
-            noted = normalized and (isinstance(module, _NORMALIZATIONS) or _is_root_mean_square(module))
+            noted = normalized and isinstance(module, _NORMALIZATIONS)
             hooks = ForwardHooks(
                 module, partial(_enter, scopes, name, normalizes), partial(_leave, scopes, noted), noted
             )
@@ -248,11 +247,6 @@ class ModuleFollower:
         if first is not None and first.are_on is not on:
             for each in self.followed.values():
                 each.hooks.turn(on)
-
-
-def _is_root_mean_square(module: nn.Module) -> bool:
-    """Recognizes what libraries call such a normalization: those of T5 are named after layers."""
-    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 def outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -112,9 +112,9 @@ class SumActivation(StoredActivation):
 
 
 class ScaledActivation(StoredActivation):
-    """Another activation times an exact vector, or a number for each row; its error is the other one's, in proportion.
+    """Another activation times an exact number for each row; its error is the other one's, in proportion.
 
-    `factor` gives that vector, or a column; `width` are the elements of a row.
+    `factor` gives the numbers, `width` are the elements of a row.
     """
 
     name: ClassVar[str] = "scaled"
@@ -132,8 +132,7 @@ class ScaledActivation(StoredActivation):
     @override
     def decode_into(self, out: Tensor) -> None:
         self._source.decode_into(out)
-        factor = self._factor()
-        out.view(-1, self._width).mul_(factor.reshape(-1, factor.shape[-1]))
+        out.view(-1, self._width).mul_(self._factor().reshape(-1, 1))
 
 
 class CastActivation(StoredActivation):

@@ -73,36 +73,22 @@ class Derivation:
         if node is None or not saved.tensor.is_contiguous() or saved.version:  # changed in place after its node made it
             return None
         # A result that its own node saves is the same storage, and shared.
-        recipe = self._recipe(node, saved, saved.tensor.dtype, exact)
+        recipe = self._recipe(node, saved, exact)
         return recipe if recipe is not None and _agree(saved.tensor, recipe) else None
 
-    def _recipe(
-        self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool, guessed: bool = False
-    ) -> StoredActivation | None:
-        """Returns the recipe for the result of a node, of a type; if that is `guessed`, something saved has to have it.
-
-        Of a cast of a cast nothing in between is saved: it rounds to whatever type that is.
-        """
+    def _recipe(self, node: Node, saved: SavedTensor, exact: bool) -> StoredActivation | None:
+        """Returns the recipe for the result of a node."""
+        dtype = saved.tensor.dtype
         if node.name() == CAST:
-            return None if guessed else self._cast(node, saved, dtype, exact)
+            return self._cast(node, saved, exact)
         if node.name() == "MulBackward0":
             masked = node.next_functions[1][0] is None
-            product = self._product(node, "other", saved, dtype, None, exact) if masked else None
+            product = self._product(node, "other", saved, None, exact) if masked else None
             return product if product is not None or exact else self._scaled(node, saved, dtype)
         if node.name() == _DROPOUT:
             scale = _dropout_scale(node._saved_p, saved.tensor.device, dtype)
-            return self._product(node, "result1", saved, dtype, scale, exact, guessed)
+            return self._product(node, "result1", saved, scale, exact)
         return None if exact else self._layer_normalized(node, saved, dtype)
-
-    def _values(
-        self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool, guessed: bool
-    ) -> StoredActivation | None:
-        """Returns what its own node has saved of a result of a type, or the recipe for it; see `_recipe`."""
-        node = skip_nodes(node, VIEWS)
-        if node is None:
-            return None
-        stored = self._source(node, "result", saved.tensor, dtype)
-        return self._recipe(node, saved, dtype, exact, guessed) if stored is None else stored
 
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:
         """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.
@@ -180,65 +166,62 @@ class Derivation:
             node = following[0]
         return None
 
-    def _cast(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> CastActivation | None:
-        """Returns the recipe for a cast to half precision, or from there."""
+    def _cast(self, node: Node, saved: SavedTensor, exact: bool) -> CastActivation | None:
+        """Returns the recipe for a cast to half precision, or from there.
+
+        What is cast may have been changed unseen where nobody has saved it, but in a module that normalizes.
+        """
         (source, place), tensor = node.next_functions[0], saved.tensor
+        source = skip_nodes(source, VIEWS)
+        if source is None or place:
+            return None
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        for before in (torch.float32,) if dtype in LOW_PRECISION else LOW_PRECISION:
-            values = None if place else self._values(source, saved, before, exact, guessed=True)
+        for before in (torch.float32,) if tensor.dtype in LOW_PRECISION else LOW_PRECISION:
+            values = self._source(source, "result", tensor, before)
+            if values is None and not exact:
+                values = self._layer_normalized(source, saved, before)
+            if values is None and not exact and saved.normalizes and source.name() == "MulBackward0":
+                values = self._scaled(source, saved, before)
             if values is not None and serves(values, geometry, saved.form, saved.reading, saved.normalizes):
-                return CastActivation(values, before, dtype)
+                return CastActivation(values, before, tensor.dtype)
         return None
 
     def _product(
-        self, node: Node, name: str, saved: SavedTensor, dtype: torch.dtype, scale: float | None, exact: bool,
-        guessed: bool = False,
-    ) -> ProductActivation | None:  # fmt: skip
+        self, node: Node, name: str, saved: SavedTensor, scale: float | None, exact: bool
+    ) -> ProductActivation | None:
         """Returns the recipe for a product with a mask, which `node` has saved by a name."""
-        factor = self._values(node.next_functions[0][0], saved, dtype, exact, guessed)
+        source, dtype = skip_nodes(node.next_functions[0][0], VIEWS), saved.tensor.dtype
+        if source is None:
+            return None
+        factor = self._source(source, "result", saved.tensor, dtype)
+        if factor is None and not exact:
+            factor = self._layer_normalized(source, saved, dtype)
         if factor is None:
             return None
         mask = self._source(node, name, saved.tensor, dtype if scale is None else torch.bool)
         return ProductActivation(factor, mask, scale) if isinstance(mask, BitmaskActivation | RawActivation) else None
 
     def _scaled(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> ScaledActivation | None:
-        """Returns the recipe for the product of a tensor and a vector or column, as normalizations by roots write it.
+        """Returns the recipe for the product of a tensor and its reciprocal root, of which the product has saved both.
 
-        What nobody has saved may have been changed unseen. So the tensor is what the product itself has saved, or such
-        a product with a reciprocal root; and the result is what is being saved, or the factor of another such product,
-        or that of a module that normalizes.
+        Not for that with a weight: where values are far larger in some channels, and the weight makes up for it, the
+        errors of the others would be as large as they are beside those.
         """
-        own = node is skip_nodes(saved.node, VIEWS)
-        rows = saved.tensor.shape
-        for name, other, place in (("self", "other", 0), ("other", "self", 1)):
-            factor = _packed(node, other, self._unpack)
-            if factor is None or factor.stored.lossy or factor.dtype is not dtype or not factor.shape:
+        shape = saved.tensor.shape
+        for name, other, place in (("self", "other", 1), ("other", "self", 0)):
+            root = node.next_functions[place][0]
+            if root is None or root.name() != "RsqrtBackward0":
                 continue
-            rooted = _is_root(node.next_functions[1 - place][0])
-            if not (own or rooted or _is_unchanged(node, saved)):
-                return None
-            source, packed = self._source(node, name, saved.tensor, dtype), _packed(node, name, self._unpack)
-            if factor.shape[-1] == 1:
-                if packed is None or packed.shape[:-1] != factor.shape[:-1] or packed.shape[-1] != rows[-1]:
-                    continue
-            elif math.prod(factor.shape) != factor.shape[-1] or factor.shape[-1] != rows[-1]:
+            values, factor = _packed(node, name, self._unpack), _packed(node, other, self._unpack)
+            if values is None or factor is None or factor.stored.lossy or factor.dtype is not dtype:
                 continue
-            elif source is None:
-                source = self._normalized_by_root(node.next_functions[place][0], saved, dtype)
-            geometry = geometry_of(tuple(rows), tuple(saved.tensor.stride()))
+            if factor.shape != (*values.shape[:-1], 1) or values.shape[-1] != shape[-1]:
+                continue
+            source = self._source(node, name, saved.tensor, dtype)
+            geometry = geometry_of(tuple(shape), tuple(saved.tensor.stride()))
             if source is not None and serves(source, geometry, saved.form, saved.reading, saved.normalizes):
-                return ScaledActivation(source, factor.unpack, rows[-1])
+                return ScaledActivation(source, factor.unpack, shape[-1])
         return None
-
-    def _normalized_by_root(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> StoredActivation | None:
-        """Returns the recipe for the product of a tensor and its reciprocal root, or for a cast of it."""
-        node = skip_nodes(node, VIEWS)
-        if node is None:
-            return None
-        if node.name() == CAST:
-            return self._cast(node, saved, dtype, exact=False)
-        rooted = node.name() == "MulBackward0" and any(_is_root(each) for each, _ in node.next_functions)
-        return self._scaled(node, saved, dtype) if rooted else None
 
     def _layer_normalized(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> NormalizedActivation | None:
         if node.name() != "NativeLayerNormBackward0" or not _is_unchanged(node, saved):
@@ -284,10 +267,6 @@ def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None 
     """Says whether a normalization's result, of a shape if any, was there and unchanged when a tensor was saved."""
     found = [result for result in saved.normalized if result.node is node]
     return any(not result.version and (shape is None or result.shape == shape) for result in found)
-
-
-def _is_root(node: Node) -> bool:
-    return node is not None and node.name() == "RsqrtBackward0"
 
 
 def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
