@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from types import FrameType
 
+import torch
 from torch import Tensor, nn
 
 from daf_core.autograd.sites import ModuleCall, Site
@@ -209,7 +210,8 @@ class Readers:
 
     def _show_result(self, result: Tensor) -> None:
         """Takes a result that one of torch's functions has returned."""
-        node = result.grad_fn
+        # Without gradients no node is made, and torch refuses that of a view that is changed there.
+        node = result.grad_fn if torch.is_grad_enabled() else None
         if node is None:
             return
         self.show(node)
