@@ -71,11 +71,8 @@ class StoredActivation(ABC):
         """Writes the values of a dense tensor to an address; False where `decode_into` has to do it."""
         return False
 
-    def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
-        """Returns what each `step`-th element of a dense tensor may be, as a row each; None where that is not at hand.
-
-        `column` is their number, and 1.
-        """
+    def sampled(self, step: int) -> Tensor | None:
+        """Returns what each `step`-th element of a dense tensor may be, a row each; None where that is not at hand."""
         return None
 
     @abstractmethod

@@ -127,12 +127,17 @@ class RawActivation(StoredActivation):
         return self._tensor
 
     @override
-    def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
-        return self._tensor.as_strided(column, (step, 1))
+    def sampled(self, step: int) -> Tensor | None:
+        return each_nth(self._tensor, step)
 
     @override
     def decode_into(self, out: Tensor) -> None:
         out.copy_(self.unpack().view(out.shape))
+
+
+def each_nth(tensor: Tensor, step: int) -> Tensor:
+    """Returns each `step`-th element of a contiguous tensor, as a column, by one operator."""
+    return tensor.as_strided((-(-tensor.numel() // step), 1), (step, 1))
 
 
 def modified_in_place(shape: tuple[int, ...], saved: int, now: int) -> ModifiedInPlaceError:

@@ -33,14 +33,14 @@ class ProductActivation(StoredActivation):
         self._scale = scale
 
     @override
-    def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
-        factors = self._factor.sampled(column, step)
+    def sampled(self, step: int) -> Tensor | None:
+        factors = self._factor.sampled(step)
         if factors is None:
             return None
         if isinstance(self._mask, BitmaskActivation):  # it may have either value
             two = self._mask.values(factors.dtype if self._scale is None else torch.bool).to(factors.device)
             products = torch.cat([factors * two[0], factors * two[1]], 1)
-        elif (mask := self._mask.sampled(column, step)) is not None:
+        elif (mask := self._mask.sampled(step)) is not None:
             products = factors * mask
         else:
             return None
@@ -147,8 +147,8 @@ class CastActivation(StoredActivation):
         self._dtype = dtype
 
     @override
-    def sampled(self, column: tuple[int, int], step: int) -> Tensor | None:
-        values = self._source.sampled(column, step)
+    def sampled(self, step: int) -> Tensor | None:
+        values = self._source.sampled(step)
         return None if values is None else values.to(self._dtype)
 
     @override
@@ -156,3 +156,6 @@ class CastActivation(StoredActivation):
         values = torch.empty_like(out, dtype=self._before)
         self._source.decode_into(values)
         out.copy_(values)
+
+
+RECIPES = (ProductActivation, NormalizedActivation, SumActivation, ScaledActivation, CastActivation)

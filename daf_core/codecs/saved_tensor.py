@@ -24,6 +24,7 @@ VIEWS = frozenset(
 """Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
 
 CAST = "ToCopyBackward0"
+"""The node that changes a tensor's type, and perhaps its device."""
 
 DERIVABLE = VIEWS | {"ReluBackward0", "MulBackward0", "NativeDropoutBackward0", "NativeLayerNormBackward0", CAST}
 """Nodes whose results may follow from what is stored (`daf_core.saved_tensors.derive`)."""

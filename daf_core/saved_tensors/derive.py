@@ -24,6 +24,7 @@ from daf_core.codecs import (
     SumActivation,
 )
 from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.raw import each_nth
 from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
 from daf_core.codecs.saved_tensor import CAST, DERIVABLE, VIEWS, SavedTensor
@@ -175,14 +176,11 @@ class Derivation:
         source = skip_nodes(source, VIEWS)
         if source is None or place:
             return None
-        geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         for before in (torch.float32,) if tensor.dtype in LOW_PRECISION else LOW_PRECISION:
-            values = self._source(source, "result", tensor, before)
-            if values is None and not exact:
-                values = self._layer_normalized(source, saved, before)
+            values = self._result(source, saved, before, exact)
             if values is None and not exact and saved.normalizes and source.name() == "MulBackward0":
                 values = self._scaled(source, saved, before)
-            if values is not None and serves(values, geometry, saved.form, saved.reading, saved.normalizes):
+            if values is not None and _serves(values, saved):
                 return CastActivation(values, before, tensor.dtype)
         return None
 
@@ -193,9 +191,7 @@ class Derivation:
         source, dtype = skip_nodes(node.next_functions[0][0], VIEWS), saved.tensor.dtype
         if source is None:
             return None
-        factor = self._source(source, "result", saved.tensor, dtype)
-        if factor is None and not exact:
-            factor = self._layer_normalized(source, saved, dtype)
+        factor = self._result(source, saved, dtype, exact)
         if factor is None:
             return None
         mask = self._source(node, name, saved.tensor, dtype if scale is None else torch.bool)
@@ -217,11 +213,15 @@ class Derivation:
                 continue
             if factor.shape != (*values.shape[:-1], 1) or values.shape[-1] != shape[-1]:
                 continue
-            source = self._source(node, name, saved.tensor, dtype)
-            geometry = geometry_of(tuple(shape), tuple(saved.tensor.stride()))
-            if source is not None and serves(source, geometry, saved.form, saved.reading, saved.normalizes):
+            source = _usable(values, saved.tensor, dtype)
+            if source is not None and _serves(source, saved):
                 return ScaledActivation(source, factor.unpack, shape[-1])
         return None
+
+    def _result(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> StoredActivation | None:
+        """Returns what a node has saved of its result of a type, or the recipe for that of a layer normalization."""
+        stored = self._source(node, "result", saved.tensor, dtype)
+        return self._layer_normalized(node, saved, dtype) if stored is None and not exact else stored
 
     def _layer_normalized(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> NormalizedActivation | None:
         if node.name() != "NativeLayerNormBackward0" or not _is_unchanged(node, saved):
@@ -255,12 +255,21 @@ class Derivation:
 
     def _source(self, node: Node, name: str, like: Tensor, dtype: torch.dtype | None = None) -> StoredActivation | None:
         """Returns what is stored for a node's saved tensor, if dense, as long as `like`, and of its type or `dtype`."""
-        packed = _packed(node, name, self._unpack)
-        if packed is None or not packed.is_dense(like, dtype or like.dtype):
-            return None
-        if isinstance(packed, RawActivation) and not packed.is_unchanged:
-            return None
-        return packed.stored if packed.stored.readable_by_any_op else None
+        return _usable(_packed(node, name, self._unpack), like, dtype or like.dtype)
+
+
+def _usable(packed: Packed | None, like: Tensor, dtype: torch.dtype) -> StoredActivation | None:
+    if packed is None or not packed.is_dense(like, dtype):
+        return None
+    if isinstance(packed, RawActivation) and not packed.is_unchanged:
+        return None
+    return packed.stored if packed.stored.readable_by_any_op else None
+
+
+def _serves(stored: StoredActivation, saved: SavedTensor) -> bool:
+    """Says whether what follows from other values is as near to a tensor's as its reader needs them."""
+    geometry = geometry_of(tuple(saved.tensor.shape), tuple(saved.tensor.stride()))
+    return serves(stored, geometry, saved.form, saved.reading, saved.normalizes)
 
 
 def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
@@ -310,6 +319,5 @@ def _agree(tensor: Tensor, recipe: StoredActivation) -> bool:
     """
     # Few operators: with cold caches each takes 4 us, and this is done for each dropout of a softmax.
     step = max(tensor.numel() // SAMPLES, 1)
-    column = -(-tensor.numel() // step), 1
-    possible = recipe.sampled(column, step)
-    return possible is None or bool((tensor.as_strided(column, (step, 1)) == possible).any(1).all())
+    possible = recipe.sampled(step)
+    return possible is None or bool((each_nth(tensor, step) == possible).any(1).all())

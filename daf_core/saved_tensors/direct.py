@@ -19,13 +19,7 @@ from daf_core.autograd.torch_private import number_of
 from daf_core.codecs import PlanesActivation, RawActivation, StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.planes import LossyStore
-from daf_core.codecs.recomputed import (
-    CastActivation,
-    NormalizedActivation,
-    ProductActivation,
-    ScaledActivation,
-    SumActivation,
-)
+from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import LeaseKind
@@ -38,8 +32,6 @@ from daf_kernels import Backend, DirectBackend, DirectCodec, PlaneLayout, mask_p
 if TYPE_CHECKING:
     from daf_core.saved_tensors.recording import Decision, Look
 
-
-_RECIPES = (ProductActivation, NormalizedActivation, SumActivation, ScaledActivation, CastActivation)
 
 Derive = Callable[["Look", Tensor], StoredActivation | None]
 """Returns a recipe for a tensor that follows from what is stored; None where it does not."""
@@ -110,7 +102,7 @@ class Direct:
         geometry, kind, groups = decision.geometry, decision.kind, decision.groups
         if look.form is TensorKind.RAW:
             return cls(pager, token)
-        if kind in _RECIPES:
+        if kind in RECIPES:
             return cls(pager, token, derive=derive)
         # Whether what stays as it is is a mask is seen at its beginning, which is not worth a copy without holes.
         if not isinstance(backend, DirectBackend) or (kind is RawActivation and geometry.has_holes):

@@ -22,7 +22,7 @@ class Handle:
     autograd releases the graph's node: after its backward, or with a graph that never runs backward.
     """
 
-    __slots__ = ("__weakref__", "_device", "_dtype", "_geometry", "_saved", "_version", "place", "reading", "stored")
+    __slots__ = ("__weakref__", "_device", "_geometry", "_saved", "_version", "dtype", "place", "reading", "stored")
 
     def __init__(
         self, stored: StoredActivation, geometry: Geometry, dtype: torch.dtype, device: torch.device,
@@ -30,7 +30,7 @@ class Handle:
     ) -> None:  # fmt: skip
         self.stored = stored
         self._geometry = geometry
-        self._dtype = dtype
+        self.dtype = dtype  # type of the saved tensor
         self._device = device
         self.place = place  # where the tensor was saved; None where that is of no use
         self.reading = reading  # what the operator reads that has saved it; None where that is not known yet
@@ -51,11 +51,6 @@ class Handle:
         return self._geometry.shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of the saved tensor."""
-        return self._dtype
-
-    @property
     def holder(self) -> StoredActivation:
         """Holds its bytes as long as it exists."""
         return self.stored
@@ -74,7 +69,7 @@ class Handle:
     def is_dense(self, like: Tensor, dtype: torch.dtype) -> bool:
         """Says whether it is one dense run of as many elements as `like`, there and in its order, and has a type."""
         geometry = self._geometry
-        if self._dtype is not dtype or geometry.compact_shape != (like.numel(),) or self._device != like.device:
+        if self.dtype is not dtype or geometry.compact_shape != (like.numel(),) or self._device != like.device:
             return False
         if geometry.row_major:
             return like.is_contiguous()
@@ -87,10 +82,10 @@ class Handle:
         """
         geometry, stored = self._geometry, self.stored
         if stored.direct is not None and not geometry.has_holes:
-            tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self._dtype, device=self._device)
+            tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self.dtype, device=self._device)
             if stored.decode_to(tensor.data_ptr()):
                 return tensor
-        tensor, compact = geometry.allocate(self._dtype, self._device)
+        tensor, compact = geometry.allocate(self.dtype, self._device)
         stored.decode_into(compact)
         return tensor
 

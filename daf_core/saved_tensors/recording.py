@@ -18,13 +18,7 @@ from daf_core.autograd.sites import ModuleCall, Site
 from daf_core.autograd.torch_private import running_module, skip_nodes
 from daf_core.codecs import AttendedActivation, PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.recomputed import (
-    CastActivation,
-    NormalizedActivation,
-    ProductActivation,
-    ScaledActivation,
-    SumActivation,
-)
+from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
@@ -211,10 +205,7 @@ def _no_module() -> None:
     """Stands for a reference to what is running outside of modules."""
 
 
-REPLAYED = (
-    RawActivation, PlanesActivation, BitmaskActivation, ProductActivation, NormalizedActivation, SumActivation,
-    ScaledActivation, CastActivation, AttendedActivation,
-)  # fmt: skip
+REPLAYED = RawActivation, PlanesActivation, BitmaskActivation, AttendedActivation, *RECIPES
 
 
 def _may_be_derived(tensor: Tensor) -> bool:
