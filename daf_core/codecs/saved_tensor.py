@@ -7,14 +7,16 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import ModuleScopes, Site
-from daf_core.autograd.torch_private import Node, is_being_saved
+from daf_core.autograd.torch_private import Node, is_being_saved, skip_nodes
 from daf_core.readers.attention import KERNELS, can_attend_again
-from daf_core.readers.places import Place
+from daf_core.readers.places import Place, result_in_variables
 from daf_core.readers.table import Reading
 from daf_core.readers.waiting import Sighting
 
@@ -26,7 +28,10 @@ VIEWS = frozenset(
 CAST = "ToCopyBackward0"
 """The node that changes a tensor's type, and perhaps its device."""
 
-DERIVABLE = VIEWS | {"ReluBackward0", "MulBackward0", "NativeDropoutBackward0", "NativeLayerNormBackward0", CAST}
+DROPOUTS = frozenset(("MulBackward0", "NativeDropoutBackward0"))
+"""Nodes of dropouts in training: that of CPUs is a product with a mask that it draws, that of GPUs saves bools."""
+
+DERIVABLE = VIEWS | DROPOUTS | {"ReluBackward0", "NativeLayerNormBackward0", CAST}
 """Nodes whose results may follow from what is stored (`daf_core.saved_tensors.derive`)."""
 
 
@@ -40,12 +45,13 @@ class TensorKind(enum.Enum):
     LOSSY = "exact where two-valued, otherwise compressible"
 
 
-class NormalizedResult(NamedTuple):
-    """The result of a normalization that still exists."""
+class LivingResult(NamedTuple):
+    """The result of an operator that still exists."""
 
     node: Node  # the autograd node that its tensor has now
     version: int
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -64,8 +70,9 @@ class SavedTensor:
     reading: Reading | None  # what its reader reads of it; None where that is not known yet
     normalizes: bool  # whether a normalization is saving it
     attends: bool  # whether an attention is saving its result, and can compute it again
-    # Where it may be derived, the latest results of normalizations, the newest first.
-    normalized: list[NormalizedResult]
+    # Where it may be derived, the latest results of normalizations, the newest first, and what was made of a dropout or
+    # a cast on the way to it.
+    results: list[LivingResult]
     # Inside what it returns, the device does what this thread gives it after it has made the tensor.
     ordered: Callable[[], AbstractContextManager[None]] = nullcontext
     # Copies values of the tensor to where they are encoded, until the next call; None where that is in place.
@@ -80,17 +87,33 @@ class SavedTensor:
 
 
 def capture(
-    tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, normalizes: bool, scopes: ModuleScopes
-) -> SavedTensor:
-    """Returns what is to be known of a tensor that is being saved."""
-    normalized: list[NormalizedResult] = []
+    tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, normalizes: bool, scopes: ModuleScopes,
+    frame: FrameType | None,
+) -> SavedTensor:  # fmt: skip
+    """Returns what is to be known of a tensor that is being saved, where `frame` is the innermost function."""
+    node, results = tensor.grad_fn, list[LivingResult]()
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
-        normalized = [NormalizedResult(result.grad_fn, result._version, result.shape) for result in scopes.normalized]
+        living = [*scopes.normalized, *_on_the_way(node, frame)]
+        results = [LivingResult(each.grad_fn, each._version, each.shape, each.dtype) for each in living]
     reference = weakref.ref(tensor)
     reading = sighting.reading
-    node = tensor.grad_fn
     attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
     return SavedTensor(
         tensor.detach(), reference, tensor._version, node, form, site, sighting.place, reading, normalizes, attends,
-        normalized,
+        results,
     )  # fmt: skip
+
+
+def _on_the_way(node: Node, frame: FrameType | None) -> list[Tensor]:
+    """Returns what a dropout has given to a cast, or a cast to a dropout, that has made what `node` has.
+
+    Nobody saves it, as a linear layer saves its input after autocast's cast. But that layer has it as a variable.
+    """
+    made = skip_nodes(node, VIEWS)
+    if made is None or (made.name() != CAST and made.name() not in DROPOUTS):
+        return []
+    source: Node = made.next_functions[0][0]
+    before = "" if source is None else source.name()
+    possible = before in DROPOUTS if made.name() == CAST else before == CAST
+    found = result_in_variables(source, frame) if possible else None
+    return [] if found is None else [found]

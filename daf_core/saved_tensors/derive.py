@@ -27,7 +27,7 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.raw import each_nth
 from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
-from daf_core.codecs.saved_tensor import CAST, DERIVABLE, VIEWS, SavedTensor
+from daf_core.codecs.saved_tensor import CAST, DERIVABLE, DROPOUTS, VIEWS, SavedTensor
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.classify import LOW_PRECISION
@@ -37,8 +37,7 @@ from daf_core.saved_tensors.pending import PendingActivation
 
 UnpackHook = Callable[[Any], Tensor]
 
-_DROPOUT = "NativeDropoutBackward0"
-"""The dropout of GPUs, in training: a mask of bools, and a scale. That of CPUs is a product with what it draws."""
+_PRODUCT = "MulBackward0"
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
@@ -81,14 +80,10 @@ class Derivation:
         """Returns the recipe for the result of a node."""
         dtype = saved.tensor.dtype
         if node.name() == CAST:
-            return self._cast(node, saved, exact)
-        if node.name() == "MulBackward0":
-            masked = node.next_functions[1][0] is None
-            product = self._product(node, "other", saved, None, exact) if masked else None
+            return self._cast(node, saved, dtype, exact)
+        if node.name() in DROPOUTS:
+            product = self._product(node, saved, dtype, exact)
             return product if product is not None or exact else self._scaled(node, saved, dtype)
-        if node.name() == _DROPOUT:
-            scale = _dropout_scale(node._saved_p, saved.tensor.device, dtype)
-            return self._product(node, "result1", saved, scale, exact)
         return None if exact else self._layer_normalized(node, saved, dtype)
 
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:
@@ -167,31 +162,37 @@ class Derivation:
             node = following[0]
         return None
 
-    def _cast(self, node: Node, saved: SavedTensor, exact: bool) -> CastActivation | None:
-        """Returns the recipe for a cast to half precision, or from there.
+    def _cast(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> CastActivation | None:
+        """Returns the recipe for a cast to a type, which is of half precision or was before.
 
         What is cast may have been changed unseen where nobody has saved it, but in a module that normalizes.
         """
-        (source, place), tensor = node.next_functions[0], saved.tensor
+        source, place = node.next_functions[0]
         source = skip_nodes(source, VIEWS)
         if source is None or place:
             return None
-        for before in (torch.float32,) if tensor.dtype in LOW_PRECISION else LOW_PRECISION:
+        for before in (torch.float32,) if dtype in LOW_PRECISION else LOW_PRECISION:
             values = self._result(source, saved, before, exact)
-            if values is None and not exact and saved.normalizes and source.name() == "MulBackward0":
+            if values is None and source.name() in DROPOUTS and _is_unchanged(source, saved, dtype=before):
+                values = self._product(source, saved, before, exact)
+            if values is None and not exact and saved.normalizes:
                 values = self._scaled(source, saved, before)
             if values is not None and _serves(values, saved):
-                return CastActivation(values, before, tensor.dtype)
+                return CastActivation(values, before, dtype)
         return None
 
-    def _product(
-        self, node: Node, name: str, saved: SavedTensor, scale: float | None, exact: bool
-    ) -> ProductActivation | None:
-        """Returns the recipe for a product with a mask, which `node` has saved by a name."""
-        source, dtype = skip_nodes(node.next_functions[0][0], VIEWS), saved.tensor.dtype
+    def _product(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> ProductActivation | None:
+        """Returns the recipe for the result of a dropout: a product with a mask, which `node` has saved."""
+        source, name, scale = skip_nodes(node.next_functions[0][0], VIEWS), "other", None
         if source is None:
             return None
+        if node.name() != _PRODUCT:
+            name, scale = "result1", _dropout_scale(node._saved_p, saved.tensor.device, dtype)
+        elif node.next_functions[1][0] is not None:
+            return None
         factor = self._result(source, saved, dtype, exact)
+        if factor is None and source.name() == CAST and _is_unchanged(source, saved, dtype=dtype):
+            factor = self._cast(source, saved, dtype, exact)
         if factor is None:
             return None
         mask = self._source(node, name, saved.tensor, dtype if scale is None else torch.bool)
@@ -203,6 +204,8 @@ class Derivation:
         Not for that with a weight: where values are far larger in some channels, and the weight makes up for it, the
         errors of the others would be as large as they are beside those.
         """
+        if node.name() != _PRODUCT:
+            return None
         shape = saved.tensor.shape
         for name, other, place in (("self", "other", 1), ("other", "self", 0)):
             root = node.next_functions[place][0]
@@ -272,10 +275,12 @@ def _serves(stored: StoredActivation, saved: SavedTensor) -> bool:
     return serves(stored, geometry, saved.form, saved.reading, saved.normalizes)
 
 
-def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
-    """Says whether a normalization's result, of a shape if any, was there and unchanged when a tensor was saved."""
-    found = [result for result in saved.normalized if result.node is node]
-    return any(not result.version and (shape is None or result.shape == shape) for result in found)
+def _is_unchanged(
+    node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+) -> bool:
+    """Says whether a node's result, of a shape and type if any, was there and unchanged when a tensor was saved."""
+    found = [result for result in saved.results if result.node is node and not result.version]
+    return any(shape in (None, result.shape) and dtype in (None, result.dtype) for result in found)
 
 
 def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
@@ -283,7 +288,7 @@ def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
 
     `in_place` operators in place stand in the graph between a normalization and the result of the node.
     """
-    for result in saved.normalized:
+    for result in saved.results:
         if result.node is node:
             return result.version == in_place and not saved.version
         if result.node is saved.node:  # the ReLU was in place too

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from daf_core.saved_tensors.recording import Decision, Look
 
 
-Derive = Callable[["Look", Tensor], StoredActivation | None]
-"""Returns a recipe for a tensor that follows from what is stored; None where it does not."""
+Derive = Callable[["Look", Tensor, FrameType], StoredActivation | None]
+"""Returns a recipe for a tensor that follows from what is stored, as a function saves it; None where it does not."""
 
 
 @dataclass(slots=True)
@@ -130,8 +131,8 @@ class Direct:
         """Returns what a tensor of another shape is stored with, for which the same was decided."""
         return Direct.of(decision, look, dtype, self.planes, self.backend, self.token, self.pager, self.derive)
 
-    def store(self, shelf: Shelf, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
-        """Stores a plain tensor of the decision; None where it or its values do not allow that.
+    def store(self, shelf: Shelf, decision: Decision, look: Look, tensor: Tensor, frame: FrameType) -> Packed | None:
+        """Stores a plain tensor of the decision that `frame` saves; None where it or its values do not allow that.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
@@ -156,7 +157,7 @@ class Direct:
             met = shelf.meet(number, storage)
         elif key is not None and met.find(key, version) is not None:
             return None
-        stored = None if self.derive is None else self.derive(look, tensor)
+        stored = None if self.derive is None else self.derive(look, tensor, frame)
         if stored is None and codec is not None and kind is not None:
             stored = self._encode(shelf, codec, kind, decision, tensor)
             if type(stored) is PlanesActivation:

@@ -155,7 +155,7 @@ class Packer:
         look = self.look(tensor, frame)
         if look is None:
             return RawActivation(tensor, None)
-        packed = self.store(tensor, look)
+        packed = self.store(tensor, look, frame)
         self.recorder.pack_seconds += time.perf_counter() - started
         return packed
 
@@ -183,16 +183,16 @@ class Packer:
             sighting = self.readers.see(tensor, call, known.site, frame, self.unpack, place)
         return Look(form, known.site, sighting, known.normalizes, known.kept)
 
-    def store_as(self, decision: Decision, look: Look, tensor: Tensor) -> Packed | None:
-        """Stores a tensor as another one was stored; None where its values do not allow that."""
+    def store_as(self, decision: Decision, look: Look, tensor: Tensor, frame: FrameType) -> Packed | None:
+        """Stores a tensor that `frame` saves as another one was stored; None where its values do not allow that."""
         store = self._store
         assert isinstance(store, ActivationStore)
-        packed = store.store_as(decision, look, tensor, Derivation(self.unpack), self.scopes)
+        packed = store.store_as(decision, look, tensor, Derivation(self.unpack), self.scopes, frame)
         self._note_attention(tensor.grad_fn, packed)
         return packed
 
-    def store(self, tensor: Tensor, look: Look) -> Packed:
-        """Stores a tensor that was looked at.
+    def store(self, tensor: Tensor, look: Look, frame: FrameType | None) -> Packed:
+        """Stores a tensor that was looked at, where `frame` is running.
 
         Raises:
             ActivationBudgetError: It, or one before it, does not fit in the budget.
@@ -201,7 +201,7 @@ class Packer:
         background, form, sighting = self._own.background, look.takes, look.sighting
         if background is None and look.form is TensorKind.RAW:  # whoever reads it
             return self._store.keep(tensor, look.site)
-        saved = capture(tensor, form, look.site, sighting, look.reads_rows, self.scopes)
+        saved = capture(tensor, form, look.site, sighting, look.reads_rows, self.scopes, frame)
         waiting = replace(saved) if sighting.fresh and form is TensorKind.LOSSY else None
         if background is not None and background.admits(saved):
             packed = background.send(saved)
@@ -219,7 +219,7 @@ class Packer:
     def wait_for_reader(self, look: Look, tensor: Tensor, packed: Packed) -> None:
         """Keeps the values of a tensor that was stored as another one until its reader is seen to read the same."""
         sighting = look.sighting._replace(number=saver_of(tensor, look.site.op))
-        saved = capture(tensor, look.takes, look.site, sighting, look.reads_rows, self.scopes)
+        saved = capture(tensor, look.takes, look.site, sighting, look.reads_rows, self.scopes, None)
         self._wait(saved, sighting, packed)
 
     def _wait(self, saved: SavedTensor, sighting: Sighting, packed: Packed) -> None:

@@ -129,7 +129,7 @@ class Replay:
                         continue
                     decision = self._decide_alike(save, tensor)
                 if decision is not None:
-                    packed = self._as_decided(decision, save, tensor)
+                    packed = self._as_decided(decision, save, tensor, frame)
                 if packed is None and (packed := self._look_again(save, tensor, frame)) is None:
                     break
                 self._at = save
@@ -163,7 +163,7 @@ class Replay:
             save.keep(tensor.shape, decision)
         return decision
 
-    def _as_decided(self, decision: Decision, save: Save, tensor: Tensor) -> Packed | None:
+    def _as_decided(self, decision: Decision, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:
         """Stores a tensor as the last one was stored; None where that is not what the full way would do."""
         packer, readers, look, changing = self._packer, self._readers, save.look, save.changing
         assert look is not None
@@ -184,13 +184,13 @@ class Replay:
             return None
         packed = None
         if decision.direct is not None and not self._waiting:
-            packed = decision.direct.store(self._store.shelf, decision, look, tensor)
+            packed = decision.direct.store(self._store.shelf, decision, look, tensor, frame)
         if packed is None:
             if tensor.stride() != decision.geometry.strides or tensor.device != decision.device:
                 return None
             if tensor.is_neg() or tensor._is_zerotensor() or packer.eligibility.is_of_parameter(tensor):
                 return None
-            packed = packer.store_as(decision, look, tensor)
+            packed = packer.store_as(decision, look, tensor, frame)
         if packed is not None and changing is not None:
             readers.looks.count(*changing)
         if packed is not None and look.sighting.fresh and look.takes is TensorKind.LOSSY:
@@ -205,12 +205,12 @@ class Replay:
         if form is TensorKind.PARAMETER or (form is TensorKind.LOSSY) is not (save.codes is not None):
             return None
         look = packer.look_at(tensor, form, known, frame)
-        return self._take(save, tensor, look)
+        return self._take(save, tensor, look, frame)
 
-    def _take(self, save: Save, tensor: Tensor, look: Look) -> Packed:
+    def _take(self, save: Save, tensor: Tensor, look: Look, frame: FrameType) -> Packed:
         counts = self._packer.recorder.stored_as
         before = counts["shared"]
-        packed = self._packer.store(tensor, look)
+        packed = self._packer.store(tensor, look, frame)
         save.learn(tensor, look, packed, counts["shared"] > before)
         return packed
 
@@ -245,7 +245,7 @@ class Replay:
         save = Save(calls, tensor, look, tensor.numel() < packer.eligibility.least_elements, frame)
         unknown = look.sighting.fresh and look.reading is None  # the next pass is watched, and begins here again
         self._at = None if unknown else self._recordings.add(at, save)
-        packed = self._take(save, tensor, look)
+        packed = self._take(save, tensor, look, frame)
         packer.recorder.pack_seconds += time.perf_counter() - started
         return packed
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import TypeGuard
 
 import torch
@@ -137,9 +138,10 @@ class ActivationStore:
         return kept
 
     def store_as(
-        self, decision: Decision, look: Look, tensor: Tensor, derivation: Derivation, scopes: ModuleScopes
-    ) -> Packed | None:
-        """Stores an activation as another one was stored; None where `store` is to decide.
+        self, decision: Decision, look: Look, tensor: Tensor, derivation: Derivation, scopes: ModuleScopes,
+        frame: FrameType,
+    ) -> Packed | None:  # fmt: skip
+        """Stores an activation as another one was stored, where `frame` is running; None where `store` is to decide.
 
         Raises:
             ActivationBudgetError: It does not fit in the budget.
@@ -163,7 +165,7 @@ class ActivationStore:
             stored = self._keep(tensor, met)
         elif stored is None:
             derive = partial(self._derive_as, derivation, scopes) if decision.follows else None
-            stored = None if derive is None else derive(look, tensor)
+            stored = None if derive is None else derive(look, tensor, frame)
             stored = stored or self._encode_as(decision, look, tensor, met)
             if stored is not None:
                 decision.direct = self._direct(decision, look, tensor, stored, derive)
@@ -184,9 +186,10 @@ class ActivationStore:
         return decision
 
     def _derive_as(
-        self, derivation: Derivation, scopes: ModuleScopes, look: Look, tensor: Tensor
+        self, derivation: Derivation, scopes: ModuleScopes, look: Look, tensor: Tensor, frame: FrameType
     ) -> StoredActivation | None:
-        return self._derive(capture(tensor, look.takes, look.site, look.sighting, look.reads_rows, scopes), derivation)
+        saved = capture(tensor, look.takes, look.site, look.sighting, look.reads_rows, scopes, frame)
+        return self._derive(saved, derivation)
 
     def _direct(
         self, decision: Decision, look: Look, tensor: Tensor, stored: StoredActivation, derive: Derive | None

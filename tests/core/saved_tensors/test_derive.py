@@ -132,6 +132,23 @@ def _changed_dropout(model: Operands) -> Tensor:
     return _narrow(dropped, model)
 
 
+def _changed_cast(model: Operands) -> Tensor:
+    wide = model.scores.to(torch.bfloat16).softmax(-1).float()
+    with torch.no_grad():
+        wide[:, 1].fill_(0.5)
+    return (F.dropout(wide, 0.25) @ model.values).square().sum()
+
+
+def _cast_that_is_gone(model: Operands) -> Tensor:
+    return (F.dropout(model.scores.to(torch.bfloat16).softmax(-1).float(), 0.25) @ model.values).square().sum()
+
+
+def _widened_by_a_mask(model: Operands) -> Tensor:
+    other = _other_half(model)
+    mask = torch.where(normal(*other.shape, seed=4) > 0, 0.0, 1.5)
+    return ((other * mask) @ model.values).square().sum()
+
+
 def _changed_root(model: Operands) -> Tensor:
     values = 2 * model.inputs.repeat(4, 1)
     divided = values * torch.rsqrt(values.detach().pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -171,6 +188,27 @@ def _normalize_for_half(model: Operands) -> Tensor:
         return model.linear(normalized).float().square().sum()
 
 
+def _drop_for_half(model: Operands) -> Tensor:
+    normalized = model.norm(2 * model.inputs.repeat(4, 1))
+    with torch.autocast("cpu", torch.bfloat16):  # as an adapter does, whose layer has what was dropped as a variable
+        return model.linear(F.dropout(normalized, 0.25)).float().square().sum()
+
+
+def _drop_from_half(model: Operands) -> Tensor:
+    normalized = model.norm.to(torch.bfloat16)((2 * model.inputs.repeat(4, 1)).to(torch.bfloat16))
+    wide = normalized.float()
+    return model.linear(F.dropout(wide, 0.25)).square().sum()
+
+
+def _attend_and_drop_in_half(model: Operands) -> Tensor:
+    return _narrow(F.dropout(model.scores.softmax(-1), 0.25), model)
+
+
+def _attend_from_half_and_drop(model: Operands) -> Tensor:
+    wide = model.scores.to(torch.bfloat16).softmax(-1).float()
+    return (F.dropout(wide, 0.25) @ model.values).square().sum()
+
+
 def _divide_by_root(model: Operands) -> Tensor:
     return model.linear(model.root(2 * model.inputs)).square().sum()
 
@@ -198,6 +236,8 @@ def _normalize_from_half(model: Operands) -> Tensor:
         (_squash, "product"),
         (_attend_in_half, "cast"),
         (_attend_from_half, "cast"),
+        (_attend_and_drop_in_half, "cast"),
+        (_attend_from_half_and_drop, "product"),
     ],
 )
 def test_what_follows_from_a_result_is_exact_in_exact_mode(loss: Loss, form: str) -> None:
@@ -216,6 +256,9 @@ def test_what_follows_from_a_result_is_exact_in_exact_mode(loss: Loss, form: str
         (_attend_in_half, "cast"),
         (_normalize_for_half, "cast"),
         (_normalize_from_half, "cast"),
+        (_drop_for_half, "cast"),
+        (_drop_from_half, "product"),
+        (_attend_and_drop_in_half, "cast"),
         (_divide_by_root, "scaled"),
         (_divide_by_root_in_half, "cast"),
     ],
@@ -232,6 +275,46 @@ def test_derived_gradient_is_as_good_as_a_stored_one(
     stored, without = _train(loss, precision=precision)
     assert form not in without
     assert _error(derived, plain) < min(bound, 1.5 * _error(stored, plain))
+
+
+@pytest.mark.parametrize("packing", ["device", "workers"])
+def test_change_in_a_later_step_is_seen(packing: str) -> None:
+    """What was derived in the steps before is looked at again in each."""
+    model, factors = Operands(), [1.0, 1.0, 1.0, 3.0, 1.0]
+    engine = ActivationEngine(model, DAFConfig.from_dict({"precision": "exact", "packing": packing}))
+
+    def attend(factor: float) -> Tensor:
+        torch.manual_seed(0)
+        dropped = F.dropout(model.scores.softmax(-1), 0.25)
+        if factor != 1:
+            with torch.no_grad():
+                dropped.mul_(factor)
+        return _narrow(dropped, model)
+
+    for factor in factors:
+        model.zero_grad()
+        attend(factor).backward()
+        plain = {name: gradient.clone() for name, gradient in _gradients(model).items()}
+        model.zero_grad()
+        with engine.compress():
+            loss = attend(factor)
+        loss.backward()
+        assert _same(_gradients(model), plain)
+        assert engine.finish_step().stored_as["cast"] == (factor == 1)
+
+
+def test_variables_of_who_looks_at_them_stay_as_they_were() -> None:
+    """Before Python 3.13 another look would add those that were made since."""
+    seen: list[dict[str, object]] = []
+
+    def attend(model: Operands) -> Tensor:
+        seen.append(locals())
+        wide = model.scores.to(torch.bfloat16).softmax(-1).float()
+        return (F.dropout(wide, 0.25) @ model.values).square().sum()
+
+    stored_as = _train(attend, precision="exact")[1]
+    assert seen[0].keys() == {"model", "seen"}
+    assert "product" not in stored_as
 
 
 @pytest.mark.parametrize("loss", [_normalize, _normalize_for_half, _divide_by_root, _divide_by_root_in_half])
@@ -302,6 +385,9 @@ def _unscaled_norm(model: Operands) -> Tensor:
         _changed_before_a_cast,
         _changed_before_a_dropout,
         _changed_dropout,
+        _changed_cast,
+        _cast_that_is_gone,
+        _widened_by_a_mask,
         _changed_root,
         _scale_channels,
         _scale_planes,
