@@ -39,7 +39,7 @@ class ProductActivation(StoredActivation):
             return None
         if isinstance(self._mask, BitmaskActivation):  # it may have either value
             two = self._mask.values(factors.dtype if self._scale is None else torch.bool).to(factors.device)
-            products = torch.cat([factors * two[0], factors * two[1]], 1)
+            products = (factors.unsqueeze(-1) * two).flatten(1)
         elif (mask := self._mask.sampled(step)) is not None:
             products = factors * mask
         else:
