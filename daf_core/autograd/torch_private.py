@@ -122,9 +122,6 @@ _CALL = nn.Module._call_impl.__code__
 MODULE_CALLS = frozenset([_CALL, *(each for each in _CALL.co_consts if isinstance(each, CodeType))])
 """Code that calls a module's forward: another function does where the module has hooks."""
 
-CALLS = MODULE_CALLS | {nn.Module._wrapped_call_impl.__code__}
-"""All code between a function that calls a module and the module's forward."""
-
 
 def running_modules(frame: FrameType | None) -> Iterator[nn.Module]:
     """Yields the modules whose forward a function is part of, the innermost first."""

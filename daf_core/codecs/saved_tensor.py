@@ -16,7 +16,7 @@ from torch import Tensor
 from daf_core.autograd.sites import ModuleScopes, Site
 from daf_core.autograd.torch_private import Node, is_being_saved, skip_nodes
 from daf_core.readers.attention import KERNELS, can_attend_again
-from daf_core.readers.places import Place, result_in_variables
+from daf_core.readers.places import Place, input_of_linear
 from daf_core.readers.table import Reading
 from daf_core.readers.waiting import Sighting
 
@@ -70,8 +70,8 @@ class SavedTensor:
     reading: Reading | None  # what its reader reads of it; None where that is not known yet
     normalizes: bool  # whether a normalization is saving it
     attends: bool  # whether an attention is saving its result, and can compute it again
-    # Where it may be derived, the latest results of normalizations, the newest first, and what was made of a dropout or
-    # a cast on the way to it.
+    # Where it may be derived, the latest results of normalizations, the newest first, and that of a dropout, of which
+    # it is a cast.
     results: list[LivingResult]
     # Inside what it returns, the device does what this thread gives it after it has made the tensor.
     ordered: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -93,7 +93,7 @@ def capture(
     """Returns what is to be known of a tensor that is being saved, where `frame` is the innermost function."""
     node, results = tensor.grad_fn, list[LivingResult]()
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
-        living = [*scopes.normalized, *_on_the_way(node, frame)]
+        living = [*scopes.normalized, *_dropped_before(node, frame)]
         results = [LivingResult(each.grad_fn, each._version, each.shape, each.dtype) for each in living]
     reference = weakref.ref(tensor)
     reading = sighting.reading
@@ -104,16 +104,13 @@ def capture(
     )  # fmt: skip
 
 
-def _on_the_way(node: Node, frame: FrameType | None) -> list[Tensor]:
-    """Returns what a dropout has given to a cast, or a cast to a dropout, that has made what `node` has.
+def _dropped_before(node: Node, frame: FrameType | None) -> list[Tensor]:
+    """Returns what a dropout has given to the cast that has made what `node` has, as autocast's in a linear layer.
 
-    Nobody saves it, as a linear layer saves its input after autocast's cast. But that layer has it as a variable.
+    Nobody saves it, but the layer has it. To ask any other tensor for its node may make that anew, in another order.
     """
-    made = skip_nodes(node, VIEWS)
-    if made is None or (made.name() != CAST and made.name() not in DROPOUTS):
+    value, made = input_of_linear(frame), skip_nodes(node, VIEWS)
+    if type(value) is not Tensor or made is None or made.name() != CAST:
         return []
     source: Node = made.next_functions[0][0]
-    before = "" if source is None else source.name()
-    possible = before in DROPOUTS if made.name() == CAST else before == CAST
-    found = result_in_variables(source, frame) if possible else None
-    return [] if found is None else [found]
+    return [value] if source is not None and source.name() in DROPOUTS and value.grad_fn is source else []

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from daf_core.autograd.functions import apply
 from daf_core.autograd.sites import ModuleCall
-from daf_core.autograd.torch_private import CALLS, MODULE_CALLS, Node
+from daf_core.autograd.torch_private import MODULE_CALLS
 from daf_core.readers.watch import unwatched
 
 _CHECKPOINT = checkpoint.__file__
@@ -22,8 +21,7 @@ _WRITES_LATE = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noi
 """Operators that write what they have saved: a randomized ReLU saves its noise, and fills it then. By torch 2.13's
 schemas no other operator that can be differentiated writes an argument that is neither its result nor a buffer."""
 
-_SHOWS_VARIABLES = frozenset({"locals", "vars", "exec", "eval"})
-"""Functions that give the caller its variables in a dict. Up to Python 3.12 it changes when anybody asks for them."""
+_LINEAR: CodeType = nn.Linear.forward.__code__
 
 _APPLY: tuple[CodeType | None, ...] = (
     getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None),
@@ -95,24 +93,13 @@ def is_written_late(tensor: Tensor, frame: FrameType | None) -> bool:
     return function is not None and not _WRITES_LATE.isdisjoint(function.f_code.co_names)
 
 
-def result_in_variables(node: Node, frame: FrameType | None) -> Tensor | None:
-    """Returns the result of an autograd node that a variable of the two innermost functions has; None where none has.
+def input_of_linear(frame: FrameType | None) -> object:
+    """Returns the input of the linear layer whose forward is the innermost function; None where that is another one.
 
-    The functions are those of Python, but for what calls a module's forward; `frame` is the innermost one.
+    Others are not asked for their variables: up to Python 3.12 that keeps all of them until the function ends.
     """
-    for _ in range(2):
-        frame = unwatched(frame)
-        while frame is not None and frame.f_code in CALLS:
-            frame = frame.f_back
-        if frame is None or not frame.f_code.co_flags & CO_OPTIMIZED:  # all that a script has defined is no variable
-            return None
-        if not _SHOWS_VARIABLES.isdisjoint(frame.f_code.co_names):
-            return None
-        for value in frame.f_locals.values():
-            if type(value) is Tensor and value.grad_fn is node:
-                return value
-        frame = frame.f_back
-    return None
+    function = unwatched(frame)
+    return function.f_locals.get("input") if function is not None and function.f_code is _LINEAR else None
 
 
 def function_that_saves(frame: FrameType | None) -> type | None:

@@ -32,7 +32,7 @@ from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.classify import LOW_PRECISION
 from daf_core.saved_tensors.dedup import serves
-from daf_core.saved_tensors.handle import Packed
+from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.pending import PendingActivation
 
 UnpackHook = Callable[[Any], Tensor]
@@ -165,7 +165,8 @@ class Derivation:
     def _cast(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> CastActivation | None:
         """Returns the recipe for a cast to a type, which is of half precision or was before.
 
-        What is cast may have been changed unseen where nobody has saved it, but in a module that normalizes.
+        What is cast may have been changed unseen where nobody has saved it, but in a module that normalizes, and for a
+        dropout's result in a linear layer. In exact mode the latter is stored, as a write through ``.data`` is unseen.
         """
         source, place = node.next_functions[0]
         source = skip_nodes(source, VIEWS)
@@ -173,7 +174,8 @@ class Derivation:
             return None
         for before in (torch.float32,) if dtype in LOW_PRECISION else LOW_PRECISION:
             values = self._result(source, saved, before, exact)
-            if values is None and source.name() in DROPOUTS and _is_unchanged(source, saved, dtype=before):
+            dropped = not exact and source.name() in DROPOUTS and _is_unchanged(source, saved, dtype=before)
+            if values is None and dropped:
                 values = self._product(source, saved, before, exact)
             if values is None and not exact and saved.normalizes:
                 values = self._scaled(source, saved, before)
@@ -191,8 +193,6 @@ class Derivation:
         elif node.next_functions[1][0] is not None:
             return None
         factor = self._result(source, saved, dtype, exact)
-        if factor is None and source.name() == CAST and _is_unchanged(source, saved, dtype=dtype):
-            factor = self._cast(source, saved, dtype, exact)
         if factor is None:
             return None
         mask = self._source(node, name, saved.tensor, dtype if scale is None else torch.bool)
@@ -223,7 +223,10 @@ class Derivation:
 
     def _result(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> StoredActivation | None:
         """Returns what a node has saved of its result of a type, or the recipe for that of a layer normalization."""
-        stored = self._source(node, "result", saved.tensor, dtype)
+        packed = _packed(node, "result", self._unpack)
+        # What follows from it may follow from what it is now. Codes of a tensor that is gone are taken as they are.
+        changed = type(packed) is Handle and packed.is_changed
+        stored = None if changed else _usable(packed, saved.tensor, dtype)
         return self._layer_normalized(node, saved, dtype) if stored is None and not exact else stored
 
     def _layer_normalized(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> NormalizedActivation | None:

@@ -66,6 +66,12 @@ class Handle:
         saved = self._saved()
         return saved is not None and saved._version == self._version
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the saved tensor is still there, and has other values than were stored."""
+        saved = self._saved()
+        return saved is not None and saved._version != self._version
+
     def is_dense(self, like: Tensor, dtype: torch.dtype) -> bool:
         """Says whether it is one dense run of as many elements as `like`, there and in its order, and has a type."""
         geometry = self._geometry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,15 +133,26 @@ def _changed_dropout(model: Operands) -> Tensor:
     return _narrow(dropped, model)
 
 
+def _changed_before_a_linear_layer(model: Operands) -> Tensor:
+    dropped = F.dropout(model.norm(2 * model.inputs.repeat(4, 1)), 0.25)
+    with torch.no_grad():
+        dropped[:, :9].fill_(3.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.linear(dropped).float().square().sum()
+
+
+def _changed_view_before_a_linear_layer(model: Operands) -> Tensor:
+    dropped = F.dropout(model.norm(2 * model.inputs.repeat(4, 1)), 0.25)
+    dropped.detach()[:, :9].mul_(3.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.linear(dropped).float().square().sum()
+
+
 def _changed_cast(model: Operands) -> Tensor:
     wide = model.scores.to(torch.bfloat16).softmax(-1).float()
     with torch.no_grad():
         wide[:, 1].fill_(0.5)
     return (F.dropout(wide, 0.25) @ model.values).square().sum()
-
-
-def _cast_that_is_gone(model: Operands) -> Tensor:
-    return (F.dropout(model.scores.to(torch.bfloat16).softmax(-1).float(), 0.25) @ model.values).square().sum()
 
 
 def _widened_by_a_mask(model: Operands) -> Tensor:
@@ -194,19 +206,8 @@ def _drop_for_half(model: Operands) -> Tensor:
         return model.linear(F.dropout(normalized, 0.25)).float().square().sum()
 
 
-def _drop_from_half(model: Operands) -> Tensor:
-    normalized = model.norm.to(torch.bfloat16)((2 * model.inputs.repeat(4, 1)).to(torch.bfloat16))
-    wide = normalized.float()
-    return model.linear(F.dropout(wide, 0.25)).square().sum()
-
-
 def _attend_and_drop_in_half(model: Operands) -> Tensor:
     return _narrow(F.dropout(model.scores.softmax(-1), 0.25), model)
-
-
-def _attend_from_half_and_drop(model: Operands) -> Tensor:
-    wide = model.scores.to(torch.bfloat16).softmax(-1).float()
-    return (F.dropout(wide, 0.25) @ model.values).square().sum()
 
 
 def _divide_by_root(model: Operands) -> Tensor:
@@ -236,8 +237,6 @@ def _normalize_from_half(model: Operands) -> Tensor:
         (_squash, "product"),
         (_attend_in_half, "cast"),
         (_attend_from_half, "cast"),
-        (_attend_and_drop_in_half, "cast"),
-        (_attend_from_half_and_drop, "product"),
     ],
 )
 def test_what_follows_from_a_result_is_exact_in_exact_mode(loss: Loss, form: str) -> None:
@@ -257,8 +256,6 @@ def test_what_follows_from_a_result_is_exact_in_exact_mode(loss: Loss, form: str
         (_normalize_for_half, "cast"),
         (_normalize_from_half, "cast"),
         (_drop_for_half, "cast"),
-        (_drop_from_half, "product"),
-        (_attend_and_drop_in_half, "cast"),
         (_divide_by_root, "scaled"),
         (_divide_by_root_in_half, "cast"),
     ],
@@ -280,41 +277,96 @@ def test_derived_gradient_is_as_good_as_a_stored_one(
 @pytest.mark.parametrize("packing", ["device", "workers"])
 def test_change_in_a_later_step_is_seen(packing: str) -> None:
     """What was derived in the steps before is looked at again in each."""
-    model, factors = Operands(), [1.0, 1.0, 1.0, 3.0, 1.0]
-    engine = ActivationEngine(model, DAFConfig.from_dict({"precision": "exact", "packing": packing}))
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig.from_dict({"precision": 8, "packing": packing}))
 
-    def attend(factor: float) -> Tensor:
+    def loss(factor: float) -> Tensor:
         torch.manual_seed(0)
-        dropped = F.dropout(model.scores.softmax(-1), 0.25)
+        normalized = model.norm(2 * model.inputs.repeat(4, 1))
+        dropped = F.dropout(normalized, 0.25)
         if factor != 1:
             with torch.no_grad():
-                dropped.mul_(factor)
-        return _narrow(dropped, model)
+                dropped[:, :9].mul_(factor)
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.linear(dropped).float().square().sum()
 
-    for factor in factors:
+    for factor in (1.0, 1.0, 1.0, 3.0, 1.0):
         model.zero_grad()
-        attend(factor).backward()
+        loss(factor).backward()
         plain = {name: gradient.clone() for name, gradient in _gradients(model).items()}
         model.zero_grad()
         with engine.compress():
-            loss = attend(factor)
-        loss.backward()
-        assert _same(_gradients(model), plain)
+            result = loss(factor)
+        result.backward()
+        assert _error(_gradients(model), plain) < 0.02
         assert engine.finish_step().stored_as["cast"] == (factor == 1)
 
 
-def test_variables_of_who_looks_at_them_stay_as_they_were() -> None:
-    """Before Python 3.13 another look would add those that were made since."""
-    seen: list[dict[str, object]] = []
+def test_look_behind_a_cast_keeps_nothing() -> None:
+    """Before Python 3.13 a function whose variables somebody has asked for keeps them until it ends."""
+    model = Operands()
+    engine = ActivationEngine(model, DAFConfig(precision=8))
 
-    def attend(model: Operands) -> Tensor:
-        seen.append(locals())
-        wide = model.scores.to(torch.bfloat16).softmax(-1).float()
-        return (F.dropout(wide, 0.25) @ model.values).square().sum()
+    def left() -> tuple[list[Tensor | None], int]:
+        with engine.compress(), torch.autocast("cpu", torch.bfloat16):
+            dropped = F.dropout(model.norm(2 * model.inputs.repeat(4, 1)), 0.25)
+            weights = F.dropout(model.scores.softmax(-1), 0.25)
+            loss = model.linear(dropped).float().square().sum() + (weights @ model.values).float().square().sum()
+        watched = [weakref.ref(each) for each in (dropped, weights)]
+        del dropped, weights, loss
+        return [each() for each in watched], engine.held_bytes
 
-    stored_as = _train(attend, precision="exact")[1]
-    assert seen[0].keys() == {"model", "seen"}
-    assert "product" not in stored_as
+    for _ in range(3):
+        assert left() == ([None, None], 0)
+        engine.finish_step()
+
+
+def test_other_views_keep_their_nodes() -> None:
+    """A look at one whose base was changed makes its node anew, and torch would add gradients in another order."""
+    model = Operands()
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)
+        changed = model.scores * 1.7
+        view = changed.view(-1, 32)
+        with torch.no_grad():
+            changed.mul_(0.5)
+        weights = F.dropout(model.scores.softmax(-1), 0.25)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = (weights @ model.values).float().square().sum()
+        return result + changed.sin().sum() + changed.exp().sum() + (view * 0.3).tanh().sum()
+
+    loss().backward()
+    plain = {name: gradient.clone() for name, gradient in _gradients(model).items()}
+    engine = ActivationEngine(model, DAFConfig(precision="exact"))
+    for _ in range(3):
+        model.zero_grad()
+        with engine.compress():
+            result = loss()
+        result.backward()
+        assert _same(_gradients(model), plain)
+        engine.finish_step()
+
+
+def test_result_that_was_changed_is_no_factor() -> None:
+    """Plain training does not read it where only another gradient is asked for."""
+    model = Operands()
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)
+        weights = model.scores.softmax(-1)
+        with torch.no_grad():
+            weights.mul_(3)
+        return (F.dropout(weights, 0.25) @ model.values).square().sum()
+
+    (plain,) = torch.autograd.grad(loss(), model.values)
+    engine = ActivationEngine(model, DAFConfig(precision=8))
+    for _ in range(3):
+        with engine.compress():
+            result = loss()
+        (found,) = torch.autograd.grad(result, model.values)
+        assert (found - plain).norm() < 0.02 * plain.norm()
+        engine.finish_step()
 
 
 @pytest.mark.parametrize("loss", [_normalize, _normalize_for_half, _divide_by_root, _divide_by_root_in_half])
@@ -385,8 +437,10 @@ def _unscaled_norm(model: Operands) -> Tensor:
         _changed_before_a_cast,
         _changed_before_a_dropout,
         _changed_dropout,
+        _changed_before_a_linear_layer,
+        _changed_view_before_a_linear_layer,
         _changed_cast,
-        _cast_that_is_gone,
+        _attend_and_drop_in_half,
         _widened_by_a_mask,
         _changed_root,
         _scale_channels,
