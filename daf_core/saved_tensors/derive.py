@@ -80,7 +80,7 @@ class Derivation:
         """Returns the recipe for the result of a node."""
         dtype = saved.tensor.dtype
         if node.name() == CAST:
-            return self._cast(node, saved, dtype, exact)
+            return self._cast(node, saved, exact)
         if node.name() in DROPOUTS:
             product = self._product(node, saved, dtype, exact)
             return product if product is not None or exact else self._scaled(node, saved, dtype)
@@ -162,13 +162,13 @@ class Derivation:
             node = following[0]
         return None
 
-    def _cast(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> CastActivation | None:
-        """Returns the recipe for a cast to a type, which is of half precision or was before.
+    def _cast(self, node: Node, saved: SavedTensor, exact: bool) -> CastActivation | None:
+        """Returns the recipe for a cast to half precision, or from there.
 
         What is cast may have been changed unseen where nobody has saved it, but in a module that normalizes, and for a
         dropout's result in a linear layer. In exact mode the latter is stored, as a write through ``.data`` is unseen.
         """
-        source, place = node.next_functions[0]
+        (source, place), dtype = node.next_functions[0], saved.tensor.dtype
         source = skip_nodes(source, VIEWS)
         if source is None or place:
             return None
