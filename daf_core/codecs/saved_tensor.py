@@ -88,7 +88,7 @@ class SavedTensor:
 
 def capture(
     tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, normalizes: bool, scopes: ModuleScopes,
-    frame: FrameType | None,
+    frame: FrameType | None = None,
 ) -> SavedTensor:  # fmt: skip
     """Returns what is to be known of a tensor that is being saved, where `frame` is the innermost function."""
     node, results = tensor.grad_fn, list[LivingResult]()

@@ -219,7 +219,7 @@ class Packer:
     def wait_for_reader(self, look: Look, tensor: Tensor, packed: Packed) -> None:
         """Keeps the values of a tensor that was stored as another one until its reader is seen to read the same."""
         sighting = look.sighting._replace(number=saver_of(tensor, look.site.op))
-        saved = capture(tensor, look.takes, look.site, sighting, look.reads_rows, self.scopes, None)
+        saved = capture(tensor, look.takes, look.site, sighting, look.reads_rows, self.scopes)
         self._wait(saved, sighting, packed)
 
     def _wait(self, saved: SavedTensor, sighting: Sighting, packed: Packed) -> None:
