@@ -28,6 +28,9 @@ VIEWS = frozenset(
 CAST = "ToCopyBackward0"
 """The node that changes a tensor's type, and perhaps its device."""
 
+HALF = 2
+"""Bytes of an element in half precision, which autocast casts to."""
+
 DROPOUTS = frozenset(("MulBackward0", "NativeDropoutBackward0"))
 """Nodes of dropouts in training: that of CPUs is a product with a mask that it draws, that of GPUs saves bools."""
 
@@ -93,7 +96,9 @@ def capture(
     """Returns what is to be known of a tensor that is being saved, where `frame` is the innermost function."""
     node, results = tensor.grad_fn, list[LivingResult]()
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
-        living = [*scopes.normalized, *_dropped_before(node, frame)]
+        living = scopes.normalized
+        if tensor.dtype.itemsize == HALF:
+            living += _dropped_before(node, frame)
         results = [LivingResult(each.grad_fn, each._version, each.shape, each.dtype) for each in living]
     reference = weakref.ref(tensor)
     reading = sighting.reading
@@ -109,8 +114,11 @@ def _dropped_before(node: Node, frame: FrameType | None) -> list[Tensor]:
 
     Nobody saves it, but the layer has it. To ask any other tensor for its node may make that anew, in another order.
     """
-    value, made = input_of_linear(frame), skip_nodes(node, VIEWS)
-    if type(value) is not Tensor or made is None or made.name() != CAST:
+    made = skip_nodes(node, VIEWS)
+    if made is None or made.name() != CAST:
+        return []
+    value = input_of_linear(frame)
+    if type(value) is not Tensor:
         return []
     source: Node = made.next_functions[0][0]
     return [value] if source is not None and source.name() in DROPOUTS and value.grad_fn is source else []
