@@ -28,10 +28,13 @@ VIEWS = frozenset(
 CAST = "ToCopyBackward0"
 """The node that changes a tensor's type, and perhaps its device."""
 
-HALF = 2
-"""Bytes of an element in half precision, which autocast casts to."""
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Types of half precision, which autocast casts to."""
 
-DROPOUTS = frozenset(("MulBackward0", "NativeDropoutBackward0"))
+PRODUCT = "MulBackward0"
+"""The node of a product, element by element."""
+
+DROPOUTS = frozenset((PRODUCT, "NativeDropoutBackward0"))
 """Nodes of dropouts in training: that of CPUs is a product with a mask that it draws, that of GPUs saves bools."""
 
 DERIVABLE = VIEWS | DROPOUTS | {"ReluBackward0", "NativeLayerNormBackward0", CAST}
@@ -54,7 +57,6 @@ class LivingResult(NamedTuple):
     node: Node  # the autograd node that its tensor has now
     version: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -97,9 +99,9 @@ def capture(
     node, results = tensor.grad_fn, list[LivingResult]()
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
         living = scopes.normalized
-        if tensor.dtype.itemsize == HALF:
+        if tensor.dtype in LOW_PRECISION:
             living += _dropped_before(node, frame)
-        results = [LivingResult(each.grad_fn, each._version, each.shape, each.dtype) for each in living]
+        results = [LivingResult(each.grad_fn, each._version, each.shape) for each in living]
     reference = weakref.ref(tensor)
     reading = sighting.reading
     attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
@@ -115,10 +117,8 @@ def _dropped_before(node: Node, frame: FrameType | None) -> list[Tensor]:
     Nobody saves it, but the layer has it. To ask any other tensor for its node may make that anew, in another order.
     """
     made = skip_nodes(node, VIEWS)
-    if made is None or made.name() != CAST:
+    source: Node = made.next_functions[0][0] if made is not None and made.name() == CAST else None
+    if source is None or source.name() not in DROPOUTS:
         return []
     value = input_of_linear(frame)
-    if type(value) is not Tensor:
-        return []
-    source: Node = made.next_functions[0][0]
-    return [value] if source is not None and source.name() in DROPOUTS and value.grad_fn is source else []
+    return [value] if type(value) is Tensor and value.grad_fn is source else []

@@ -11,13 +11,12 @@ from torch import Tensor, UntypedStorage, nn
 
 from daf_core.autograd.torch_private import number_of, skip_nodes, storage_id, tensors_of
 from daf_core.codecs.planes import DTYPES
-from daf_core.codecs.saved_tensor import TensorKind
+from daf_core.codecs.saved_tensor import LOW_PRECISION, TensorKind
 from daf_core.readers.table import STATISTIC_SHARE
 
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are: at 4 bits their header and three planes take four pages, as much as themselves."""
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WIDE = (torch.float32, torch.float64)
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)

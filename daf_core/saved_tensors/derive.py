@@ -27,17 +27,14 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.raw import each_nth
 from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
-from daf_core.codecs.saved_tensor import CAST, DERIVABLE, DROPOUTS, VIEWS, SavedTensor
+from daf_core.codecs.saved_tensor import CAST, DERIVABLE, DROPOUTS, LOW_PRECISION, PRODUCT, VIEWS, SavedTensor
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.readers.attention import INPUTS, kernel_of
-from daf_core.saved_tensors.classify import LOW_PRECISION
 from daf_core.saved_tensors.dedup import serves
 from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.pending import PendingActivation
 
 UnpackHook = Callable[[Any], Tensor]
-
-_PRODUCT = "MulBackward0"
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
@@ -174,8 +171,7 @@ class Derivation:
             return None
         for before in (torch.float32,) if dtype in LOW_PRECISION else LOW_PRECISION:
             values = self._result(source, saved, before, exact)
-            dropped = not exact and source.name() in DROPOUTS and _is_unchanged(source, saved, dtype=before)
-            if values is None and dropped:
+            if values is None and not exact and source.name() in DROPOUTS and _is_unchanged(source, saved):
                 values = self._product(source, saved, before, exact)
             if values is None and not exact and saved.normalizes:
                 values = self._scaled(source, saved, before)
@@ -188,7 +184,7 @@ class Derivation:
         source, name, scale = skip_nodes(node.next_functions[0][0], VIEWS), "other", None
         if source is None:
             return None
-        if node.name() != _PRODUCT:
+        if node.name() != PRODUCT:
             name, scale = "result1", _dropout_scale(node._saved_p, saved.tensor.device, dtype)
         elif node.next_functions[1][0] is not None:
             return None
@@ -204,7 +200,7 @@ class Derivation:
         Not for that with a weight: where values are far larger in some channels, and the weight makes up for it, the
         errors of the others would be as large as they are beside those.
         """
-        if node.name() != _PRODUCT:
+        if node.name() != PRODUCT:
             return None
         shape = saved.tensor.shape
         for name, other, place in (("self", "other", 1), ("other", "self", 0)):
@@ -278,12 +274,10 @@ def _serves(stored: StoredActivation, saved: SavedTensor) -> bool:
     return serves(stored, geometry, saved.form, saved.reading, saved.normalizes)
 
 
-def _is_unchanged(
-    node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
-) -> bool:
-    """Says whether a node's result, of a shape and type if any, was there and unchanged when a tensor was saved."""
-    found = [result for result in saved.results if result.node is node and not result.version]
-    return any(shape in (None, result.shape) and dtype in (None, result.dtype) for result in found)
+def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
+    """Says whether a node's result, of a shape if any, was there and unchanged when a tensor was saved."""
+    found = [result for result in saved.results if result.node is node]
+    return any(not result.version and (shape is None or result.shape == shape) for result in found)
 
 
 def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
