@@ -446,7 +446,8 @@ def test_short_gradients_count_as_much_as_long_ones_if_asked_to() -> None:
 def test_slopes_are_taken_where_their_error_is_less(width: float, better: bool) -> None:
     """Inputs of a narrow range are coded more closely as they are than by equal steps of all derivatives there are."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(LARGE[1], 64), nn.GELU(), nn.Linear(64, 64))
+    # The last layer is frozen: what it saved would follow from the GELU's input, and so read its values.
+    model = nn.Sequential(nn.Linear(LARGE[1], 64), nn.GELU(), nn.Linear(64, 64).requires_grad_(False))
     with torch.no_grad():
         model[0].weight *= width * 3**0.5
 
@@ -461,3 +462,22 @@ def test_slopes_are_taken_where_their_error_is_less(width: float, better: bool) 
         )
         for site in chosen.codecs:
             assert chosen.errors[site][LEVELS.index(2)] < values.errors[site][LEVELS.index(2)]
+
+
+def test_means_alone_are_led_on_by_themselves() -> None:
+    """The error of a language model's log-softmax is then one that all rows share, unlike that of codes."""
+    torch.manual_seed(0)
+    words, body, head = nn.Embedding(300, 64), nn.Linear(64, 64), nn.Linear(64, 300, bias=False)
+    model = nn.ModuleList([words, body, nn.LayerNorm(64), head])
+    with torch.no_grad():
+        words.weight.mul_(0.02)
+        head.weight.normal_(0, 0.02)
+    tokens = torch.randint(300, (1024,))
+
+    def loss() -> Tensor:
+        embedded = words(tokens)
+        return F.cross_entropy(head(model[2](embedded + body(embedded))), tokens.roll(1))
+
+    with _rehearsal(model, loss) as rehearsal:
+        site, found = next(item for item in _calibrated(rehearsal).items() if item[0].op == "LogSoftmaxBackward0")
+        assert found[0] == pytest.approx(rehearsal.compare({site: 0}).error ** 2, rel=0.2)
