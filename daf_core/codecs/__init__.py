@@ -15,6 +15,7 @@ from daf_core.codecs.probed import ProbedActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.recomputed import (
     CastActivation,
+    ElementwiseActivation,
     NormalizedActivation,
     ProductActivation,
     ScaledActivation,
@@ -30,6 +31,7 @@ __all__ = [
     "BitmaskActivation",
     "ByteCopyActivation",
     "CastActivation",
+    "ElementwiseActivation",
     "EncodeContext",
     "GeluDerivativeActivation",
     "LogarithmsActivation",

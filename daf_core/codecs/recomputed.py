@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -94,6 +94,61 @@ class NormalizedActivation(StoredActivation):
         torch.addcmul(bias, normalized, weight, out=rows)
 
 
+class Argument(Protocol):
+    """A tensor that an operator has saved, as it is stored now; see `Packed`."""
+
+    @property
+    def stored(self) -> StoredActivation:
+        """What is stored of it."""
+        ...
+
+    def unpack(self) -> Tensor:
+        """Returns the tensor."""
+        ...
+
+
+class ElementwiseActivation(StoredActivation):
+    """The result of an operator that works element by element, from all of its arguments.
+
+    It has the same bits where these have: they lie in memory as they did, and as many threads share the work. A kernel
+    rounds elements at the ends of rows, and of a thread's share, in another way: 1 of 300,000 in a SiLU.
+
+    Args:
+        operator: Takes the arguments, and a tensor for the result as ``out``.
+        arguments: Of shapes that are broadcast to that of the result.
+        shape: That of the result.
+    """
+
+    name: ClassVar[str] = "elementwise"
+
+    def __init__(self, operator: Callable[..., object], arguments: Sequence[Argument], shape: torch.Size) -> None:
+        self._operator = operator
+        self._arguments = arguments
+        self._shape = shape
+        self._threads = torch.get_num_threads()
+        stored = [argument.stored for argument in arguments]
+        self.lossy = any(each.lossy for each in stored)
+        # Operators that follow one another when it is decoded.
+        self.depth = 1 + max(each.depth if isinstance(each, ElementwiseActivation) else 0 for each in stored)
+
+    @property
+    @override
+    def suits_rows(self) -> bool:
+        return all(argument.stored.suits_rows for argument in self._arguments)
+
+    @override
+    def decode_into(self, out: Tensor) -> None:
+        arguments = [argument.unpack() for argument in self._arguments]
+        threads = torch.get_num_threads()
+        try:
+            if threads != self._threads:
+                torch.set_num_threads(self._threads)
+            self._operator(*arguments, out=out.view(self._shape))
+        finally:
+            if threads != self._threads:
+                torch.set_num_threads(threads)
+
+
 class SumActivation(StoredActivation):
     """The sum of two activations, as of a residual connection; its error is theirs."""
 
@@ -158,4 +213,6 @@ class CastActivation(StoredActivation):
         out.copy_(values)
 
 
-RECIPES = (ProductActivation, NormalizedActivation, SumActivation, ScaledActivation, CastActivation)
+RECIPES = (
+    ProductActivation, NormalizedActivation, ElementwiseActivation, SumActivation, ScaledActivation, CastActivation,
+)  # fmt: skip

@@ -37,7 +37,10 @@ PRODUCT = "MulBackward0"
 DROPOUTS = frozenset((PRODUCT, "NativeDropoutBackward0"))
 """Nodes of dropouts in training: that of CPUs is a product with a mask that it draws, that of GPUs saves bools."""
 
-DERIVABLE = VIEWS | DROPOUTS | {"ReluBackward0", "NativeLayerNormBackward0", CAST}
+ACTIVATIONS = frozenset(("GeluBackward0", "HardswishBackward0", "MishBackward0", "SiluBackward0"))
+"""Nodes of activation functions that save their argument, and whose slopes are at most 1.2."""
+
+DERIVABLE = VIEWS | DROPOUTS | ACTIVATIONS | {"ReluBackward0", "NativeLayerNormBackward0", CAST}
 """Nodes whose results may follow from what is stored (`daf_core.saved_tensors.derive`)."""
 
 

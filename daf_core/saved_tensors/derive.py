@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from daf_core.autograd.torch_private import Node, leaf_of, packed_for, skip_nodes
+from daf_core.autograd.torch_private import Node, leaf_of, skip_nodes
 from daf_core.codecs import (
     AttendedActivation,
     CastActivation,
+    ElementwiseActivation,
     NormalizedActivation,
     ProductActivation,
     RawActivation,
@@ -27,14 +27,20 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.raw import each_nth
 from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
-from daf_core.codecs.saved_tensor import CAST, DERIVABLE, DROPOUTS, LOW_PRECISION, PRODUCT, VIEWS, SavedTensor
-from daf_core.codecs.tensor_layout import geometry_of
+from daf_core.codecs.saved_tensor import (
+    ACTIVATIONS,
+    CAST,
+    DERIVABLE,
+    DROPOUTS,
+    LOW_PRECISION,
+    PRODUCT,
+    VIEWS,
+    SavedTensor,
+)
 from daf_core.readers.attention import INPUTS, kernel_of
-from daf_core.saved_tensors.dedup import serves
+from daf_core.saved_tensors.elementwise import agrees, elementwise
 from daf_core.saved_tensors.handle import Handle, Packed
-from daf_core.saved_tensors.pending import PendingActivation
-
-UnpackHook = Callable[[Any], Tensor]
+from daf_core.saved_tensors.sources import UnpackHook, packed_of, serves_reader
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
@@ -78,8 +84,10 @@ class Derivation:
         dtype = saved.tensor.dtype
         if node.name() == CAST:
             return self._cast(node, saved, exact)
+        if node.name() in ACTIVATIONS:
+            return elementwise(node, saved, exact, self._unpack)
         if node.name() in DROPOUTS:
-            product = self._product(node, saved, dtype, exact)
+            product = self._product(node, saved, dtype, exact) or elementwise(node, saved, exact, self._unpack)
             return product if product is not None or exact else self._scaled(node, saved, dtype)
         return None if exact else self._layer_normalized(node, saved, dtype)
 
@@ -92,13 +100,13 @@ class Derivation:
         kernel = kernel_of(saved.site.op)
         if kernel is None:
             return None
-        query, key, value = (_packed(saved.node, name, self._unpack) for name in INPUTS)
+        query, key, value = (packed_of(saved.node, name, self._unpack) for name in INPUTS)
         if query is None or key is None or value is None:
             return None
         inputs = [packed.stored for packed in (query, key, value)]
         if not any(each.lossy for each in inputs) or not all(each.readable_by_any_op for each in inputs):
             return None
-        logsumexp = _packed(saved.node, kernel.logsumexp, self._unpack)
+        logsumexp = packed_of(saved.node, kernel.logsumexp, self._unpack)
         if isinstance(logsumexp, RawActivation):  # some save it later; it then stays, and is not asked for
             logsumexp.let_go()
         return AttendedActivation()
@@ -107,7 +115,7 @@ class Derivation:
         """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
         if saved.node is None or saved.node.name() != RELU:
             return None
-        packed = _packed(saved.node, "result", self._unpack)
+        packed = packed_of(saved.node, "result", self._unpack)
         signs = None if packed is None else packed.stored
         return signs if isinstance(signs, ReluSignsActivation) and signs.version == saved.version else None
 
@@ -152,7 +160,7 @@ class Derivation:
         for _ in range(LONGEST_BLOCK):
             following = node.next_functions[0] if node.next_functions else (None, 0)
             if following == start:
-                packed = _packed(node, "input", self._unpack)  # perhaps gone, or changed since
+                packed = packed_of(node, "input", self._unpack)  # perhaps gone, or changed since
                 return self._source(node, "input", tensor) if packed is not None and packed.is_unchanged else None
             if following[0] is None:
                 return None
@@ -175,7 +183,7 @@ class Derivation:
                 values = self._product(source, saved, before, exact)
             if values is None and not exact and saved.normalizes:
                 values = self._scaled(source, saved, before)
-            if values is not None and _serves(values, saved):
+            if values is not None and serves_reader(values, saved):
                 return CastActivation(values, before, dtype)
         return None
 
@@ -207,19 +215,19 @@ class Derivation:
             root = node.next_functions[place][0]
             if root is None or root.name() != "RsqrtBackward0":
                 continue
-            values, factor = _packed(node, name, self._unpack), _packed(node, other, self._unpack)
+            values, factor = packed_of(node, name, self._unpack), packed_of(node, other, self._unpack)
             if values is None or factor is None or factor.stored.lossy or factor.dtype is not dtype:
                 continue
             if factor.shape != (*values.shape[:-1], 1) or values.shape[-1] != shape[-1]:
                 continue
             source = _usable(values, saved.tensor, dtype)
-            if source is not None and _serves(source, saved):
+            if source is not None and serves_reader(source, saved):
                 return ScaledActivation(source, factor.unpack, shape[-1])
         return None
 
     def _result(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> StoredActivation | None:
         """Returns what a node has saved of its result of a type, or the recipe for that of a layer normalization."""
-        packed = _packed(node, "result", self._unpack)
+        packed = packed_of(node, "result", self._unpack)
         # What follows from it may follow from what it is now. Codes of a tensor that is gone are taken as they are.
         changed = type(packed) is Handle and packed.is_changed
         stored = None if changed else _usable(packed, saved.tensor, dtype)
@@ -252,12 +260,12 @@ class Derivation:
         return NormalizedActivation(source, Normalization(shape, parts, parts, mean, scale, weight, bias_now.unpack))
 
     def _small(self, node: Node, name: str) -> Callable[[], Tensor] | None:
-        packed = _packed(node, name, self._unpack)
+        packed = packed_of(node, name, self._unpack)
         return None if packed is None else packed.unpack
 
     def _source(self, node: Node, name: str, like: Tensor, dtype: torch.dtype | None = None) -> StoredActivation | None:
         """Returns what is stored for a node's saved tensor, if dense, as long as `like`, and of its type or `dtype`."""
-        return _usable(_packed(node, name, self._unpack), like, dtype or like.dtype)
+        return _usable(packed_of(node, name, self._unpack), like, dtype or like.dtype)
 
 
 def _usable(packed: Packed | None, like: Tensor, dtype: torch.dtype) -> StoredActivation | None:
@@ -266,12 +274,6 @@ def _usable(packed: Packed | None, like: Tensor, dtype: torch.dtype) -> StoredAc
     if isinstance(packed, RawActivation) and not packed.is_unchanged:
         return None
     return packed.stored if packed.stored.readable_by_any_op else None
-
-
-def _serves(stored: StoredActivation, saved: SavedTensor) -> bool:
-    """Says whether what follows from other values is as near to a tensor's as its reader needs them."""
-    geometry = geometry_of(tuple(saved.tensor.shape), tuple(saved.tensor.stride()))
-    return serves(stored, geometry, saved.form, saved.reading, saved.normalizes)
 
 
 def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
@@ -293,11 +295,6 @@ def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
     return False
 
 
-def _packed(node: Node, name: str, unpack: UnpackHook) -> Packed | None:
-    packed: Any = packed_for(node, name, unpack)
-    return packed.packed if isinstance(packed, PendingActivation) else packed
-
-
 def _sums(stored: StoredActivation) -> int:
     """Returns how many sums are computed to decode an activation."""
     values = stored.values if isinstance(stored, ReluOutputActivation) else stored
@@ -317,8 +314,11 @@ def _dropout_scale(p: float, device: torch.device, dtype: torch.dtype) -> float:
 def _agree(tensor: Tensor, recipe: StoredActivation) -> bool:
     """Compares some elements of a tensor with its recipe, where that follows from raw tensors alone, bit by bit.
 
-    This finds what was changed behind autograd's back, as through ``tensor.data``.
+    This finds what was changed behind autograd's back, as through ``tensor.data``. All elements are compared where an
+    operator computes them again, as its kernel may round a few in another way.
     """
+    if type(recipe) is ElementwiseActivation:
+        return recipe.lossy or agrees(recipe, tensor)
     # Few operators: with cold caches each takes 4 us, and this is done for each dropout of a softmax.
     step = max(tensor.numel() // SAMPLES, 1)
     possible = recipe.sampled(step)

@@ -45,6 +45,11 @@ class Handle:
             stored, geometry, tensor.dtype, tensor.device, saved.place, saved.reading, saved.reference, saved.version
         )
 
+    def as_stored(self) -> Handle:
+        """Returns a handle of what is stored now, whatever this one has later."""
+        geometry, dtype, device = self._geometry, self.dtype, self._device
+        return Handle(self.stored, geometry, dtype, device, self.place, self.reading, self._saved, self._version)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the saved tensor."""

@@ -51,12 +51,16 @@ def _slopes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Between(nn.Module):
-    """A function between two linear layers."""
+    """A function between two linear layers, of which the second one is frozen and does not save the function's result.
+
+    A saved result would follow from the input, and so read it.
+    """
 
     def __init__(self, function: Function, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.second.weight.requires_grad_(False)
         with torch.no_grad():
             self.first.weight *= 2  # inputs of GELU as wide as those of trained models
         self.function = function
@@ -100,10 +104,10 @@ def test_slopes_follow_a_calibration(function: Function) -> None:
     """Before it, nobody knows what reads the input."""
     model = _Between(function)
     engine = engine_for(model, "auto", audit_every=None)
-    assert _stored(engine, model) == {"planes": 4}
+    assert _stored(engine, model) == {"planes": 3}
     engine.audit(lambda: _loss(model, 7))
     engine.finish_step()
-    assert _stored(engine, model) == {"planes": 3, "slopes": 1}
+    assert _stored(engine, model) == {"planes": 2, "slopes": 1}
 
 
 @pytest.mark.parametrize("function", GELUS.values(), ids=GELUS)
@@ -116,8 +120,8 @@ def test_error_of_the_gradient(function: Function, bits: int, bound: float, monk
     engines = _engine(model), engine_for(model, "auto", audit_every=None)
     slopes, planes = (error(backward(model, _loss, engine), plain) for engine in engines)
     assert [dict(engine.finish_step().stored_as) for engine in engines] == [
-        {"raw": 3, "slopes": 1},
-        {"raw": 3, "planes": 1},
+        {"raw": 2, "slopes": 1},
+        {"raw": 2, "planes": 1},
     ]
     assert 0 < slopes < bound
     assert slopes < planes or bits < 2
@@ -132,7 +136,7 @@ def test_element_types(dtype: torch.dtype, backend: str, monkeypatch: pytest.Mon
     plain = backward(model, _loss)
     engine = _engine(model, backend=backend)
     assert error(backward(model, _loss, engine), plain) < (0.004 if dtype is torch.float32 else 0.02)
-    assert engine.finish_step().stored_as == {"raw": 3, "slopes": 1}
+    assert engine.finish_step().stored_as == {"raw": 2, "slopes": 1}
 
 
 def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +160,7 @@ def _in_place(x: Tensor) -> Tensor:
 
 def _halves(x: Tensor) -> Tensor:
     one, other = x.repeat(1, 2).chunk(2, -1)
-    return F.gelu(one) * other
+    return F.gelu(one) * other.detach()
 
 
 SHAPES: dict[str, Function] = {
@@ -268,6 +272,7 @@ def test_site_that_gets_another_reader_is_given_up_at_the_next_calibration() -> 
 def test_site_of_which_one_call_has_another_reader_is_not_taken() -> None:
     """All occurrences count."""
     model = nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    model[1].weight.requires_grad_(False)
 
     def loss_of(model: nn.Module, step: int, read: bool = True) -> Tensor:
         x = model[1](normal(ROWS, WIDTH, seed=step))
@@ -455,7 +460,7 @@ def test_small_inputs_stay_as_they_are() -> None:
     """Below 4096 elements; larger ones are codes."""
     model = _Between(F.gelu)
     engine = _engine(model)
-    assert _stored(engine, model, partial(_loss, rows=63)) == {"raw": 4}
+    assert _stored(engine, model, partial(_loss, rows=63)) == {"raw": 3}
     assert _stored(engine, model, partial(_loss, rows=128))["slopes"] == 1
 
 
@@ -564,5 +569,5 @@ def test_training_with_audits_is_close_to_plain_training() -> None:
         stored = engine.finish_step().stored_as
         assert stored["slopes"] == 1
         assert_empty(engine)
-    expected = exact[19 * 5]
+    expected = exact[19 * 4]
     assert float(loss.detach()) == pytest.approx(float(expected), rel=0.02)

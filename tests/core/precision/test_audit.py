@@ -188,7 +188,7 @@ def _audit(engine: ActivationEngine, model: nn.Module, loss_of: Loss) -> Gradien
 
 @pytest.mark.parametrize(
     ("name", "bound"),
-    [("transformer", 0.05), ("transformer", 0.1), ("mlp", 0.07), ("mlp", 0.1), ("convnet", 0.05), ("convnet", 0.1)],
+    [("transformer", 0.05), ("transformer", 0.1), ("mlp", 0.08), ("mlp", 0.1), ("convnet", 0.05), ("convnet", 0.1)],
 )
 def test_bound_is_kept_while_training(name: str, bound: float) -> None:
     """Of all audits of thirty steps 95% find an error below it, and from the fifth step on fewer bytes are held."""

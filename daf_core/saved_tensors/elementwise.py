@@ -1,0 +1,88 @@
+"""Results of elementwise operators that have saved all of their arguments: backward computes them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from daf_core.autograd.torch_private import Node, skip_nodes
+from daf_core.codecs import ElementwiseActivation, RawActivation
+from daf_core.codecs.gelu_derivative import GELU
+from daf_core.codecs.recomputed import RECIPES
+from daf_core.codecs.saved_tensor import ACTIVATIONS, PRODUCT, VIEWS, SavedTensor
+from daf_core.saved_tensors.handle import Packed
+from daf_core.saved_tensors.sources import UnpackHook, packed_of, serves_reader
+
+DEEPEST = 2
+"""Operators that follow one another at most when a result is decoded, as in gated layers and normalizations: a loop of
+products would run all steps before each of its steps again."""
+
+OTHER_RECIPES = tuple(recipe for recipe in RECIPES if recipe is not ElementwiseActivation)
+"""Recipes that no result follows from: it would be computed from what they follow from, and so on."""
+
+GATES = ACTIVATIONS | {"HardsigmoidBackward0", "SigmoidBackward0", "TanhBackward0"}
+"""Nodes of what is multiplied with another tensor in gated layers."""
+
+_OPERATORS: dict[str, Callable[..., object]] = {
+    PRODUCT: torch.mul,
+    "HardswishBackward0": torch.ops.aten.hardswish.out,
+    "MishBackward0": torch.ops.aten.mish.out,
+    "SiluBackward0": torch.ops.aten.silu.out,
+}
+
+
+def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook) -> ElementwiseActivation | None:
+    """Returns the recipe for the result of a product or an activation function, if its `node` has saved all it needs.
+
+    Of products, lossy ones are those with a gate: in others an argument's error may be far larger beside the product
+    than that of codes of its own, as where a weight makes up for values that are far larger in some channels.
+    """
+    if exact and saved.tensor.device.type != "cpu":  # all elements are compared, and a GPU's host would wait for that
+        return None
+    is_product = node.name() == PRODUCT
+    if is_product and not exact and not any(_name_of(factor) in GATES for factor, _ in node.next_functions):
+        return None
+    arguments = list[Packed]()
+    for name in ("self", "other") if is_product else ("self",):
+        argument = _argument(node, name, saved, unpack)
+        if argument is None:
+            return None
+        arguments.append(argument)
+    shape = torch.broadcast_shapes(*(argument.shape for argument in arguments))
+    if shape.numel() != saved.tensor.numel():
+        return None
+    return ElementwiseActivation(_operator(node), arguments, shape)
+
+
+def agrees(recipe: ElementwiseActivation, tensor: Tensor) -> bool:
+    """Says whether a recipe gives all elements of a tensor."""
+    computed = torch.empty_like(tensor)
+    recipe.decode_into(computed)
+    return torch.equal(computed, tensor)
+
+
+def _argument(node: Node, name: str, saved: SavedTensor, unpack: UnpackHook) -> Packed | None:
+    """Returns what stands for an argument that a node has saved, if its result may follow from that."""
+    packed = packed_of(node, name, unpack)
+    if packed is None or not packed.stored.readable_by_any_op or not serves_reader(packed.stored, saved):
+        return None
+    if isinstance(packed, RawActivation):
+        return packed if packed.is_unchanged else None
+    near = packed.stored.depth < DEEPEST if isinstance(packed.stored, ElementwiseActivation) else True
+    if packed.is_changed or not near or isinstance(packed.stored, OTHER_RECIPES):
+        return None
+    return packed.as_stored()
+
+
+def _operator(node: Node) -> Callable[..., object]:
+    """Returns the operator of a node; it takes what the node has saved, and a tensor for the result as ``out``."""
+    name = node.name()
+    return partial(torch.ops.aten.gelu.out, approximate=node._saved_approximate) if name == GELU else _OPERATORS[name]
+
+
+def _name_of(node: Node) -> str:
+    made = skip_nodes(node, VIEWS)
+    return "" if made is None else made.name()
