@@ -117,7 +117,9 @@ class Contents:
             if _vars_of(owner) and not known and _package(type(owner)) not in _FOREIGN:
                 self._keep(name, vars(owner), named=True)
         elif self._is_own(value):
-            self._keep(name, vars(value), named=True)
+            self._known.add(id(value))  # two objects may refer to each other
+            if id(vars(value)) not in self._known:
+                self._keep(name, vars(value), named=True)
         elif not callable(value) and _package(type(value)) not in FRAMEWORKS:
             self.opaque.append((name, value))
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from daf_core import TraceError
+from daf_core.snapshots.attributes import Contents, attributes_kept
 from daf_core.snapshots.measurement import LARGEST_COPY, Measurement, measuring
 from daf_core.snapshots.writes import Copy, Writes, WritesBesideGraphs
 
@@ -475,3 +476,22 @@ def test_compiled_models_are_not_compiled_again() -> None:
             model(torch.ones(1, 2)).sum().backward()
         model(torch.ones(1, 2)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_objects_may_refer_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model and its card: each is looked into once, and put back."""
+    looks = list[str]()
+    look_into = Contents._look_into
+
+    def counted(self: Contents, name: str, value: Any, room: bool) -> None:
+        looks.append(name)
+        assert len(looks) < 100
+        look_into(self, name, value, room)
+
+    monkeypatch.setattr(Contents, "_look_into", counted)
+    owner, one, other = Counter(), Counter(), Counter()
+    owner.one, one.other, other.one, other.owner = one, other, one, owner  # pyright: ignore[reportAttributeAccessIssue]
+    with attributes_kept(owner, nn.Linear(1, 1)):
+        one.calls, other.calls, owner.calls = 1, 2, 3
+        other.inner["seen"].append(1)
+    assert (one.calls, other.calls, owner.calls, other.inner) == (0, 0, 0, {"seen": [0]})
