@@ -7,10 +7,15 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
+from daf_core.autograd.torch_private import skip_nodes
 from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
 from daf_core.codecs.relu_signs import RELU, ReluSignsActivation
-from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
+from daf_core.codecs.saved_tensor import VIEWS, SavedTensor, TensorKind
 from daf_core.readers.table import Reading
+
+_MOVES = VIEWS | {"CloneBackward0", "PermuteBackward0", "SliceBackward0", "TransposeBackward0"}
+"""Nodes between a ReLU and a product that change no value, as in an attention with ReLUs. Where all keys or queries are
+zero its gradient is divided by next to nothing, and only zeros cancel that."""
 
 
 class ReluOutputActivation(StoredActivation):
@@ -26,7 +31,8 @@ class ReluOutputActivation(StoredActivation):
     @override
     @classmethod
     def accepts(cls, saved: SavedTensor) -> bool:
-        return saved.form is TensorKind.LOSSY and saved.site.op == RELU
+        made = skip_nodes(saved.node, _MOVES) if saved.site.op in _MOVES else saved.node
+        return saved.form is TensorKind.LOSSY and made is not None and made.name() == RELU
 
     @override
     @classmethod

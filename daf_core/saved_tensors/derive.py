@@ -112,11 +112,14 @@ class Derivation:
         return AttendedActivation()
 
     def signs_of(self, saved: SavedTensor) -> ReluSignsActivation | None:
-        """Returns the signs that a ReLU has saved of its result, where it is still what it was then."""
-        if saved.node is None or saved.node.name() != RELU:
+        """Returns the signs that a ReLU has saved of its result, or of that of which this is a view, if unchanged."""
+        node = skip_nodes(saved.node, VIEWS)
+        if node is None or node.name() != RELU:
             return None
-        packed = packed_of(saved.node, "result", self._unpack)
-        signs = None if packed is None else packed.stored
+        packed = packed_of(node, "result", self._unpack)
+        if packed is None or (node is not saved.node and not packed.is_dense(saved.tensor, saved.tensor.dtype)):
+            return None
+        signs = packed.stored
         return signs if isinstance(signs, ReluSignsActivation) and signs.version == saved.version else None
 
     def argument_of(self, saved: SavedTensor) -> StoredActivation | None:
