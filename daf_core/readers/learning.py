@@ -9,9 +9,7 @@ is known.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
-from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -33,7 +31,7 @@ from daf_core.autograd.torch_private import (
     packed_for,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, product_input
+from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, poles, product_input
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
 from daf_core.readers.sharpness import (
     Looks,
@@ -54,11 +52,18 @@ from daf_core.readers.table import (
     reading_of_function,
     stops_poles,
 )
-from daf_core.readers.waiting import EXACT_MODE, Saved, Sighting, StoreAgain, Unpack, Waiting, saver_of
+from daf_core.readers.waiting import (
+    EXACT_MODE,
+    NEWEST,
+    Saved,
+    Sighting,
+    StoreAgain,
+    ThreadState,
+    Unpack,
+    Waiting,
+    saver_of,
+)
 from daf_core.readers.watch import Watch
-
-NEWEST = 8
-"""Tensors of a first pass whose values wait although their reader is known: what follows may have a pole."""
 
 PATIENCE = 16
 """Tensors of a first pass that wait at most. One whose reader is not known by then stays exact in this pass."""
@@ -77,27 +82,6 @@ BARREN_PASSES = 3
 watched any more: a step of six checkpointed blocks of hidden size 64 takes 1.07 of plain's, with the watch 1.27."""
 
 
-class _Own(threading.local):
-    """What a thread's forward pass has saved that is not known yet.
-
-    Attributes:
-        unknown: Whether a place was new in the last pass: others may be in the next one.
-        barren: Passes in a row that were watched and have found nothing.
-        showing: Whether a graph is being looked through.
-        cancelling: Whether a function of `CANCELLING` is running.
-        waiting: It, in order.
-        unresolved: By the number of the node that has saved it.
-        newest: The newest results that the watch has seen.
-    """
-
-    def __init__(self) -> None:
-        self.unknown, self.showing, self.cancelling = True, False, False
-        self.barren = 0
-        self.waiting: deque[Waiting] = deque()
-        self.unresolved: dict[int, list[Waiting]] = {}
-        self.newest: deque[weakref.ref[Tensor]] = deque(maxlen=NEWEST)
-
-
 class Readers:
     """Knows what the operators of a model read of what they save.
 
@@ -112,8 +96,9 @@ class Readers:
         self._places = Places()
         self._readings: dict[Place, Reading] = {}
         self._unread: dict[Place, int] = {}
+        self._small: set[Site] = set()
         self.looks = Looks()  # says when softmaxes are looked at again
-        self._own = _Own()
+        self._own = ThreadState()
 
     @property
     def learning(self) -> bool:
@@ -138,6 +123,12 @@ class Readers:
     def expect_others(self) -> None:
         """Begins to count `BARREN_PASSES` again: the next passes of this thread may save something else."""
         self._own.barren = 0
+
+    def meet_small(self, site: Site) -> None:
+        """Has this thread's next pass watched if a tensor is new that is too small for codes: a pole may read it."""
+        if self._wanted and site not in self._small:
+            self._small.add(site)
+            self._own.unknown = True
 
     def look_again(self) -> None:
         """Has the next forward pass look at each place as at one whose reader may be another; what is known stays."""
@@ -165,6 +156,7 @@ class Readers:
         """
         if not self._wanted:
             return EXACT_MODE
+        self._own.unpack = unpack
         number = saver_of(tensor, site.op)
         if (function := function_that_saves(frame)) is not None:
             return Sighting(None, number, reading_of_function(function), False)
@@ -218,6 +210,10 @@ class Readers:
         self._own.newest.append(weakref.ref(result))
         for saver, field, reading in told_by(node):
             self._change(saver, field, reading)
+        oldest, self._own.looked = self._own.looked, node_number(node)
+        if (unpack := self._own.unpack) is not None:
+            for pole in poles(node, oldest, unpack):
+                self._lead(pole, unpack)
 
     def _change(self, node: Node, field: str, reading: Reading) -> None:
         """Learns what a node reads of a field that waits, now that more of the graph is known."""
@@ -259,8 +255,9 @@ class Readers:
         results = [result for reference in reversed(own.newest) if (result := reference()) is not None]
         if results and results[0].grad_fn is not None:
             self._sharpen_last(results[0].grad_fn)
-        if len(self._readings) > MOST_PLACES:
+        if len(self._readings) + len(self._small) > MOST_PLACES:
             self._places, self._readings, self._unread, self.looks = Places(), {}, {}, Looks()
+            self._small.clear()
             self.changes += 1
         try:
             for waiting in [*own.waiting]:
@@ -358,10 +355,12 @@ class Readers:
         """
         waiting = {id(each.packed()): each for each in self._own.waiting}
         for packed in led_by(node, unpack):
-            place = getattr(packed, "place", None)
+            found, place = waiting.get(id(packed)), getattr(packed, "place", None)
+            if found is not None and place is None:  # too small for codes this time
+                place = found.sighting.place
             if place is not None:
                 self._set(place, Reading(Kind.EXACT, node.name()))
-            if (found := waiting.get(id(packed))) is not None:
+            if found is not None:
                 found.settle(None)
 
     def _spare(self, waiting: Waiting) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, packed_for
-from daf_core.readers.table import STATISTIC_SHARE, stops_poles
+from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, node_number, packed_for
+from daf_core.readers.table import STATISTIC_SHARE, has_pole, stops_poles
 from daf_core.readers.waiting import Unpack
 
 MOST_NODES = 64
@@ -103,16 +104,41 @@ def width_of_scores(probabilities: Node, unpack: Unpack) -> int | None:
     return None
 
 
+def poles(newest: Node, oldest: int, unpack: Unpack) -> Iterator[Node]:
+    """Yields nodes with poles that lead to the newest one and have larger numbers than the oldest, whatever they save.
+
+    Where a node saves large values it is found when these are seen. Others save small ones alone, as the logarithm of
+    one probability a row.
+    """
+    seen, pending = {newest}, [newest]
+    for node in pending:
+        if has_pole(node, partial(is_large, node, unpack)):
+            yield node
+        for following, _ in node.next_functions:
+            if following is None or following in seen or is_leaf_node(following) or node_number(following) <= oldest:
+                continue
+            seen.add(following)
+            pending.append(following)
+
+
 def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[object]:
     """Yields what the last operators before a node have saved; with `beginning`, the node is one of them."""
     pending: list[tuple[Node, int]] = [(node, 0)]
     for step, (node, saved) in enumerate(pending):
         found = []
         if step or beginning:
-            if is_leaf_node(node) or stops_poles(node):
+            if is_leaf_node(node) or (stops_poles(node) and not _picks(node)):
                 continue
             found = [packed for name in fields_of(node) if (packed := packed_for(node, name, unpack)) is not None]
             yield from found
         saved += bool(found)
         if saved < LEADING and len(pending) < MOST_LEADING:
             pending += [(following, saved) for following, _ in node.next_functions if following is not None]
+
+
+def _picks(node: Node) -> bool:
+    """Says whether a node sums what a factor without a gradient may pick, as one probability of each row."""
+    if not node.name().startswith("SumBackward"):
+        return False
+    product = node.next_functions[0][0]
+    return product is not None and product.name() == "MulBackward0" and (None, 0) in product.next_functions

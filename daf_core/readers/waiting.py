@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +13,9 @@ from torch import Tensor
 from daf_core.autograd.torch_private import Node, node_number, saving_node
 from daf_core.readers.places import Place
 from daf_core.readers.table import Kind, Reading
+
+NEWEST = 8
+"""Tensors of a first pass whose values wait although their reader is known: what follows may have a pole."""
 
 _CLONE = "CloneBackward0"
 """An operator in place saves a clone, which has a node of its own, made after that of the operator."""
@@ -81,3 +86,28 @@ def saver_of(tensor: Tensor, op: str) -> int:
     """Returns the number of the autograd node that is saving a tensor which a node named `op` has made."""
     number = saving_node()
     return number - 1 if op == _CLONE and node_number(tensor.grad_fn) == number else number
+
+
+class ThreadState(threading.local):
+    """What a thread's forward pass has saved that is not known yet.
+
+    Attributes:
+        unknown: Whether a place was new in the last pass: others may be in the next one.
+        barren: Passes in a row that were watched and have found nothing.
+        showing: Whether a graph is being looked through.
+        cancelling: Whether a function of `CANCELLING` is running.
+        waiting: It, in order.
+        unresolved: By the number of the node that has saved it.
+        newest: The newest results that the watch has seen.
+        looked: The number of the newest node that was looked at for a pole.
+        unpack: The unpack hook of what was saved last; None before anything was.
+    """
+
+    def __init__(self) -> None:
+        self.unknown, self.showing, self.cancelling = True, False, False
+        self.barren = 0
+        self.waiting: deque[Waiting] = deque()
+        self.unresolved: dict[int, list[Waiting]] = {}
+        self.newest: deque[weakref.ref[Tensor]] = deque(maxlen=NEWEST)
+        self.looked = -1
+        self.unpack: Unpack | None = None

@@ -172,6 +172,8 @@ class Packer:
         sighting = EXACT_MODE
         if form is TensorKind.LOSSY:
             sighting = self.readers.see(tensor, call, site, frame, self.unpack)
+        elif tensor.grad_fn is not None:
+            self.readers.meet_small(site)
         return Look(form, site, sighting, call.normalizes, kept)
 
     def look_at(self, tensor: Tensor, form: TensorKind, known: Look, frame: FrameType | None) -> Look:
