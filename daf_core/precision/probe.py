@@ -23,6 +23,11 @@ RUN_ONCE = {
 }
 """Nodes that a gradient cannot be taken through several times, each with the reason."""
 
+NO_GRAPH = (
+    "the loss depends on no parameter in the forward pass: losses that take gradients of their own, such as those with "
+    "cached gradients, return a value without a graph. Set audit_every to None"
+)
+
 Gradients = Sequence[Tensor | None]
 
 Precisions = Mapping[Site, int | None]
@@ -55,6 +60,8 @@ class ProbePass:
         sizes: Mapping[Site, Sequence[int]],
         unpack: Callable[[Any], Tensor],
     ) -> None:
+        if loss.grad_fn is None:
+            raise AuditError(NO_GRAPH)
         for node in all_nodes(loss.grad_fn):
             if node.name() in RUN_ONCE:
                 raise AuditError(RUN_ONCE[node.name()])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig, GradientError, StateError
+from daf_core import ActivationBudgetError, ActivationEngine, AuditError, DAFConfig, GradientError, StateError
 from daf_core.model.treatments import Treatments
 from daf_core.precision.audit import Auditor
 from daf_core.precision.policy import PrecisionPolicy
@@ -375,3 +375,10 @@ class TestTrainingGoesOn:
             assert engine.finish_step().gradient_error == measured[0]
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_loss_without_a_graph_is_named() -> None:
+    """As of losses that take their gradients themselves, and hand out a number."""
+    model, _ = make_model("mlp")
+    with pytest.raises(AuditError, match="return a value without a graph"):
+        engine_for(model, 8).audit(lambda: torch.tensor(1.0, requires_grad=True))
