@@ -26,6 +26,9 @@ OTHER_RECIPES = tuple(recipe for recipe in RECIPES if recipe is not ElementwiseA
 GATES = ACTIVATIONS | {"HardsigmoidBackward0", "SigmoidBackward0", "TanhBackward0"}
 """Nodes of what is multiplied with another tensor in gated layers."""
 
+_COMPARABLE = ("cpu", "meta")
+"""Devices on which all elements are compared in exact mode: a GPU's host would wait for that."""
+
 _OPERATORS: dict[str, Callable[..., object]] = {
     PRODUCT: torch.mul,
     "HardswishBackward0": torch.ops.aten.hardswish.out,
@@ -40,7 +43,7 @@ def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook)
     Of products, lossy ones are those with a gate: in others an argument's error may be far larger beside the product
     than that of codes of its own, as where a weight makes up for values that are far larger in some channels.
     """
-    if exact and saved.tensor.device.type != "cpu":  # all elements are compared, and a GPU's host would wait for that
+    if exact and saved.tensor.device.type not in _COMPARABLE:
         return None
     is_product = node.name() == PRODUCT
     if is_product and not exact and not any(_name_of(factor) in GATES for factor, _ in node.next_functions):

@@ -99,7 +99,9 @@ def test_sites_tell_calls_and_modules_apart() -> None:
         return encode(saved, *args)
 
     activations._encode = noted
-    for _ in range(2):
+    for step in range(3):
+        if step == 1:  # in the first pass the head's input is stored before it is known to be that of a last layer
+            sites.clear()
         with engine.compress():
             loss = _loss(model, normal(*LARGE), False)
         del loss

@@ -113,7 +113,7 @@ def test_gradients_are_those_of_plain_training_and_blocks_as_before(policy: Bloc
 
 
 class Offload(BlockPolicy):
-    """A new treatment: half of the bytes stay, and the others come back in no time."""
+    """A new treatment: a quarter of the bytes stays, and the others come back in no time."""
 
     name = "OFFLOAD"
     faster = KEEP
@@ -127,7 +127,7 @@ class Offload(BlockPolicy):
 
     @override
     def held(self, call: ObservedCall) -> float:
-        return KEEP.held(call) / 2
+        return KEEP.held(call) / 4
 
     @override
     def peaks(self, call: ObservedCall) -> tuple[float, float]:
