@@ -8,9 +8,9 @@ from torch import Tensor, UntypedStorage
 
 from daf_core.codecs import PlanesActivation, StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
-from daf_core.codecs.saved_tensor import TensorKind
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import normalized_groups
-from daf_core.codecs.tensor_layout import Geometry
+from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.memory.lease import Outside
 from daf_core.memory.pager import Pager
 from daf_core.readers.sharpness import SHARP
@@ -114,6 +114,12 @@ def serves(
     if stored.lossy and reading.deviation >= SHARP:  # in the bits that others take
         return False
     return reading.kind is not Kind.SHAPE and stored.serves(reading)
+
+
+def serves_reader(stored: StoredActivation, saved: SavedTensor) -> bool:
+    """Says whether what follows from other values is as near to a tensor's as its reader needs them."""
+    geometry = geometry_of(tuple(saved.tensor.shape), tuple(saved.tensor.stride()))
+    return serves(stored, geometry, saved.form, saved.reading, saved.normalizes)
 
 
 def groups_otherwise(stored: StoredActivation, geometry: Geometry, reading: Reading | None) -> bool:

@@ -38,9 +38,10 @@ from daf_core.codecs.saved_tensor import (
     SavedTensor,
 )
 from daf_core.readers.attention import INPUTS, kernel_of
+from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.elementwise import agrees, elementwise
 from daf_core.saved_tensors.handle import Handle, Packed
-from daf_core.saved_tensors.sources import UnpackHook, packed_of, serves_reader
+from daf_core.saved_tensors.pending import UnpackHook, packed_of
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 

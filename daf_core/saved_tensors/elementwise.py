@@ -13,8 +13,9 @@ from daf_core.codecs import ElementwiseActivation, RawActivation
 from daf_core.codecs.gelu_derivative import GELU
 from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import ACTIVATIONS, PRODUCT, VIEWS, SavedTensor
+from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.handle import Packed
-from daf_core.saved_tensors.sources import UnpackHook, packed_of, serves_reader
+from daf_core.saved_tensors.pending import UnpackHook, packed_of
 
 DEEPEST = 2
 """Operators that follow one another at most when a result is decoded, as in gated layers and normalizations: a loop of

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from daf_core.autograd.torch_private import version_counter
+from daf_core.autograd.torch_private import Node, packed_for, version_counter
 from daf_core.codecs import RawActivation
 from daf_core.codecs.raw import modified_in_place
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.pending import Pending, Signal
-from daf_core.saved_tensors.handle import Handle
+from daf_core.saved_tensors.handle import Handle, Packed
+
+UnpackHook = Callable[[Any], Tensor]
 
 
 class PackJob(Pending):
@@ -104,3 +107,9 @@ class PendingActivation:
         if now != self._version and isinstance(job.packed, Handle):
             raise modified_in_place(job.packed.shape, self._version, now)
         return job.packed
+
+
+def packed_of(node: Node, name: str, unpack: UnpackHook) -> Packed | None:
+    """Returns what autograd keeps in place of a node's saved tensor; None where `unpack` does not give it back."""
+    packed: Any = packed_for(node, name, unpack)
+    return packed.packed if isinstance(packed, PendingActivation) else packed

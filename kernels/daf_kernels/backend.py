@@ -5,10 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +21,7 @@ class WrongBytesError(RuntimeError):
 Seed = tuple[int, int, int, int]
 """Words of 32 bits that select a stream of random numbers: (key low, key high, counter low, counter high)."""
 
-Pages = npt.NDArray[np.int64]
+Pages = np.ndarray[Any, np.dtype[np.int64]]
 """Page numbers of one activation, in the order of `PlaneLayout`: header, plane 0, plane 1 and so on."""
 
 TwoValues = tuple[int, int]
@@ -55,7 +54,7 @@ class PageMemory(Protocol):
         """Bytes in a page."""
         ...
 
-    def addresses(self, pages: Pages) -> npt.NDArray[np.int64]:
+    def addresses(self, pages: Pages) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Returns the memory address of each page."""
         ...
 
@@ -92,7 +91,7 @@ class FixedPages:
         # Torch copies element by element: 8 MB of pages took 13 ms as bytes, and take 1.
         self._words = self._region.view(torch.int64)
 
-    def addresses(self, pages: Pages) -> npt.NDArray[np.int64]:
+    def addresses(self, pages: Pages) -> np.ndarray[Any, np.dtype[np.int64]]:
         """See `PageMemory.addresses`."""
         return pages * self.page_bytes + self._region.data_ptr()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from daf_core.errors import SpillError
@@ -165,6 +164,6 @@ class SpillFile:
             content = content[count:]
 
 
-def _sums_of(content: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+def _sums_of(content: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Returns the sum of the words of each page."""
     return content.view(np.int64).sum(1)
