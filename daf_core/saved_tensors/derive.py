@@ -74,10 +74,12 @@ class Derivation:
         if saved.node is not None and saved.node.name() == RELU:
             return None if exact else self._rectified(saved)
         node = skip_nodes(saved.node, VIEWS)
-        if node is None or not saved.tensor.is_contiguous() or saved.version:  # changed in place after its node made it
+        if node is None or not saved.tensor.is_contiguous():
             return None
-        # A result that its own node saves is the same storage, and shared.
-        recipe = self._recipe(node, saved, exact)
+        if saved.version:  # its node made it in place, or it was changed after that: a comparison tells
+            recipe = elementwise(node, saved, exact, self._unpack) if exact else None
+        else:  # a result that its own node saves is the same storage, and shared
+            recipe = self._recipe(node, saved, exact)
         return recipe if recipe is not None and _agree(saved.tensor, recipe) else None
 
     def _recipe(self, node: Node, saved: SavedTensor, exact: bool) -> StoredActivation | None:

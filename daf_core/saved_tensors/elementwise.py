@@ -31,7 +31,7 @@ _COMPARABLE = ("cpu", "meta")
 """Devices on which all elements are compared in exact mode: a GPU's host would wait for that."""
 
 _OPERATORS: dict[str, Callable[..., object]] = {
-    PRODUCT: torch.mul,
+    PRODUCT: torch.ops.aten.mul.out,
     "HardswishBackward0": torch.ops.aten.hardswish.out,
     "MishBackward0": torch.ops.aten.mish.out,
     "SiluBackward0": torch.ops.aten.silu.out,
@@ -47,6 +47,8 @@ def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook)
     if exact and saved.tensor.device.type not in _COMPARABLE:
         return None
     is_product = node.name() == PRODUCT
+    if not is_product and node.name() not in ACTIVATIONS:
+        return None
     if is_product and not exact and not any(_name_of(factor) in GATES for factor, _ in node.next_functions):
         return None
     arguments = list[Packed]()

@@ -75,6 +75,8 @@ EXACT_FORMS = {
     **FORMS,
     "product": (lambda layers, inputs: layers.gate(inputs) * layers.up(inputs), 1),
     "normalization": (_root_mean_square, 2),
+    "in place": (lambda layers, inputs: F.silu(layers.gate(inputs), inplace=True), 1),
+    "product in place": (lambda layers, inputs: layers.gate(inputs).mul_(layers.up(inputs)), 1),
 }
 
 
