@@ -31,8 +31,10 @@ class ReluOutputActivation(StoredActivation):
     @override
     @classmethod
     def accepts(cls, saved: SavedTensor) -> bool:
-        made = skip_nodes(saved.node, _MOVES) if saved.site.op in _MOVES else saved.node
-        return saved.form is TensorKind.LOSSY and made is not None and made.name() == RELU
+        if saved.form is not TensorKind.LOSSY or saved.site.op not in _MOVES:
+            return saved.form is TensorKind.LOSSY and saved.site.op == RELU
+        made = skip_nodes(saved.node, _MOVES)
+        return made is not None and made.name() == RELU
 
     @override
     @classmethod

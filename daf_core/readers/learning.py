@@ -271,6 +271,7 @@ class Readers:
         self._own.waiting.clear()
         self._own.unresolved.clear()
         self._own.newest.clear()
+        self._own.unpack = None
 
     def read(self, packed: object, place: Place | None, node: Node, unpack: Unpack) -> Reading | None:
         """Takes that a node's backward asks for something; returns what it reads of it, None where that is not its own.

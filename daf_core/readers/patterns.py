@@ -112,13 +112,19 @@ def poles(newest: Node, oldest: int, unpack: Unpack) -> Iterator[Node]:
     """
     seen, pending = {newest}, [newest]
     for node in pending:
-        if has_pole(node, partial(is_large, node, unpack)):
+        if _has_several(node) and has_pole(node, partial(is_large, node, unpack)):
             yield node
         for following, _ in node.next_functions:
             if following is None or following in seen or is_leaf_node(following) or node_number(following) <= oldest:
                 continue
             seen.add(following)
             pending.append(following)
+
+
+def _has_several(node: Node) -> bool:
+    """Says whether a node has made several numbers; a single one, as a loss, is a factor of all gradients before it."""
+    made = node._input_metadata
+    return bool(made) and not made[0].is_nested_tensor and math.prod(made[0].shape) > 1
 
 
 def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[object]:

@@ -100,7 +100,7 @@ class ThreadState(threading.local):
         unresolved: By the number of the node that has saved it.
         newest: The newest results that the watch has seen.
         looked: The number of the newest node that was looked at for a pole.
-        unpack: The unpack hook of what was saved last; None before anything was.
+        unpack: The unpack hook of what it has saved; None before it has saved anything.
     """
 
     def __init__(self) -> None:

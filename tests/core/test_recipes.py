@@ -123,7 +123,7 @@ def other_half_of_a_split(net: Net, x: Tensor) -> Tensor:
     return net.norm(first).add_(second).relu_()
 
 
-@_case()
+@_case(PLAIN)
 def through_a_view(net: Net, x: Tensor) -> Tensor:
     return net.norm(x).flatten().relu().view_as(x)
 

@@ -76,6 +76,18 @@ def test_first_batch_may_be_too_small_for_codes(rows: int, precision: int) -> No
     assert max(found) < (0.01 if precision == 8 else 0.2)
 
 
+def test_quotient_of_single_numbers_is_none() -> None:
+    """As a loss over the number of its rows: it is a factor of all gradients before it."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, CLASSES)
+    engine = ActivationEngine(layer, DAFConfig(precision=8))
+    with engine.compress():
+        probabilities = layer(normal(512, 32)).softmax(-1)
+        loss = probabilities.square()[0, 0] / torch.tensor(512.0)
+    loss.backward()
+    assert engine.finish_step().stored_as["planes"] == 2
+
+
 class Attention(nn.Module):
     """An attention whose probabilities are products of rectified queries and keys, over their sum."""
 
