@@ -140,12 +140,13 @@ class ElementwiseActivation(StoredActivation):
     def decode_into(self, out: Tensor) -> None:
         arguments = [argument.unpack() for argument in self._arguments]
         threads = torch.get_num_threads()
+        same = self.lossy or threads == self._threads
         try:
-            if threads != self._threads:
+            if not same:
                 torch.set_num_threads(self._threads)
             self._operator(*arguments, out=out.view(self._shape))
         finally:
-            if threads != self._threads:
+            if not same:
                 torch.set_num_threads(threads)
 
 

@@ -21,7 +21,7 @@ DEEPEST = 2
 """Operators that follow one another at most when a result is decoded, as in gated layers and normalizations: a loop of
 products would run all steps before each of its steps again."""
 
-OTHER_RECIPES = tuple(recipe for recipe in RECIPES if recipe is not ElementwiseActivation)
+_OTHER_RECIPES = tuple(recipe for recipe in RECIPES if recipe is not ElementwiseActivation)
 """Recipes that no result follows from: it would be computed from what they follow from, and so on."""
 
 GATES = ACTIVATIONS | {"HardsigmoidBackward0", "SigmoidBackward0", "TanhBackward0"}
@@ -78,7 +78,7 @@ def _argument(node: Node, name: str, saved: SavedTensor, unpack: UnpackHook) -> 
     if isinstance(packed, RawActivation):
         return packed if packed.is_unchanged else None
     near = packed.stored.depth < DEEPEST if isinstance(packed.stored, ElementwiseActivation) else True
-    if packed.is_changed or not near or isinstance(packed.stored, OTHER_RECIPES):
+    if packed.is_changed or not near or isinstance(packed.stored, _OTHER_RECIPES):
         return None
     return packed.as_stored()
 
