@@ -74,6 +74,9 @@ WAITING_BYTES = 128 << 20
 MOST_PLACES = 1 << 16
 """Places that are remembered at most: a program that writes its own code anew has new ones in every pass."""
 
+MOST_SMALL = 64
+"""Saves within a call of a module of which small ones have the next pass watched: a loop may grow in each step."""
+
 UNREAD_PASSES = 3
 """Forward passes after which a tensor that no backward has asked for stays exact, without being looked for."""
 
@@ -126,7 +129,7 @@ class Readers:
 
     def meet_small(self, site: Site) -> None:
         """Has this thread's next pass watched if a tensor is new that is too small for codes: a pole may read it."""
-        if self._wanted and site not in self._small:
+        if self._wanted and site.save < MOST_SMALL and site not in self._small:
             self._small.add(site)
             self._own.unknown = True
 
@@ -210,7 +213,8 @@ class Readers:
         self._own.newest.append(weakref.ref(result))
         for saver, field, reading in told_by(node):
             self._change(saver, field, reading)
-        oldest, self._own.looked = self._own.looked, node_number(node)
+        oldest = self._own.looked
+        self._own.looked = max(oldest, node_number(node))
         if (unpack := self._own.unpack) is not None:
             for pole in poles(node, oldest, unpack):
                 self._lead(pole, unpack)

@@ -265,7 +265,7 @@ _POLES = {
 
 _STOPS = (
     *("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution", "Native", "Cudnn", "Fused", "Mean", "Sum", "Var"),
-    *("ScaledDotProduct", "FlashAttention", "EfficientAttention", "Gelu", "Silu"),
+    *("ScaledDotProduct", "FlashAttention", "EfficientAttention", "Gelu", "Silu", "MvBackward", "DotBackward"),
 )
 """What begins the names of nodes behind which no value is small because one before it is: they sum many, or are used as
 activation functions alone."""

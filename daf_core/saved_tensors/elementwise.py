@@ -13,6 +13,7 @@ from daf_core.codecs import ElementwiseActivation, RawActivation
 from daf_core.codecs.gelu_derivative import GELU
 from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import ACTIVATIONS, PRODUCT, VIEWS, SavedTensor
+from daf_core.errors import ModifiedInPlaceError
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.handle import Packed
 from daf_core.saved_tensors.pending import UnpackHook, packed_of
@@ -24,8 +25,8 @@ products would run all steps before each of its steps again."""
 _OTHER_RECIPES = tuple(recipe for recipe in RECIPES if recipe is not ElementwiseActivation)
 """Recipes that no result follows from: it would be computed from what they follow from, and so on."""
 
-GATES = ACTIVATIONS | {"HardsigmoidBackward0", "SigmoidBackward0", "TanhBackward0"}
-"""Nodes of what is multiplied with another tensor in gated layers."""
+_BOUNDED = frozenset(("HardsigmoidBackward0", "SigmoidBackward0", "TanhBackward0"))
+"""Nodes of functions whose results are at most 1."""
 
 _COMPARABLE = ("cpu", "meta")
 """Devices on which all elements are compared in exact mode: a GPU's host would wait for that."""
@@ -41,15 +42,14 @@ _OPERATORS: dict[str, Callable[..., object]] = {
 def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook) -> ElementwiseActivation | None:
     """Returns the recipe for the result of a product or an activation function, if its `node` has saved all it needs.
 
-    Of products, lossy ones are those with a gate: in others an argument's error may be far larger beside the product
-    than that of codes of its own, as where a weight makes up for values that are far larger in some channels.
+    Of products, lossy ones are those with an activation function, as in gated layers, and those with an exact factor
+    of 1 at most. In others an argument's error may be far larger beside the product than that of codes of its own, as
+    where a factor makes up for values that are far larger in some channels.
     """
     if exact and saved.tensor.device.type not in _COMPARABLE:
         return None
     is_product = node.name() == PRODUCT
     if not is_product and node.name() not in ACTIVATIONS:
-        return None
-    if is_product and not exact and not any(_name_of(factor) in GATES for factor, _ in node.next_functions):
         return None
     arguments = list[Packed]()
     for name in ("self", "other") if is_product else ("self",):
@@ -57,6 +57,8 @@ def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook)
         if argument is None:
             return None
         arguments.append(argument)
+    if is_product and not exact and not any(map(_is_gate, node.next_functions, arguments)):
+        return None
     shape = torch.broadcast_shapes(*(argument.shape for argument in arguments))
     if shape.numel() != saved.tensor.numel():
         return None
@@ -66,17 +68,30 @@ def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook)
 def agrees(recipe: ElementwiseActivation, tensor: Tensor) -> bool:
     """Says whether a recipe gives all elements of a tensor."""
     computed = torch.empty_like(tensor)
-    recipe.decode_into(computed)
+    try:
+        recipe.decode_into(computed)
+    except ModifiedInPlaceError:  # of what an argument follows from
+        return False
     return torch.equal(computed, tensor)
 
 
+def _is_gate(factor: tuple[Node, int], packed: Packed) -> bool:
+    """Says whether a factor of a product, given what made it, lets the other one's error through as it is."""
+    made = skip_nodes(factor[0], VIEWS)
+    name = "" if made is None else made.name()
+    return name in ACTIVATIONS or (name in _BOUNDED and not packed.stored.lossy)
+
+
 def _argument(node: Node, name: str, saved: SavedTensor, unpack: UnpackHook) -> Packed | None:
-    """Returns what stands for an argument that a node has saved, if its result may follow from that."""
+    """Returns what stands for an argument that a node has saved, if its result may follow from that.
+
+    A parameter may be another one, or somewhere else, before the product's own backward asks for it.
+    """
     packed = packed_of(node, name, unpack)
     if packed is None or not packed.stored.readable_by_any_op or not serves_reader(packed.stored, saved):
         return None
     if isinstance(packed, RawActivation):
-        return packed if packed.is_unchanged else None
+        return packed if packed.is_unchanged and packed.holder is not None else None
     near = packed.stored.depth < DEEPEST if isinstance(packed.stored, ElementwiseActivation) else True
     if packed.is_changed or not near or isinstance(packed.stored, _OTHER_RECIPES):
         return None
@@ -87,8 +102,3 @@ def _operator(node: Node) -> Callable[..., object]:
     """Returns the operator of a node; it takes what the node has saved, and a tensor for the result as ``out``."""
     name = node.name()
     return partial(torch.ops.aten.gelu.out, approximate=node._saved_approximate) if name == GELU else _OPERATORS[name]
-
-
-def _name_of(node: Node) -> str:
-    made = skip_nodes(node, VIEWS)
-    return "" if made is None else made.name()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 FORMS: dict[str, tuple[Form, int]] = {  # and the results that are computed again
     **{name: (_activated(function), 1) for name, function in ACTIVATIONS.items()},
     **{f"gated {name}": (_gated(function), 2) for name, function in ACTIVATIONS.items()},
-    "gated sigmoid": (_gated(torch.sigmoid), 1),
+    "weighted rows": (lambda layers, inputs: layers.up(inputs) * layers.gate(inputs)[:, :1].sigmoid(), 1),
     "gated halves": (_gated_by_halves, 2),
     "seen otherwise": (lambda layers, inputs: F.silu(layers.gate(inputs)).view(7, 29, WIDTH).view(ROWS, WIDTH), 1),
 }
@@ -74,7 +74,8 @@ FORMS: dict[str, tuple[Form, int]] = {  # and the results that are computed agai
 EXACT_FORMS = {
     **FORMS,
     "product": (lambda layers, inputs: layers.gate(inputs) * layers.up(inputs), 1),
-    "normalization": (_root_mean_square, 2),
+    "gated sigmoid": (_gated(torch.sigmoid), 1),
+    "normalization": (_root_mean_square, 1),
     "in place": (lambda layers, inputs: F.silu(layers.gate(inputs), inplace=True), 1),
     "product in place": (lambda layers, inputs: layers.gate(inputs).mul_(layers.up(inputs)), 1),
 }
@@ -170,9 +171,47 @@ def test_error_is_that_of_codes(form: Form, results: int, bits: int, monkeypatch
 
 
 def test_products_without_a_gate_have_codes_of_their_own() -> None:
-    """Where a weight makes up for large values in some channels, an argument's error is far larger than a code's."""
-    assert "elementwise" not in _train(EXACT_FORMS["product"][0], 8)[1]
-    assert "elementwise" not in _train(EXACT_FORMS["normalization"][0], 8)[1]
+    """Where a factor makes up for large values in some channels, an argument's error is far larger than a code's."""
+    for name in ("product", "normalization", "gated sigmoid"):
+        assert "elementwise" not in _train(EXACT_FORMS[name][0], 8)[1]
+
+
+def test_parameter_may_change_unseen_before_backward() -> None:
+    """As that of a model whose optimizer writes through ``.data``, or lets go of its memory meanwhile."""
+
+    def run(layers: Layers, engine: ActivationEngine | None) -> Tensor:
+        with nullcontext() if engine is None else engine.compress():
+            loss = layers.run(_root_mean_square)
+        layers.scale.data.mul_(2)
+        loss.backward()
+        assert layers.down.weight.grad is not None
+        return layers.down.weight.grad
+
+    layers = Layers()
+    assert torch.equal(run(layers, ActivationEngine(layers, DAFConfig(precision="exact"))), run(Layers(), None))
+
+
+def test_argument_of_an_argument_may_be_changed_in_forward() -> None:
+    """What follows from it is stored then."""
+    kept: list[Tensor] = []
+
+    def form(layers: Layers, inputs: Tensor) -> Tensor:
+        hidden = layers.gate(inputs)
+        product = hidden * layers.up(inputs)
+        kept.append(layers.down(product))  # which shares the product
+        with torch.no_grad():
+            hidden.clamp_(-1, 1)
+        return F.silu(product)
+
+    def run(layers: Layers, engine: ActivationEngine | None) -> Tensor:
+        with nullcontext() if engine is None else engine.compress():
+            loss = layers.run(form)
+        loss.backward(inputs=[layers.down.weight])
+        assert layers.down.weight.grad is not None
+        return layers.down.weight.grad
+
+    layers = Layers()
+    assert torch.equal(run(layers, ActivationEngine(layers, DAFConfig(precision="exact"))), run(Layers(), None))
 
 
 def _changed(layers: Layers, inputs: Tensor) -> Tensor:
