@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.readers import patterns
 from tests.core.harness import error, gradients, normal
 
 CLASSES = 200
@@ -86,6 +87,24 @@ def test_quotient_of_single_numbers_is_none() -> None:
         loss = probabilities.square()[0, 0] / torch.tensor(512.0)
     loss.backward()
     assert engine.finish_step().stored_as["planes"] == 2
+
+
+def test_each_node_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where functions return results that are older, as ``contiguous`` does of what a loop reads again."""
+    looked = list[object]()
+
+    def noted(node: object, _large: object) -> bool:
+        looked.append(node)
+        return False
+
+    monkeypatch.setattr(patterns, "has_pole", noted)
+    layer = nn.Linear(64, 64)
+    with ActivationEngine(layer, DAFConfig(precision=8)).compress():
+        memory = layer(normal(128, 64))
+        state = memory * 2
+        for _ in range(100):
+            state = (state + memory.contiguous()).tanh()
+    assert len(looked) < 300
 
 
 class Attention(nn.Module):
