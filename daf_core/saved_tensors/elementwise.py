@@ -22,9 +22,6 @@ DEEPEST = 2
 """Operators that follow one another at most when a result is decoded, as in gated layers and normalizations: a loop of
 products would run all steps before each of its steps again."""
 
-_OTHER_RECIPES = tuple(recipe for recipe in RECIPES if recipe is not ElementwiseActivation)
-"""Recipes that no result follows from: it would be computed from what they follow from, and so on."""
-
 _BOUNDED = frozenset(("HardsigmoidBackward0", "SigmoidBackward0", "TanhBackward0"))
 """Nodes of functions whose results are at most 1."""
 
@@ -92,10 +89,10 @@ def _argument(node: Node, name: str, saved: SavedTensor, unpack: UnpackHook) -> 
         return None
     if isinstance(packed, RawActivation):
         return packed if packed.is_unchanged and packed.holder is not None else None
-    near = packed.stored.depth < DEEPEST if isinstance(packed.stored, ElementwiseActivation) else True
-    if packed.is_changed or not near or isinstance(packed.stored, _OTHER_RECIPES):
-        return None
-    return packed.as_stored()
+    stored = packed.stored
+    # What follows from another recipe would be computed from what that follows from, and so on.
+    deep = stored.depth >= DEEPEST if isinstance(stored, ElementwiseActivation) else isinstance(stored, RECIPES)
+    return None if packed.is_changed or deep else packed.as_stored()
 
 
 def _operator(node: Node) -> Callable[..., object]:
