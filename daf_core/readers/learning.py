@@ -31,7 +31,7 @@ from daf_core.autograd.torch_private import (
     packed_for,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, poles, product_input
+from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, nodes_since, poles, product_input
 from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
 from daf_core.readers.sharpness import (
     Looks,
@@ -227,15 +227,11 @@ class Readers:
                 waiting.settle(self._learn(place, reading))
 
     def _look_through(self, node: Node, unresolved: dict[int, list[Waiting]]) -> None:
-        oldest, seen, pending = min(unresolved), set[int](), [node]
-        while pending and unresolved:
-            node = pending.pop()
-            if node is None or is_leaf_node(node) or (number := node_number(node)) < oldest or number in seen:
-                continue
-            seen.add(number)
-            if number in unresolved:
-                self._resolve(node, unresolved.pop(number))
-            pending += [following for following, _ in node.next_functions]
+        for each in nodes_since(node, min(unresolved)):
+            if (number := node_number(each)) in unresolved:
+                self._resolve(each, unresolved.pop(number))
+            if not unresolved:
+                return
 
     def wait(
         self, saved: Saved, sighting: Sighting, packed: object, unpack: Unpack, again: StoreAgain, room: int

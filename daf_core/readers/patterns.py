@@ -104,21 +104,27 @@ def width_of_scores(probabilities: Node, unpack: Unpack) -> int | None:
     return None
 
 
+def nodes_since(newest: Node, number: int) -> Iterator[Node]:
+    """Yields the nodes from a number on that lead to the newest one, which is the first of them, each once."""
+    seen, pending = set[int](), [newest]
+    while pending:
+        node = pending.pop()
+        if node is None or is_leaf_node(node) or (own := node_number(node)) < number or own in seen:
+            continue
+        seen.add(own)
+        yield node
+        pending += [following for following, _ in node.next_functions]
+
+
 def poles(newest: Node, oldest: int, unpack: Unpack) -> Iterator[Node]:
     """Yields nodes with poles that lead to the newest one and have larger numbers than the oldest, whatever they save.
 
     Where a node saves large values it is found when these are seen. Others save small ones alone, as the logarithm of
     one probability a row.
     """
-    seen, pending = {newest}, [newest]
-    for node in pending:
+    for node in nodes_since(newest, oldest + 1):
         if _has_several(node) and has_pole(node, partial(is_large, node, unpack)):
             yield node
-        for following, _ in node.next_functions:
-            if following is None or following in seen or is_leaf_node(following) or node_number(following) <= oldest:
-                continue
-            seen.add(following)
-            pending.append(following)
 
 
 def _has_several(node: Node) -> bool:

@@ -35,6 +35,14 @@ def _contrast(similar: Tensor, targets: Tensor) -> Tensor:
     return -(similar.gather(1, targets[:, None])[:, 0] / similar.sum(1)).log().mean()
 
 
+def _without_pole(scores: Tensor, _targets: Tensor) -> Tensor:
+    return (scores.softmax(-1) + scores.exp() / 1e6).square().mean()
+
+
+def _logarithms(scores: Tensor, _targets: Tensor) -> Tensor:
+    return -(scores.softmax(-1) + 1e-9).log().mean()
+
+
 def _errors(losses: Sequence[Loss], rows: Sequence[int], precision: object = 8) -> list[float]:
     """Returns the error of the gradient in each step, with its loss and its rows."""
     torch.manual_seed(0)
@@ -63,8 +71,7 @@ def test_gradient_is_right_from_the_first_step_on(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_pole_that_comes_later_is_learned(loss: Loss) -> None:
     """While the model trains, within two steps."""
-    other: Loss = lambda scores, targets: (scores.softmax(-1) + scores.exp() / 1e6).square().mean()  # noqa: E731
-    found = _errors([other] * 3 + [loss] * 4, [512] * 7)
+    found = _errors([_without_pole] * 3 + [loss] * 4, [512] * 7)
     assert max(found[:3] + found[5:]) < 0.01
 
 
@@ -72,8 +79,7 @@ def test_pole_that_comes_later_is_learned(loss: Loss) -> None:
 @pytest.mark.parametrize("precision", [8, 4])
 def test_first_batch_may_be_too_small_for_codes(rows: int, precision: int) -> None:
     """From 4096 elements on a reader is learned, but what is hardly larger takes no fewer bytes in codes."""
-    loss: Loss = lambda scores, _: -(scores.softmax(-1) + 1e-9).log().mean()  # noqa: E731
-    found = _errors([loss] * 5, [rows + 1, 512, 512, 512, 512], precision)
+    found = _errors([_logarithms] * 5, [rows + 1, 512, 512, 512, 512], precision)
     assert max(found) < (0.01 if precision == 8 else 0.2)
 
 
