@@ -43,7 +43,7 @@ def find_gelu(module: nn.Module) -> Activation | None:
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return None
     try:
-        own = _probe(module)
+        own = _probe(module.forward)
     except Exception:  # whatever a stranger's module raises, it is none that takes a tensor alone
         return None
     return next((form for form in FORMS if _agrees(own, _probe(form))), None)

@@ -15,12 +15,13 @@ from daf_core.rewrites.causal_lm import find_head, rewrite_loss
 from daf_core.rewrites.gated import find_gate, rewrite_gated
 from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
 
+GELU = "gelu"
 LOSS = "causal-lm-loss"
 
 KINDS = frozenset(
     {
         "attention-dropout",  # a mask of one byte; probabilities are computed again in backward
-        "gelu",  # one operator, which saves its input alone
+        GELU,  # one operator, which saves its input alone
         "gated-mlp",  # the gate's activation is computed again in backward
         LOSS,  # computed in chunks, so that the logits never exist as a whole in training
     }
@@ -62,8 +63,8 @@ def _find(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, str, 
     names = {module: name for name, module in modules}
     heads: set[nn.Module] = set()
     for name, module in modules:
-        if "gelu" in kinds and (form := find_gelu(module)) is not None:
-            yield "gelu", name, partial(rewrite_gelu, module, form)
+        if GELU in kinds and (form := find_gelu(module)) is not None:
+            yield GELU, name, partial(rewrite_gelu, module, form)
         if "gated-mlp" in kinds and (gate := find_gate(module)) is not None:
             yield "gated-mlp", name, partial(rewrite_gated, module, gate)
         if "attention-dropout" in kinds and drops_attention(module):

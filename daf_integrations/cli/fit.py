@@ -24,8 +24,8 @@ from daf_core.plan.cost.measure import measure
 from daf_core.plan.observe.meter import TensorMeter
 from daf_core.plan.run.runner import described
 from daf_core.plan.search.planner import least_budget
-from daf_core.rewrites.loss_option import chunk_loss
 from daf_core.rewrites.registry import OperatorRewrites
+from daf_core.rewrites.while_training import rewrite_model
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.table import Context, unsupported_reasons
 from daf_integrations.cli.bench.methods import open_method
@@ -130,9 +130,9 @@ def checkpointing(model: nn.Module) -> Generator[Counts]:
 
 @contextmanager
 def compressed(model: nn.Module, bits: Precision) -> Generator[Counts]:
-    """DAF stores all activations in so many bits, and computes a language model's loss in chunks."""
+    """DAF stores all activations in so many bits, and rewrites what any training does."""
     config = DAFConfig(precision=bits, packing="device")
-    undo = chunk_loss(config, model)
+    undo = rewrite_model(config, model)
     engine = ActivationEngine(model, config)
     known = 0
 
@@ -147,8 +147,7 @@ def compressed(model: nn.Module, bits: Precision) -> Generator[Counts]:
         yield count
     finally:
         engine.close()
-        if undo is not None:
-            undo()
+        undo()
 
 
 @contextmanager

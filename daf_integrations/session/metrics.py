@@ -107,8 +107,8 @@ def _elastic_mean(name: str) -> Callable[[RunTotals], float | None]:
 
 METRICS = {
     "daf/raw_mb": Metric(
-        "Megabytes of saved activations that plain training keeps; with a budget for steps, less what rewritten "
-        "operators, such as a loss in chunks, do not save, but with what a plan recomputes.",
+        "Megabytes of saved activations that plain training keeps, less what rewritten operators (a loss in chunks, "
+        "GELU) do not save, but with what a plan recomputes.",
         _mb("raw_bytes"),
     ),
     "daf/held_mb": Metric("Megabytes that were held instead.", _mb("held_bytes")),

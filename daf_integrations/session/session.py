@@ -21,8 +21,7 @@ from daf_core.elastic.schedule import ElasticStep
 from daf_core.elastic.training import ElasticTraining
 from daf_core.plan.plan_file import open_plan_file
 from daf_core.plan.run.runner import StepRunner
-from daf_core.rewrites.frozen_inputs import release_frozen_inputs
-from daf_core.rewrites.loss_option import chunk_loss
+from daf_core.rewrites.while_training import rewrite_model
 from daf_integrations.session.audits import Audits
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.report import describe, render, title
@@ -122,10 +121,8 @@ class DAFSession:
         try:
             if learned is not None:
                 engine.load_state_dict(learned)
-            undo.callback(release_frozen_inputs(model))
+            undo.callback(rewrite_model(self.config, model, called))
             plan_file = open_plan_file(self.config, model, lambda: self.totals.steps)
-            if (undo_chunks := chunk_loss(self.config, called)) is not None:
-                undo.callback(undo_chunks)
             if self.config.elastic is not None:
                 self._elastic = ElasticTraining(model, called, engine, self.config.elastic, plan_file=plan_file)
                 undo.callback(self._elastic.close)
