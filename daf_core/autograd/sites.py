@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from daf_core.autograd.torch_private import ForwardHooks, is_compiled, running_modules, skip_dynamo
+from daf_core.autograd.torch_private import ForwardHooks, is_compiled, running_modules, saving_node, skip_dynamo
 from daf_core.state_checks import count as checked_count
 
 _NORMALIZATIONS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -46,6 +46,14 @@ class Site(NamedTuple):
         if not (isinstance(module, str) and isinstance(op, str)):
             raise ValueError(f"{values!r} names no site")
         return cls(module, op, checked_count(save))
+
+
+class Dropout(NamedTuple):
+    """An operator that multiplies with a mask."""
+
+    number: int  # of its node, as `node_number` gives it
+    argument: weakref.ref[Tensor]
+    dtype: torch.dtype  # that of the argument
 
 
 _numbers = count()
@@ -91,6 +99,7 @@ class ModuleScopes(threading.local):
         self._followed: Mapping[int, Followed] = {}
         self._kept: Mapping[str, bool] = {}
         self._normalized: deque[weakref.ref[Tensor]] = deque(maxlen=NORMALIZED)
+        self.dropout: Dropout | None = None  # the latest one, if its argument was unchanged
 
     def __reduce__(self) -> tuple[type[ModuleScopes], tuple[()]]:
         """Copies as a new one: a copy of the model, whose hooks hold this, is followed by nobody."""
@@ -161,6 +170,12 @@ class ModuleScopes(threading.local):
         """The latest results of normalizations that still exist, the newest first."""
         results = [reference() for reference in reversed(self._normalized)]
         return [result for result in results if result is not None]
+
+    def drops(self, argument: object) -> None:
+        """A dropout saves its mask."""
+        self.dropout = None
+        if type(argument) is Tensor and not argument._version:
+            self.dropout = Dropout(saving_node(), weakref.ref(argument), argument.dtype)
 
     def leave(self, normalized: object = None) -> None:
         """The innermost module's forward ended; `normalized` is its result, if others may follow from that."""

@@ -13,35 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from daf_core.autograd.nodes import DERIVABLE, LOW_PRECISION
 from daf_core.autograd.sites import ModuleScopes, Site
-from daf_core.autograd.torch_private import Node, is_being_saved, skip_nodes
+from daf_core.autograd.torch_private import Node, is_being_saved
+from daf_core.readers.arguments import dropped_before, origin_of
 from daf_core.readers.attention import KERNELS, can_attend_again
-from daf_core.readers.places import Place, input_of_linear
+from daf_core.readers.places import Place
 from daf_core.readers.table import Reading
 from daf_core.readers.waiting import Sighting
-
-VIEWS = frozenset(
-    ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0")
-)
-"""Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
-
-CAST = "ToCopyBackward0"
-"""The node that changes a tensor's type, and perhaps its device."""
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""Types of half precision, which autocast casts to."""
-
-PRODUCT = "MulBackward0"
-"""The node of a product, element by element."""
-
-DROPOUTS = frozenset((PRODUCT, "NativeDropoutBackward0"))
-"""Nodes of dropouts in training: that of CPUs is a product with a mask that it draws, that of GPUs saves bools."""
-
-ACTIVATIONS = frozenset(("GeluBackward0", "HardswishBackward0", "MishBackward0", "SiluBackward0"))
-"""Nodes of activation functions that save their argument, and whose slopes are at most 1.2."""
-
-DERIVABLE = VIEWS | DROPOUTS | ACTIVATIONS | {"ReluBackward0", "NativeLayerNormBackward0", CAST}
-"""Nodes whose results may follow from what is stored (`daf_core.saved_tensors.derive`)."""
 
 
 class TensorKind(enum.Enum):
@@ -87,11 +66,21 @@ class SavedTensor:
     fetch: Callable[[Tensor], Tensor] | None = None
     # Name of the codec that a calibration has chosen for its site; None where it has chosen none.
     codec: str | None = None
+    argument: Argument | None = None  # what it was made of; None where that is gone, or of no use
 
     @property
     def takes_approximations(self) -> bool:
         """Whether it may be stored in few bits, as far as is known of its reader."""
         return self.form is TensorKind.LOSSY and (self.reading is None or self.reading.takes_approximations)
+
+
+@dataclass(slots=True)
+class Argument:
+    """What the input of a linear layer was made of; see `Origin`."""
+
+    saved: SavedTensor  # it, as if the layer saved it
+    dtype: torch.dtype
+    dropout: Node
 
 
 def capture(
@@ -103,25 +92,17 @@ def capture(
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
         living = scopes.normalized
         if tensor.dtype in LOW_PRECISION:
-            living += _dropped_before(node, frame)
+            living += dropped_before(node, frame)
         results = [LivingResult(each.grad_fn, each._version, each.shape) for each in living]
     reference = weakref.ref(tensor)
     reading = sighting.reading
     attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
-    return SavedTensor(
+    saved = SavedTensor(
         tensor.detach(), reference, tensor._version, node, form, site, sighting.place, reading, normalizes, attends,
         results,
     )  # fmt: skip
-
-
-def _dropped_before(node: Node, frame: FrameType | None) -> list[Tensor]:
-    """Returns what a dropout has given to the cast that has made what `node` has, as autocast's in a linear layer.
-
-    Nobody saves it, but the layer has it. To ask any other tensor for its node may make that anew, in another order.
-    """
-    made = skip_nodes(node, VIEWS)
-    source: Node = made.next_functions[0][0] if made is not None and made.name() == CAST else None
-    if source is None or source.name() not in DROPOUTS:
-        return []
-    value = input_of_linear(frame)
-    return [value] if type(value) is Tensor and value.grad_fn is source else []
+    origin = None if form is not TensorKind.LOSSY or tensor._version else origin_of(node, scopes, frame)
+    if origin is not None:
+        known = capture(origin.tensor, form, site, sighting, normalizes, scopes)
+        saved.argument = Argument(known, origin.dtype, origin.dropout)
+    return saved

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils import checkpoint
 
 from daf_core.autograd.functions import apply
 from daf_core.autograd.sites import ModuleCall
-from daf_core.autograd.torch_private import MODULE_CALLS
+from daf_core.autograd.torch_private import MODULE_CALL, MODULE_CALLS
 from daf_core.readers.watch import unwatched
 
 _CHECKPOINT = checkpoint.__file__
@@ -21,7 +23,14 @@ _WRITES_LATE = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noi
 """Operators that write what they have saved: a randomized ReLU saves its noise, and fills it then. By torch 2.13's
 schemas no other operator that can be differentiated writes an argument that is neither its result nor a buffer."""
 
-_LINEAR: CodeType = nn.Linear.forward.__code__
+LINEAR: CodeType = nn.Linear.forward.__code__
+"""Code of the function that saves the input of a linear layer."""
+
+DROPOUT: CodeType = functional.dropout.__code__
+"""Code of the function that saves the mask of a dropout, also that of a module."""
+
+ENCLOSING = 3
+"""Modules around a function whose inputs are looked at: a linear layer, an adapter that has it, and what has that."""
 
 _APPLY: tuple[CodeType | None, ...] = (
     getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None),
@@ -93,13 +102,31 @@ def is_written_late(tensor: Tensor, frame: FrameType | None) -> bool:
     return function is not None and not _WRITES_LATE.isdisjoint(function.f_code.co_names)
 
 
-def input_of_linear(frame: FrameType | None) -> object:
-    """Returns the input of the linear layer whose forward is the innermost function; None where that is another one.
+def runs(code: CodeType, frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost function, where `frame` is, if it has this code."""
+    function = unwatched(frame)
+    return function if function is not None and function.f_code is code else None
+
+
+def input_of(code: CodeType, frame: FrameType | None) -> object:
+    """Returns the input of a linear layer or a dropout whose function has this code, if it is the innermost one.
 
     Others are not asked for their variables: up to Python 3.12 that keeps all of them until the function ends.
     """
-    function = unwatched(frame)
-    return function.f_locals.get("input") if function is not None and function.f_code is _LINEAR else None
+    function = runs(code, frame)
+    return None if function is None else function.f_locals.get("input")
+
+
+def inputs_of_modules(frame: FrameType | None) -> Iterator[object]:
+    """Yields the inputs of the innermost modules that a function is part of."""
+    found = 0
+    while frame is not None and found < ENCLOSING:
+        if frame.f_code is MODULE_CALL:
+            found += 1
+            variables = frame.f_locals
+            yield from variables["args"]
+            yield from variables["kwargs"].values()
+        frame = frame.f_back
 
 
 def function_that_saves(frame: FrameType | None) -> type | None:

@@ -73,13 +73,13 @@ class BackgroundPacker:
     def admits(self, saved: SavedTensor) -> bool:
         """Says whether the worker may pack a tensor, after waiting for others if need be; if not, none is pending.
 
-        What a ReLU saves is recognized by what exists at that moment.
+        What a ReLU saves is recognized by what exists at that moment, and a dropout's argument is read then.
 
         Raises:
             Exception: Packing one of the others failed.
         """
         size, device = saved.tensor.untyped_storage().nbytes(), saved.tensor.device
-        possible = (device == CPU or device in self._pagers.links) and saved.site.op != RELU
+        possible = (device == CPU or device in self._pagers.links) and saved.site.op != RELU and saved.argument is None
         pager = self._pagers.on(device)
         while self._window and possible and not self._fits(size, pager):
             self._settle_oldest()

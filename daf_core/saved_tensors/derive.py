@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from daf_core.autograd.nodes import ACTIVATIONS, CAST, DERIVABLE, DROPOUTS, LOW_PRECISION, PRODUCT, VIEWS
 from daf_core.autograd.torch_private import Node, leaf_of, skip_nodes
 from daf_core.codecs import (
     AttendedActivation,
@@ -27,16 +28,7 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.raw import each_nth
 from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
-from daf_core.codecs.saved_tensor import (
-    ACTIVATIONS,
-    CAST,
-    DERIVABLE,
-    DROPOUTS,
-    LOW_PRECISION,
-    PRODUCT,
-    VIEWS,
-    SavedTensor,
-)
+from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.elementwise import agrees, elementwise
@@ -93,6 +85,19 @@ class Derivation:
             product = self._product(node, saved, dtype, exact) or elementwise(node, saved, exact, self._unpack)
             return product if product is not None or exact else self._scaled(node, saved, dtype)
         return None if exact else self._layer_normalized(node, saved, dtype)
+
+    def of_argument(self, saved: SavedTensor, stored: StoredActivation) -> StoredActivation | None:
+        """Returns the recipe for a tensor of whose `argument` something is stored."""
+        argument = saved.argument
+        assert argument is not None
+        recipe = _in_type(stored, argument.saved.tensor.dtype, argument.dtype)
+        if argument.dropout is not None:
+            masked = self._masked(argument.dropout, recipe, saved.tensor, argument.dtype)
+            if masked is None:
+                return None
+            recipe = masked
+        recipe = _in_type(recipe, argument.dtype, saved.tensor.dtype)
+        return recipe if _agree(saved.tensor, recipe) else None
 
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:
         """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.
@@ -195,17 +200,20 @@ class Derivation:
 
     def _product(self, node: Node, saved: SavedTensor, dtype: torch.dtype, exact: bool) -> ProductActivation | None:
         """Returns the recipe for the result of a dropout: a product with a mask, which `node` has saved."""
-        source, name, scale = skip_nodes(node.next_functions[0][0], VIEWS), "other", None
-        if source is None:
-            return None
+        source = skip_nodes(node.next_functions[0][0], VIEWS)
+        factor = None if source is None else self._result(source, saved, dtype, exact)
+        return None if factor is None else self._masked(node, factor, saved.tensor, dtype)
+
+    def _masked(
+        self, node: Node, factor: StoredActivation, like: Tensor, dtype: torch.dtype
+    ) -> ProductActivation | None:
+        """Returns the recipe for the product of an activation of a type, as long as `like`, and a dropout's mask."""
+        name, scale = "other", None
         if node.name() != PRODUCT:
-            name, scale = "result1", _dropout_scale(node._saved_p, saved.tensor.device, dtype)
+            name, scale = "result1", _dropout_scale(node._saved_p, like.device, dtype)
         elif node.next_functions[1][0] is not None:
             return None
-        factor = self._result(source, saved, dtype, exact)
-        if factor is None:
-            return None
-        mask = self._source(node, name, saved.tensor, dtype if scale is None else torch.bool)
+        mask = self._source(node, name, like, dtype if scale is None else torch.bool)
         return ProductActivation(factor, mask, scale) if isinstance(mask, BitmaskActivation | RawActivation) else None
 
     def _scaled(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> ScaledActivation | None:
@@ -299,6 +307,11 @@ def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:
         if result.node is saved.node:  # the ReLU was in place too
             return result.version == in_place + 1
     return False
+
+
+def _in_type(stored: StoredActivation, before: torch.dtype, dtype: torch.dtype) -> StoredActivation:
+    """Returns what stands for an activation of a type in another one."""
+    return stored if before is dtype else CastActivation(stored, before, dtype)
 
 
 def _sums(stored: StoredActivation) -> int:

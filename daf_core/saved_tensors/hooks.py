@@ -29,7 +29,7 @@ from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
-from daf_core.readers.places import calling_frame, is_written_late
+from daf_core.readers.places import DROPOUT, calling_frame, input_of, is_written_late
 from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting, saver_of
 from daf_core.saved_tensors.attention_again import AttentionAgain
@@ -166,6 +166,8 @@ class Packer:
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
         if form is TensorKind.PARAMETER or in_backward():
             return None
+        if (argument := input_of(DROPOUT, frame)) is not None:
+            self.scopes.drops(argument)
         self.readers.show(tensor.grad_fn)
         kept = call.kept or is_written_late(tensor, frame)
         site, form = call.next_site(tensor), TensorKind.RAW if kept else form
@@ -204,7 +206,7 @@ class Packer:
         if background is None and look.form is TensorKind.RAW:  # whoever reads it
             return self._store.keep(tensor, look.site)
         saved = capture(tensor, form, look.site, sighting, look.reads_rows, self.scopes, frame)
-        waiting = replace(saved) if sighting.fresh and form is TensorKind.LOSSY else None
+        waiting = replace(saved, argument=None) if sighting.fresh and form is TensorKind.LOSSY else None
         if background is not None and background.admits(saved):
             packed = background.send(saved)
         else:

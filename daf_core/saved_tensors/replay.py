@@ -21,6 +21,7 @@ from daf_core.codecs import RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.readers.attention import KERNELS
+from daf_core.readers.places import DROPOUT, input_of
 from daf_core.saved_tensors.recording import Decision, Look, Recordings, Save
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class Replay:
                     return RawActivation(tensor, None)
             return self._leave(at, tensor, frame)
         started = time.perf_counter()
+        if frame.f_code is DROPOUT:
+            self._packer.scopes.drops(input_of(DROPOUT, frame))
         node, shape = tensor.grad_fn, tensor.shape
         for save in at.following:
             if save.look is None:

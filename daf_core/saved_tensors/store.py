@@ -38,6 +38,7 @@ from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.table import SOFTMAXES, Kind, Reading
+from daf_core.saved_tensors.arguments import Arguments
 from daf_core.saved_tensors.dedup import MetStorage, groups_otherwise, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.direct import Derive, Direct, Shelf
@@ -69,6 +70,7 @@ class ActivationStore:
         self._recorder = recorder
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
+        self._arguments = Arguments(self._sharing, None if self._exact else self._encode, self._keep)
         self._common = CommonRows()
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:
@@ -79,6 +81,7 @@ class ActivationStore:
         """Ends a forward pass; may be called again."""
         self._common.passes += bool(self._sharing.met)
         self._sharing.clear()
+        self._arguments.clear()
         self.shelf.unsaved.clear()
 
     @property
@@ -318,7 +321,9 @@ class ActivationStore:
             return None
         if saved.attends and not self._exact:
             return derivation.attended(saved) or derivation.derive(saved, self._exact)
-        return derivation.derive(saved, self._exact) if saved.takes_approximations else None
+        if not saved.takes_approximations:
+            return None
+        return derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation)
 
     def _encode(
         self, saved: SavedTensor, geometry: Geometry, derivation: Derivation, require_finite: bool = True

@@ -1,0 +1,317 @@
+"""Inputs of several linear layers that are dropped or cast from one tensor, of which one copy is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf_core import ActivationEngine, DAFConfig
+from tests.core.harness import assert_empty, error, normal
+
+ROWS, WIDTH = 192, 320
+
+
+class Adapter(nn.Module):
+    """A layer with an input of its own, as adapters have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, make: Callable[[Tensor], Tensor], *_: Tensor) -> Tensor:
+        return self.linear(make(x)).float()
+
+
+class Model(nn.Module):
+    """Adapters on a sum, which nobody else saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, WIDTH)
+        self.adapters = nn.ModuleList(Adapter() for _ in range(3))
+        self.last = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+
+    def begin(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the sum."""
+        inputs = normal(ROWS, 64, seed=1)
+        return (self.first(inputs) + normal(ROWS, WIDTH, seed=2)).to(dtype)
+
+    def loss(self, form: Callable[[Model], Tensor]) -> Tensor:
+        """Returns the loss of what the adapters give in some form."""
+        return self.last(form(self)).square().mean()
+
+
+Form = Callable[[Model], Tensor]
+
+
+def _adapted(make: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32, half: bool = False) -> Form:
+    def form(model: Model) -> Tensor:
+        x = model.begin(dtype) * 1
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            return torch.stack([adapter(x, make) for adapter in model.adapters])
+
+    return form
+
+
+def _dropped(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.25)
+
+
+FORMS = {
+    "dropped": _adapted(_dropped),
+    "dropped, then cast": _adapted(_dropped, half=True),
+    "cast, then dropped": _adapted(lambda x: _dropped(x.float()), torch.bfloat16),
+    "cast": _adapted(Tensor.float, torch.bfloat16),
+    "cast by autocast": _adapted(lambda x: x, half=True),
+    "cast, then cast by autocast": _adapted(Tensor.float, torch.bfloat16, half=True),
+    "cast, dropped, cast": _adapted(lambda x: _dropped(x.float()), torch.bfloat16, half=True),
+    "dropped, seen otherwise": _adapted(lambda x: _dropped(x.view(2, -1, WIDTH)).view(ROWS, WIDTH)),
+}
+
+
+def _gradients(
+    form: Form, precision: object = None, steps: int = 3, packing: str = "device"
+) -> tuple[list[Tensor], int]:
+    """Returns the gradients, and the bytes that are held; without a precision those of plain training."""
+    model = Model()
+    engine = None
+    if precision is not None:
+        engine = ActivationEngine(model, DAFConfig.from_dict({"precision": precision, "packing": packing}))
+    held = 0
+    for _ in range(1 if engine is None else steps):  # the later ones are replayed
+        model.zero_grad()
+        torch.manual_seed(3)
+        if engine is None:
+            model.loss(form).backward()
+            continue
+        with engine.compress():
+            loss = model.loss(form)
+        held = engine.held_bytes
+        loss.backward()
+        del loss
+        assert_empty(engine)
+        engine.finish_step()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], held
+
+
+def _without_arguments(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("daf_core.saved_tensors.store.Arguments.recipe", lambda *_: None)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("precision", [8, 4, 2])
+def test_one_copy_is_stored_of_what_all_are_made_of(
+    precision: int, steps: int, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = _gradients(form)
+    found, held = _gradients(form, precision, steps)
+    _without_arguments(monkeypatch)
+    each, held_of_each = _gradients(form, precision, steps)
+    assert held_of_each - held > 1.9 * ROWS * WIDTH * precision // 8
+    assert error(found, expected) < 1.2 * error(each, expected) + 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_are_the_same_in_exact_mode(steps: int, form: Form) -> None:
+    found, _ = _gradients(form, "exact", steps)
+    assert all(map(torch.equal, found, _gradients(form)[0]))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_worker_stores_the_same(form: Form) -> None:
+    found, held = _gradients(form, 4, packing="workers")
+    expected, at_once = _gradients(form, 4)
+    assert held == at_once
+    assert all(map(torch.equal, found, expected))
+
+
+def _saved_too(model: Model) -> Tensor:
+    """Another operator saves the sum."""
+    x = model.begin()
+    return model.adapters[0](x, _dropped) + model.adapters[1](x, _dropped) + model.adapters[2](x, lambda x: x)
+
+
+def test_what_is_saved_itself_serves_the_others() -> None:
+    """In exact mode, too, where nothing is kept that nobody saves."""
+    first = _gradients(lambda model: _saved_too(model), "exact")
+    assert all(map(torch.equal, first[0], _gradients(_saved_too)[0]))
+
+    def reversed_order(model: Model) -> Tensor:
+        x = model.begin()
+        return model.adapters[2](x, lambda x: x) + model.adapters[0](x, _dropped) + model.adapters[1](x, _dropped)
+
+    found, held = _gradients(reversed_order, "exact")
+    assert all(map(torch.equal, found, _gradients(reversed_order)[0]))
+    assert first[1] - held > 1.9 * 4 * ROWS * WIDTH
+
+
+def _gated(model: Model) -> Tensor:
+    """What is dropped follows from what two operators have saved."""
+    wide = model.begin()
+    gate, up = F.silu(wide), wide * 2
+    x = gate * up
+    return torch.stack([adapter(x, _dropped) for adapter in model.adapters])
+
+
+def test_what_follows_takes_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it in exact mode."""
+    expected, _ = _gradients(_gated)
+    found, held = _gradients(_gated, "exact")
+    assert all(map(torch.equal, found, expected))
+    lossy, held_in_few_bits = _gradients(_gated, 4)
+    _without_arguments(monkeypatch)
+    each, held_of_each = _gradients(_gated, 4)
+    assert held_of_each - held_in_few_bits > 2.9 * ROWS * WIDTH // 2
+    assert error(lossy, expected) < 1.2 * error(each, expected)
+    assert _gradients(_gated, "exact")[1] - held > 2.9 * ROWS * WIDTH * 4
+
+
+def _argument_changed_before_its_layer(model: Model) -> Tensor:
+    x = model.begin() * 1
+
+    def make(x: Tensor) -> Tensor:
+        dropped = _dropped(x)
+        with torch.no_grad():
+            x.mul_(3)
+        return dropped
+
+    return torch.stack([adapter(x, make) for adapter in model.adapters])
+
+
+def _result_changed(model: Model) -> Tensor:
+    x = model.begin() * 1
+
+    def make(x: Tensor) -> Tensor:
+        dropped = _dropped(x)
+        with torch.no_grad():
+            dropped[:, :9].mul_(3)
+        return dropped
+
+    return torch.stack([adapter(x, make) for adapter in model.adapters])
+
+
+def _result_changed_before_a_cast(model: Model) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return _result_changed(model)
+
+
+def _cast_changed(model: Model) -> Tensor:
+    x = model.begin(torch.bfloat16) * 1
+
+    def make(x: Tensor) -> Tensor:
+        wide = x.float()
+        with torch.no_grad():
+            wide[:, :9].mul_(3)
+        return _dropped(wide)
+
+    return torch.stack([adapter(x, make) for adapter in model.adapters])
+
+
+def _input_changed_after_its_cast(model: Model) -> Tensor:
+    x = model.begin(torch.bfloat16) * 1
+
+    def make(x: Tensor) -> Tensor:
+        wide = x.float()
+        with torch.no_grad():
+            x[:, :9].mul_(3)
+        return _dropped(wide)
+
+    return torch.stack([adapter(x, make) for adapter in model.adapters])
+
+
+def _changed_between_layers(model: Model) -> Tensor:
+    x, results = model.begin() * 1, list[Tensor]()
+    for adapter in model.adapters:
+        results.append(adapter(x, _dropped))
+        with torch.no_grad():
+            x[:, :9].mul_(3)
+    return torch.stack(results)
+
+
+def _added_to_between_layers(model: Model) -> Tensor:
+    x, results = model.begin() * 1, list[Tensor]()
+    for adapter in model.adapters:
+        results.append(adapter(x, _dropped))
+        x += results[-1].sum(-1, keepdim=True)
+    return torch.stack(results)
+
+
+def _another_result_of_the_same_node(model: Model) -> Tensor:
+    """The modules' input is one half of a tensor, and what is cast the other one."""
+    x = model.begin(torch.bfloat16) * 1
+    one, other = x.split(ROWS // 2)
+    return torch.stack([adapter(one, lambda _: _dropped(other.float())) for adapter in model.adapters])
+
+
+def _another_dropout(model: Model) -> Tensor:
+    """The latest dropout is not the one whose result the layer gets."""
+    x = model.begin() * 1
+
+    def make(x: Tensor) -> Tensor:
+        dropped = _dropped(x * 2)
+        _dropped(x)
+        return dropped
+
+    return torch.stack([adapter(x, make) for adapter in model.adapters])
+
+
+def _dropped_twice(model: Model) -> Tensor:
+    x = model.begin() * 1
+    return torch.stack([adapter(x, lambda x: _dropped(_dropped(x))) for adapter in model.adapters])
+
+
+def _dropped_in_place(model: Model) -> Tensor:
+    x = model.begin() * 1
+    return torch.stack([adapter(x, lambda x: F.dropout(x * 1, 0.25, inplace=True)) for adapter in model.adapters])
+
+
+def _not_finite(model: Model) -> Tensor:
+    x = torch.where(normal(ROWS, WIDTH, seed=5) > 3, torch.inf, model.begin())
+    return torch.stack([adapter(x, _dropped) for adapter in model.adapters]).nan_to_num(0, 0, 0)
+
+
+HARD_FORMS = [
+    _argument_changed_before_its_layer,
+    _result_changed,
+    _result_changed_before_a_cast,
+    _cast_changed,
+    _input_changed_after_its_cast,
+    _changed_between_layers,
+    _added_to_between_layers,
+    _another_result_of_the_same_node,
+    _another_dropout,
+    _dropped_twice,
+    _dropped_in_place,
+    _not_finite,
+]
+
+
+@pytest.mark.parametrize("form", HARD_FORMS, ids=lambda form: form.__name__[1:])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("precision", "bound"), [(8, 0.02), ("exact", 0.0)], ids=str)
+def test_what_was_changed_is_not_taken_for_what_it_was(precision: object, bound: float, steps: int, form: Form) -> None:
+    expected, found = _gradients(form)[0], _gradients(form, precision, steps)[0]
+    if bound:
+        assert all(torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(found, expected, strict=True))
+        found, expected = ([each.nan_to_num(0, 0, 0) for each in gradients] for gradients in (found, expected))
+        assert error(found, expected) <= bound
+    else:
+        assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_budget_is_kept() -> None:
+    model = Model()
+    engine = ActivationEngine(model, DAFConfig(precision=8, memory_budget="128 KiB"))
+    for _ in range(3):
+        with engine.compress():
+            loss = model.loss(FORMS["dropped"])
+        assert engine.held_bytes <= 128 << 10
+        loss.backward()
+        engine.finish_step()
