@@ -18,19 +18,21 @@ class Arguments:
     """The arguments of a pass: adapters on several layers drop and cast one input, each for itself.
 
     Args:
+        exact: Whether nothing may lose precision. An argument is then used where it is stored already, or follows: to
+            keep one that nobody saves would have autograd refuse what may be done to it.
         sharing: What was stored of tensors that autograd has saved.
-        encode: Stores the values of an argument that nobody saves; None in exact mode. There only what is stored
-            already is used, or what follows: to keep such a tensor would have autograd refuse what may be done to it.
+        encode: Stores the values of an argument that nobody saves; None where it has to stay as it is.
         keep: Keeps a tensor as it is whose storage was kept before.
     """
 
     def __init__(
         self,
+        exact: bool,
         sharing: StorageTable,
-        encode: Callable[[SavedTensor, Geometry, Derivation], StoredActivation | None] | None,
+        encode: Callable[[SavedTensor, Geometry, Derivation], StoredActivation | None],
         keep: Callable[[Tensor, MetStorage], RawActivation],
     ) -> None:
-        self._sharing, self._encode, self._keep = sharing, encode, keep
+        self._exact, self._sharing, self._encode, self._keep = exact, sharing, encode, keep
         self._own = StorageTable()  # arguments that nobody has saved
 
     def clear(self) -> None:
@@ -50,9 +52,7 @@ class Arguments:
         stored = self._stored(argument, geometry)
         if stored is not None:
             return derivation.of_argument(saved, stored)
-        stored = derivation.derive(argument, self._encode is None)
-        if stored is None and self._encode is not None:
-            stored = self._encode(argument, geometry, derivation)
+        stored = derivation.derive(argument, self._exact) or self._encode(argument, geometry, derivation)
         recipe = None if stored is None else derivation.of_argument(saved, stored)
         if stored is not None and recipe is not None:
             number, storage = storage_id(argument.tensor), argument.tensor.untyped_storage()

@@ -70,7 +70,7 @@ class ActivationStore:
         self._recorder = recorder
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
-        self._arguments = Arguments(self._sharing, None if self._exact else self._encode, self._keep)
+        self._arguments = Arguments(self._exact, self._sharing, self._encode, self._keep)
         self._common = CommonRows()
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.saved_tensors.background import BackgroundPacker
+from daf_core.saved_tensors.pending import PackJob
 from tests.core.harness import assert_empty, error, normal
 
 ROWS, WIDTH = 192, 320
@@ -99,6 +102,11 @@ def _gradients(
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], held
 
 
+def _worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Returns the largest error of a gradient that is not zero."""
+    return max(error([a], [b]) for a, b in zip(found, expected, strict=True) if b.any())
+
+
 def _without_arguments(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("daf_core.saved_tensors.store.Arguments.recipe", lambda *_: None)
 
@@ -130,6 +138,31 @@ def test_a_worker_stores_the_same(form: Form) -> None:
     expected, at_once = _gradients(form, 4)
     assert held == at_once
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("late", [0.0, 0.02])
+def test_a_worker_reads_it_before_it_may_be_changed(late: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = BackgroundPacker._pack
+
+    def pack_late(packer: BackgroundPacker, job: PackJob) -> None:
+        time.sleep(late)
+        pack(packer, job)
+
+    monkeypatch.setattr(BackgroundPacker, "_pack", pack_late)
+    expected, _ = _gradients(_changed_between_layers)
+    found, _ = _gradients(_changed_between_layers, 8, packing="workers")
+    assert _worst(found, expected) < 0.05
+
+
+def test_nothing_is_remembered_after_a_pass() -> None:
+    model = Model()
+    engine = ActivationEngine(model, DAFConfig(precision=4))
+    with engine.compress():
+        loss = model.loss(FORMS["dropped"])
+        assert engine._packer.replayed_by._arguments._own.met
+    assert not engine._packer.replayed_by._arguments._own.met
+    del loss
+    assert_empty(engine)
 
 
 def _saved_too(model: Model) -> Tensor:
@@ -226,6 +259,23 @@ def _input_changed_after_its_cast(model: Model) -> Tensor:
     return torch.stack([adapter(x, make) for adapter in model.adapters])
 
 
+def _merged_heads(model: Model) -> Tensor:
+    """The dropouts get what another operator has saved in another shape."""
+    x = model.begin().view(2, -1, 8, 40).transpose(1, 2).contiguous() * 1
+    merged = x.exp().transpose(1, 2)
+    return torch.stack([adapter(merged.reshape(ROWS, WIDTH), _dropped) for adapter in model.adapters])
+
+
+def _rectified(model: Model) -> Tensor:
+    x = F.relu(model.begin())
+    return torch.stack([adapter(x, _dropped) for adapter in model.adapters])
+
+
+def _of_two_values(model: Model) -> Tensor:
+    x = model.begin().sign() + 0 * model.begin()
+    return torch.stack([adapter(x, _dropped) for adapter in model.adapters])
+
+
 def _changed_between_layers(model: Model) -> Tensor:
     x, results = model.begin() * 1, list[Tensor]()
     for adapter in model.adapters:
@@ -283,6 +333,9 @@ HARD_FORMS = [
     _result_changed_before_a_cast,
     _cast_changed,
     _input_changed_after_its_cast,
+    _merged_heads,
+    _rectified,
+    _of_two_values,
     _changed_between_layers,
     _added_to_between_layers,
     _another_result_of_the_same_node,
@@ -295,13 +348,13 @@ HARD_FORMS = [
 
 @pytest.mark.parametrize("form", HARD_FORMS, ids=lambda form: form.__name__[1:])
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize(("precision", "bound"), [(8, 0.02), ("exact", 0.0)], ids=str)
+@pytest.mark.parametrize(("precision", "bound"), [(8, 0.05), ("exact", 0.0)], ids=str)
 def test_what_was_changed_is_not_taken_for_what_it_was(precision: object, bound: float, steps: int, form: Form) -> None:
     expected, found = _gradients(form)[0], _gradients(form, precision, steps)[0]
     if bound:
         assert all(torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(found, expected, strict=True))
         found, expected = ([each.nan_to_num(0, 0, 0) for each in gradients] for gradients in (found, expected))
-        assert error(found, expected) <= bound
+        assert _worst(found, expected) < bound
     else:
         assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, expected, strict=True))
 
