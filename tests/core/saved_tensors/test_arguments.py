@@ -11,11 +11,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.saved_tensors import hooks, replay
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.pending import PackJob
 from tests.core.harness import assert_empty, error, normal
 
 ROWS, WIDTH = 192, 320
+
+
+def _gpu_dropout(input: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0]
+
+
+@pytest.fixture(autouse=True, params=["a CPU's dropout", "a GPU's dropout"])
+def dropout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has an operator of its own for dropout, which CPUs have, too."""
+    if request.param == "a GPU's dropout":
+        monkeypatch.setattr(F, "dropout", _gpu_dropout)
+        for module in (hooks, replay):
+            monkeypatch.setattr(module, "DROPOUT", _gpu_dropout.__code__)
 
 
 class Adapter(nn.Module):
