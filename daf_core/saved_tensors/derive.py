@@ -31,7 +31,7 @@ from daf_core.codecs.relu_signs import RELU
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.dedup import serves_reader
-from daf_core.saved_tensors.elementwise import agrees, elementwise
+from daf_core.saved_tensors.elementwise import COMPARABLE, agrees, elementwise
 from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.pending import UnpackHook, packed_of
 
@@ -87,7 +87,10 @@ class Derivation:
         return None if exact else self._layer_normalized(node, saved, dtype)
 
     def of_argument(self, saved: SavedTensor, stored: StoredActivation) -> StoredActivation | None:
-        """Returns the recipe for a tensor of whose `argument` something is stored."""
+        """Returns the recipe for a tensor of whose `argument` something is stored.
+
+        None for an exact one where the host would wait for the device to compare it.
+        """
         argument = saved.argument
         assert argument is not None
         recipe = _in_type(stored, argument.saved.tensor.dtype, argument.dtype)
@@ -97,6 +100,8 @@ class Derivation:
                 return None
             recipe = masked
         recipe = _in_type(recipe, argument.dtype, saved.tensor.dtype)
+        if not recipe.lossy and saved.tensor.device.type not in COMPARABLE:
+            return None
         return recipe if _agree(saved.tensor, recipe) else None
 
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:

@@ -26,7 +26,7 @@ products would run all steps before each of its steps again."""
 _BOUNDED = frozenset(("HardsigmoidBackward0", "SigmoidBackward0", "TanhBackward0"))
 """Nodes of functions whose results are at most 1."""
 
-_COMPARABLE = ("cpu", "meta")
+COMPARABLE = ("cpu", "meta")
 """Devices on which all elements are compared in exact mode: a GPU's host would wait for that."""
 
 _OPERATORS: dict[str, Callable[..., object]] = {
@@ -44,7 +44,7 @@ def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook)
     of 1 at most. In others an argument's error may be far larger beside the product than that of codes of its own, as
     where a factor makes up for values that are far larger in some channels.
     """
-    if exact and saved.tensor.device.type not in _COMPARABLE:
+    if exact and saved.tensor.device.type not in COMPARABLE:
         return None
     is_product = node.name() == PRODUCT
     if not is_product and node.name() not in ACTIVATIONS:

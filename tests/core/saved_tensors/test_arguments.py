@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.saved_tensors import hooks, replay
+from daf_core.saved_tensors import derive, hooks, replay
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.pending import PackJob
 from tests.core.harness import assert_empty, error, normal
@@ -152,6 +152,15 @@ def test_a_worker_stores_the_same(form: Form) -> None:
     expected, at_once = _gradients(form, 4)
     assert held == at_once
     assert all(map(torch.equal, found, expected))
+
+
+def test_nothing_waits_for_a_device_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is exact would be compared, for which the host waits: the tensor is kept."""
+    found, held = _gradients(_gated, "exact")
+    monkeypatch.setattr(derive, "COMPARABLE", ())
+    stored, held_of_each = _gradients(_gated, "exact")
+    assert all(map(torch.equal, found, stored))
+    assert held_of_each - held > 2.9 * ROWS * WIDTH * 4
 
 
 @pytest.mark.parametrize("late", [0.0, 0.02])
