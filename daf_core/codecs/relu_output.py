@@ -7,11 +7,10 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from daf_core.autograd.nodes import VIEWS
 from daf_core.autograd.torch_private import skip_nodes
 from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
 from daf_core.codecs.relu_signs import RELU, ReluSignsActivation
-from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
+from daf_core.codecs.saved_tensor import VIEWS, SavedTensor, TensorKind
 from daf_core.readers.table import Reading
 
 _MOVES = VIEWS | {"CloneBackward0", "PermuteBackward0", "SliceBackward0", "TransposeBackward0"}

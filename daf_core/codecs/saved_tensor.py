@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -13,14 +13,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from daf_core.autograd.nodes import DERIVABLE, LOW_PRECISION
 from daf_core.autograd.sites import ModuleScopes, Site
-from daf_core.autograd.torch_private import Node, is_being_saved
-from daf_core.readers.arguments import dropped_before, origin_of
+from daf_core.autograd.torch_private import Node, is_being_saved, node_number, skip_nodes
 from daf_core.readers.attention import KERNELS, can_attend_again
-from daf_core.readers.places import Place
+from daf_core.readers.places import LINEAR, Place, input_of, inputs_of_modules, runs
 from daf_core.readers.table import Reading
 from daf_core.readers.waiting import Sighting
+
+VIEWS = frozenset(
+    ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ExpandBackward0", "AliasBackward0")
+)
+"""Nodes that keep the order of a dense tensor's elements, as long as their number is the same."""
+
+CAST = "ToCopyBackward0"
+"""The node that changes a tensor's type, and perhaps its device."""
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Types of half precision, which autocast casts to."""
+
+PRODUCT = "MulBackward0"
+"""The node of a product, element by element."""
+
+DROPOUTS = frozenset((PRODUCT, "NativeDropoutBackward0"))
+"""Nodes of dropouts in training: that of CPUs is a product with a mask that it draws, that of GPUs saves bools."""
+
+ACTIVATIONS = frozenset(("GeluBackward0", "HardswishBackward0", "MishBackward0", "SiluBackward0"))
+"""Nodes of activation functions that save their argument, and whose slopes are at most 1.2."""
+
+DERIVABLE = VIEWS | DROPOUTS | ACTIVATIONS | {"ReluBackward0", "NativeLayerNormBackward0", CAST}
+"""Nodes whose results may follow from what is stored (`daf_core.saved_tensors.derive`)."""
 
 
 class TensorKind(enum.Enum):
@@ -76,11 +97,11 @@ class SavedTensor:
 
 @dataclass(slots=True)
 class Argument:
-    """What the input of a linear layer was made of; see `Origin`."""
+    """What the input of a linear layer was made of by casts, a dropout or both."""
 
-    saved: SavedTensor  # it, as if the layer saved it
-    dtype: torch.dtype
-    dropout: Node
+    saved: SavedTensor  # it, as if the layer saved it: others may be made of it, too
+    dtype: torch.dtype  # type in which the dropout takes it; that in which the last cast does where there is none
+    dropout: Node  # None where there is none
 
 
 def capture(
@@ -92,7 +113,7 @@ def capture(
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
         living = scopes.normalized
         if tensor.dtype in LOW_PRECISION:
-            living += dropped_before(node, frame)
+            living += _dropped_before(node, frame)
         results = [LivingResult(each.grad_fn, each._version, each.shape) for each in living]
     reference = weakref.ref(tensor)
     reading = sighting.reading
@@ -101,8 +122,77 @@ def capture(
         tensor.detach(), reference, tensor._version, node, form, site, sighting.place, reading, normalizes, attends,
         results,
     )  # fmt: skip
-    origin = None if form is not TensorKind.LOSSY or tensor._version else origin_of(node, scopes, frame)
-    if origin is not None:
-        known = capture(origin.tensor, form, site, sighting, normalizes, scopes)
-        saved.argument = Argument(known, origin.dtype, origin.dropout)
+    origin = None if form is not TensorKind.LOSSY or tensor._version else _origin_of(node, scopes, frame)
+    if origin is not None and _is_alike(origin[0], tensor):
+        argument, dtype, dropout = origin
+        saved.argument = Argument(capture(argument, form, site, sighting, normalizes, scopes), dtype, dropout)
     return saved
+
+
+def _is_alike(argument: Tensor, tensor: Tensor) -> bool:
+    """Says whether the elements of two tensors lie in one order."""
+    dense = argument.is_contiguous() and tensor.is_contiguous()
+    return dense and argument.numel() == tensor.numel() and argument.device == tensor.device
+
+
+def _origin_of(node: Node, scopes: ModuleScopes, frame: FrameType | None) -> tuple[Tensor, torch.dtype, Node] | None:
+    """Returns what an unchanged tensor, the result of `node`, was made of, with the other fields of its `Argument`.
+
+    None where no linear layer is running in `frame`, where it is gone, or where something in between was changed, or
+    may have been.
+    """
+    made, latest = skip_nodes(node, VIEWS), scopes.dropout
+    if made is None or runs(LINEAR, frame) is None:
+        return None
+    before = skip_nodes(made.next_functions[0][0], VIEWS) if made.name() == CAST else made
+    if latest is not None and before is not None and before.name() in DROPOUTS and node_number(before) == latest.number:
+        if before is not made and all(each._version for each in _dropped_before(node, frame)):
+            return None
+        argument = latest.argument()
+        return _origin(before, None if argument is None or argument._version else argument, latest.dtype, before, frame)
+    given = _input_like(made, frame) if made.name() == CAST else None
+    return None if given is None else _origin(made, given, given.dtype, None, frame)
+
+
+def _origin(
+    node: Node, given: Tensor | None, dtype: torch.dtype, dropout: Node, frame: FrameType | None
+) -> tuple[Tensor, torch.dtype, Node] | None:
+    """Returns what a tensor, of a type, that the operator of `node` was given was made of, or the tensor itself."""
+    cast = skip_nodes(node.next_functions[0][0], VIEWS)
+    source = _input_like(cast, frame) if cast is not None and cast.name() == CAST else None
+    found = source if source is not None else given if given is not None else _input_like(node, frame)
+    return None if found is None else (found, dtype, dropout)
+
+
+def _input_like(node: Node, frame: FrameType | None) -> Tensor | None:
+    """Returns the input of one of the innermost modules that is what the operator of a node was given, unchanged."""
+    edges = list(_edges(node))
+    for value in inputs_of_modules(frame):
+        # What was changed is not asked for its node, which may be made anew then, in another order.
+        if type(value) is not Tensor or value._version or value.grad_fn is None:
+            continue
+        if (value.grad_fn, value.output_nr) in edges:
+            return value
+    return None
+
+
+def _edges(node: Node) -> Iterator[tuple[Node, int]]:
+    """Yields which result of which node an operator was given first, and of which this is a view."""
+    edge = node.next_functions[0]
+    yield edge
+    while edge[0] is not None and edge[0].name() in VIEWS:
+        edge = edge[0].next_functions[0]
+        yield edge
+
+
+def _dropped_before(node: Node, frame: FrameType | None) -> list[Tensor]:
+    """Returns what a dropout has given to the cast that has made what `node` has, as autocast's in a linear layer.
+
+    Nobody saves it, but the layer has it. To ask any other tensor for its node may make that anew, in another order.
+    """
+    made = skip_nodes(node, VIEWS)
+    source: Node = made.next_functions[0][0] if made is not None and made.name() == CAST else None
+    if source is None or source.name() not in DROPOUTS:
+        return []
+    value = input_of(LINEAR, frame)
+    return [value] if type(value) is Tensor and value.grad_fn is source else []

@@ -9,10 +9,9 @@ from itertools import chain
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from daf_core.autograd.nodes import LOW_PRECISION
 from daf_core.autograd.torch_private import number_of, skip_nodes, storage_id, tensors_of
 from daf_core.codecs.planes import DTYPES
-from daf_core.codecs.saved_tensor import TensorKind
+from daf_core.codecs.saved_tensor import LOW_PRECISION, TensorKind
 from daf_core.readers.table import STATISTIC_SHARE
 
 LEAST_ELEMENTS = 4096

@@ -1,12 +1,15 @@
-"""One stored copy for tensors that share storage."""
+"""One stored copy for tensors that share storage, or are made of one tensor."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor, UntypedStorage
 
-from daf_core.codecs import PlanesActivation, StoredActivation
+from daf_core.autograd.torch_private import storage_id
+from daf_core.codecs import PlanesActivation, RawActivation, StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import normalized_groups
@@ -15,6 +18,11 @@ from daf_core.memory.lease import Outside
 from daf_core.memory.pager import Pager
 from daf_core.readers.sharpness import SHARP
 from daf_core.readers.table import Kind, Reading
+
+if TYPE_CHECKING:
+    from daf_core.saved_tensors.derive import Derivation
+
+    Encode = Callable[[SavedTensor, Geometry, Derivation], StoredActivation | None]
 
 SMALL_BYTES = 16384
 """Without pressure, storages of so many bytes or fewer are accounted for until the last one of their pass is let go.
@@ -94,6 +102,63 @@ class StorageTable:
         """Forgets all tensors. Storages that raw activations keep alive stay accounted for."""
         self.met.clear()
         self._small.clear()
+
+
+class Arguments:
+    """What the inputs of linear layers are made of in a pass: adapters drop and cast one tensor, each for itself.
+
+    Args:
+        exact: Whether nothing may lose precision. An argument is then used where it is stored already, or follows: to
+            keep one that nobody saves would have autograd refuse what may be done to it.
+        sharing: What was stored of tensors that autograd has saved.
+    """
+
+    def __init__(self, exact: bool, sharing: StorageTable) -> None:
+        self._exact, self._sharing = exact, sharing
+        self._own = StorageTable()  # arguments that nobody has saved
+
+    def clear(self) -> None:
+        """Forgets all arguments."""
+        self._own.clear()
+
+    def recipe(
+        self, saved: SavedTensor, derivation: Derivation, encode: Encode, pager: Pager
+    ) -> StoredActivation | None:
+        """Returns the recipe for a tensor from its argument, which is stored if need be; None where it has none.
+
+        Raises:
+            ActivationBudgetError: The argument does not fit in the budget.
+        """
+        if saved.argument is None:
+            return None
+        argument = saved.argument.saved
+        geometry = geometry_of(tuple(argument.tensor.shape), tuple(argument.tensor.stride()))
+        stored = self._stored(argument, geometry, pager)
+        if stored is not None:
+            return derivation.of_argument(saved, stored)
+        stored = derivation.derive(argument, self._exact) or encode(argument, geometry, derivation)
+        recipe = None if stored is None else derivation.of_argument(saved, stored)
+        if stored is not None and recipe is not None:
+            number, storage = storage_id(argument.tensor), argument.tensor.untyped_storage()
+            met = self._own.get(number, storage) or self._own.add(number, storage)
+            met.add(sharing_key(argument.tensor, geometry), argument.version, stored)
+        return recipe
+
+    def _stored(self, argument: SavedTensor, geometry: Geometry, pager: Pager) -> StoredActivation | None:
+        """Returns what is stored of an argument, if that serves the reader of what is made of it."""
+        tensor = argument.tensor
+        number, storage = storage_id(tensor), tensor.untyped_storage()
+        key = sharing_key(tensor, geometry)
+        for table in (self._sharing, self._own):
+            met = table.get(number, storage)
+            stored = None if met is None else met.find(key, argument.version)
+            if met is None or stored is None:
+                continue
+            if serves(stored, geometry, argument.form, argument.reading, argument.normalizes):
+                if type(stored) is RawActivation:  # of another shape, perhaps
+                    return RawActivation(tensor, self._sharing.keep(met, storage, pager))
+                return stored
+        return None
 
 
 def sharing_key(tensor: Tensor, geometry: Geometry) -> tuple[object, ...]:

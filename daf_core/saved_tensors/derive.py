@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daf_core.autograd.nodes import ACTIVATIONS, CAST, DERIVABLE, DROPOUTS, LOW_PRECISION, PRODUCT, VIEWS
 from daf_core.autograd.torch_private import Node, leaf_of, skip_nodes
 from daf_core.codecs import (
     AttendedActivation,
@@ -28,7 +27,16 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.raw import each_nth
 from daf_core.codecs.recomputed import Normalization
 from daf_core.codecs.relu_signs import RELU
-from daf_core.codecs.saved_tensor import SavedTensor
+from daf_core.codecs.saved_tensor import (
+    ACTIVATIONS,
+    CAST,
+    DERIVABLE,
+    DROPOUTS,
+    LOW_PRECISION,
+    PRODUCT,
+    VIEWS,
+    SavedTensor,
+)
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.elementwise import COMPARABLE, agrees, elementwise

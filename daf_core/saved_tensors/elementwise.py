@@ -8,12 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from daf_core.autograd.nodes import ACTIVATIONS, PRODUCT, VIEWS
 from daf_core.autograd.torch_private import Node, skip_nodes
 from daf_core.codecs import ElementwiseActivation, RawActivation
 from daf_core.codecs.gelu_derivative import GELU
 from daf_core.codecs.recomputed import RECIPES
-from daf_core.codecs.saved_tensor import SavedTensor
+from daf_core.codecs.saved_tensor import ACTIVATIONS, PRODUCT, VIEWS, SavedTensor
 from daf_core.errors import ModifiedInPlaceError
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.handle import Packed

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf_core.autograd.nodes import DERIVABLE, VIEWS
 from daf_core.autograd.sites import ModuleCall, Site
 from daf_core.autograd.torch_private import running_module, skip_nodes
 from daf_core.codecs import AttendedActivation, PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.recomputed import RECIPES
-from daf_core.codecs.saved_tensor import TensorKind
+from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.model.treatments import Treatments

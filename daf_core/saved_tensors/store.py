@@ -38,8 +38,7 @@ from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.table import SOFTMAXES, Kind, Reading
-from daf_core.saved_tensors.arguments import Arguments
-from daf_core.saved_tensors.dedup import MetStorage, groups_otherwise, serves, sharing_key
+from daf_core.saved_tensors.dedup import Arguments, MetStorage, groups_otherwise, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.direct import Derive, Direct, Shelf
 from daf_core.saved_tensors.handle import Handle, Packed
@@ -70,7 +69,7 @@ class ActivationStore:
         self._recorder = recorder
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
-        self._arguments = Arguments(self._exact, self._sharing, self._encode, self._keep)
+        self._arguments = Arguments(self._exact, self._sharing)
         self._common = CommonRows()
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:
@@ -323,7 +322,8 @@ class ActivationStore:
             return derivation.attended(saved) or derivation.derive(saved, self._exact)
         if not saved.takes_approximations:
             return None
-        return derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation)
+        pager = self._pagers.on(saved.tensor.device)
+        return derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation, self._encode, pager)
 
     def _encode(
         self, saved: SavedTensor, geometry: Geometry, derivation: Derivation, require_finite: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -289,6 +290,23 @@ def _merged_heads(model: Model) -> Tensor:
     return torch.stack([adapter(merged.reshape(ROWS, WIDTH), _dropped) for adapter in model.adapters])
 
 
+def _repeated(model: Model) -> Tensor:
+    """What is given to the modules has fewer elements than what the layers save."""
+    half = model.begin()[: ROWS // 2] * 1
+    return torch.stack([adapter(half, lambda half: _dropped(half.expand(2, -1, -1))) for adapter in model.adapters])
+
+
+def _in_another_order(model: Model) -> Tensor:
+    columns = model.begin().mT.contiguous() * 1
+    return torch.stack([adapter(columns.mT, _dropped) for adapter in model.adapters])
+
+
+def _cast_of_another_order(model: Model) -> Tensor:
+    columns = model.begin(torch.bfloat16).mT.contiguous() * 1
+    make = partial(Tensor.to, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return torch.stack([adapter(columns.mT, make) for adapter in model.adapters])
+
+
 def _rectified(model: Model) -> Tensor:
     x = F.relu(model.begin())
     return torch.stack([adapter(x, _dropped) for adapter in model.adapters])
@@ -357,6 +375,9 @@ HARD_FORMS = [
     _cast_changed,
     _input_changed_after_its_cast,
     _merged_heads,
+    _repeated,
+    _in_another_order,
+    _cast_of_another_order,
     _rectified,
     _of_two_values,
     _changed_between_layers,
