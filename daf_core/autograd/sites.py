@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from daf_core.autograd.torch_private import ForwardHooks, is_compiled, running_modules, saving_node, skip_dynamo
+from daf_core.autograd.torch_private import (
+    ForwardHooks,
+    is_compiled,
+    is_transforming,
+    running_modules,
+    saving_node,
+    skip_dynamo,
+)
 from daf_core.state_checks import count as checked_count
 
 _NORMALIZATIONS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -174,7 +181,8 @@ class ModuleScopes(threading.local):
     def drops(self, argument: object) -> None:
         """A dropout saves its mask."""
         self.dropout = None
-        if type(argument) is Tensor and not argument._version:
+        # Those of a `vmap` end with it.
+        if type(argument) is Tensor and not argument._version and not is_transforming():
             self.dropout = Dropout(saving_node(), weakref.ref(argument), argument.dtype)
 
     def leave(self, normalized: object = None) -> None:

@@ -130,9 +130,12 @@ def capture(
 
 
 def _is_alike(argument: Tensor, tensor: Tensor) -> bool:
-    """Says whether the elements of two tensors lie in one order."""
-    dense = argument.is_contiguous() and tensor.is_contiguous()
-    return dense and argument.numel() == tensor.numel() and argument.device == tensor.device
+    """Says whether what has codes may be stored in place of a tensor: as many elements, there and in one order."""
+    if argument.numel() != tensor.numel() or argument.device != tensor.device:
+        return False
+    if argument.dtype not in (torch.float32, *LOW_PRECISION) or argument.is_neg():
+        return False
+    return argument.is_contiguous() and tensor.is_contiguous()
 
 
 def _origin_of(node: Node, scopes: ModuleScopes, frame: FrameType | None) -> tuple[Tensor, torch.dtype, Node] | None:
@@ -168,8 +171,11 @@ def _input_like(node: Node, frame: FrameType | None) -> Tensor | None:
     """Returns the input of one of the innermost modules that is what the operator of a node was given, unchanged."""
     edges = list(_edges(node))
     for value in inputs_of_modules(frame):
+        # Tensors of inference have no version, and sparse ones may be anything.
+        if type(value) is not Tensor or not value.requires_grad or value.layout is not torch.strided:
+            continue
         # What was changed is not asked for its node, which may be made anew then, in another order.
-        if type(value) is not Tensor or value._version or value.grad_fn is None:
+        if value._version or value.grad_fn is None:
             continue
         if (value.grad_fn, value.output_nr) in edges:
             return value

@@ -133,10 +133,12 @@ class Arguments:
             return None
         argument = saved.argument.saved
         geometry = geometry_of(tuple(argument.tensor.shape), tuple(argument.tensor.stride()))
-        stored = self._stored(argument, geometry, pager)
+        stored = self._stored(argument, geometry, derivation, pager)
         if stored is not None:
             return derivation.of_argument(saved, stored)
-        stored = derivation.derive(argument, self._exact) or encode(argument, geometry, derivation)
+        stored = derivation.derive(argument, self._exact, False) or encode(argument, geometry, derivation)
+        if type(stored) is PlanesActivation and stored.lease.size * pager.pool.page_bytes >= saved.tensor.nbytes:
+            return None
         recipe = None if stored is None else derivation.of_argument(saved, stored)
         if stored is not None and recipe is not None:
             number, storage = storage_id(argument.tensor), argument.tensor.untyped_storage()
@@ -144,8 +146,14 @@ class Arguments:
             met.add(sharing_key(argument.tensor, geometry), argument.version, stored)
         return recipe
 
-    def _stored(self, argument: SavedTensor, geometry: Geometry, pager: Pager) -> StoredActivation | None:
-        """Returns what is stored of an argument, if that serves the reader of what is made of it."""
+    def _stored(
+        self, argument: SavedTensor, geometry: Geometry, derivation: Derivation, pager: Pager
+    ) -> StoredActivation | None:
+        """Returns what is stored of an argument, if that serves the reader of what is made of it.
+
+        What is kept as it is may not be changed until its reader has run, and perhaps none of this backward reads it:
+        it serves where its own operator does.
+        """
         tensor = argument.tensor
         number, storage = storage_id(tensor), tensor.untyped_storage()
         key = sharing_key(tensor, geometry)
@@ -155,9 +163,10 @@ class Arguments:
             if met is None or stored is None:
                 continue
             if serves(stored, geometry, argument.form, argument.reading, argument.normalizes):
-                if type(stored) is RawActivation:  # of another shape, perhaps
+                if type(stored) is not RawActivation:
+                    return stored
+                if derivation.is_result(argument, stored):  # of another shape, perhaps
                     return RawActivation(tensor, self._sharing.keep(met, storage, pager))
-                return stored
         return None
 
 

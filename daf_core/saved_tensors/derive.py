@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daf_core.autograd.torch_private import Node, leaf_of, skip_nodes
+from daf_core.autograd.torch_private import Node, all_packed, leaf_of, skip_nodes
 from daf_core.codecs import (
     AttendedActivation,
     CastActivation,
@@ -41,9 +41,12 @@ from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.elementwise import COMPARABLE, agrees, elementwise
 from daf_core.saved_tensors.handle import Handle, Packed
-from daf_core.saved_tensors.pending import UnpackHook, packed_of
+from daf_core.saved_tensors.pending import PendingActivation, UnpackHook, packed_of
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
+
+_SAME = VIEWS | {"PermuteBackward0", "TransposeBackward0"}
+"""Nodes that give the elements that they get."""
 
 SAMPLES = 64
 """Elements of a product that are compared with its factors, where these are there to be looked at."""
@@ -61,13 +64,14 @@ class Derivation:
     def __init__(self, unpack: UnpackHook) -> None:
         self._unpack = unpack
 
-    def derive(self, saved: SavedTensor, exact: bool) -> StoredActivation | None:
+    def derive(self, saved: SavedTensor, exact: bool, compare: bool = True) -> StoredActivation | None:
         """Returns a recipe for a tensor that is about to be saved, or None.
 
         It knows the result of a dropout on something that saves its result (a softmax) or its input (a layer
         normalization), the result of a layer normalization itself, what autocast makes of these and of results that
         their operators save, and that of a ReLU on a normalization of the batch, with or without a residual connection.
-        Backward needs the sources anyway, and usually later. Where `exact` the recipe gives the same bits.
+        Backward needs the sources anyway, and usually later. Where `exact` the recipe gives the same bits, of which the
+        caller makes sure himself if not `compare`.
         """
         if saved.site.op not in DERIVABLE:
             return None
@@ -80,7 +84,7 @@ class Derivation:
             recipe = elementwise(node, saved, exact, self._unpack) if exact else None
         else:  # a result that its own node saves is the same storage, and shared
             recipe = self._recipe(node, saved, exact)
-        return recipe if recipe is not None and _agree(saved.tensor, recipe) else None
+        return recipe if recipe is not None and (not compare or _agree(saved.tensor, recipe)) else None
 
     def _recipe(self, node: Node, saved: SavedTensor, exact: bool) -> StoredActivation | None:
         """Returns the recipe for the result of a node."""
@@ -97,7 +101,7 @@ class Derivation:
     def of_argument(self, saved: SavedTensor, stored: StoredActivation) -> StoredActivation | None:
         """Returns the recipe for a tensor of whose `argument` something is stored.
 
-        None for an exact one where the host would wait for the device to compare it.
+        Of an exact one all elements are compared, so None where the host would wait for the device.
         """
         argument = saved.argument
         assert argument is not None
@@ -108,9 +112,16 @@ class Derivation:
                 return None
             recipe = masked
         recipe = _in_type(recipe, argument.dtype, saved.tensor.dtype)
-        if not recipe.lossy and saved.tensor.device.type not in COMPARABLE:
-            return None
-        return recipe if _agree(saved.tensor, recipe) else None
+        compared = recipe.lossy or (saved.tensor.device.type in COMPARABLE and agrees(recipe, saved.tensor))
+        return recipe if compared else None
+
+    def is_result(self, argument: SavedTensor, kept: StoredActivation) -> bool:
+        """Says whether the operator that has made a tensor has kept it as its result, and reads it in any backward."""
+        node = skip_nodes(argument.node, _SAME)
+        return node is not None and any(
+            (each.packed if isinstance(each, PendingActivation) else each) is kept
+            for each in all_packed(node, self._unpack)
+        )
 
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:
         """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.torch_private import Node, skip_nodes
-from daf_core.codecs import ElementwiseActivation, RawActivation
+from daf_core.codecs import ElementwiseActivation, RawActivation, StoredActivation
 from daf_core.codecs.gelu_derivative import GELU
 from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import ACTIVATIONS, PRODUCT, VIEWS, SavedTensor
@@ -62,7 +62,7 @@ def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook)
     return ElementwiseActivation(_operator(node), arguments, shape)
 
 
-def agrees(recipe: ElementwiseActivation, tensor: Tensor) -> bool:
+def agrees(recipe: StoredActivation, tensor: Tensor) -> bool:
     """Says whether a recipe gives all elements of a tensor."""
     computed = torch.empty_like(tensor)
     try:
