@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,10 @@ Activation = Callable[[Tensor], Tensor]
 
 QUICK = 1.702  # the factor of the approximation ``x * sigmoid(1.702 * x)``
 REACH, SAMPLES = 8.0, 257  # inputs that are compared: from minus to plus 8, beyond which GELU is 0 or its input to 1e-9
+
+_OF_ANY_MODULE = {*vars(nn.Module()), "forward"}
+
+_CONSTANT = (int, float, str, type(None))
 
 TOLERANCE = 1e-9
 """Largest difference in float64. The forms differ from each other by 5e-4 and more, and constants that are written with
@@ -35,7 +40,8 @@ FORMS: tuple[Activation, ...] = (partial(functional.gelu, approximate="tanh"), f
 def find_gelu(module: nn.Module) -> Activation | None:
     """Returns what a module that is called GELU computes, if it saves more than it must; None for all others.
 
-    It is called on a few numbers: a name alone says nothing of the formula.
+    It is called on a few numbers: a name alone says nothing of the formula. A copy of it is, in training and in
+    evaluation, with random numbers of its own, so that nothing of that is left behind.
     """
     named = "gelu" in type(module).__name__.lower()
     if not named or not is_bare(module) or any(True for _ in module.children()):
@@ -43,21 +49,49 @@ def find_gelu(module: nn.Module) -> Activation | None:
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return None
     try:
-        own = _probe(module.forward)
+        found = [_probe_copy(module, training) for training in (True, False)]
     except Exception:  # whatever a stranger's module raises, it is none that takes a tensor alone
         return None
-    return next((form for form in FORMS if _agrees(own, _probe(form))), None)
+    return next((form for form in FORMS if all(_agrees(own, _probe(form)) for own in found)), None)
 
 
 def rewrite_gelu(module: nn.Module, form: Activation) -> Undo:
-    """Makes a module compute the form from `find_gelu` where autograd records it; returns what undoes it."""
+    """Makes a module compute the form from `find_gelu` where autograd records it; returns what undoes it.
+
+    As long as its attributes are those with which it was found to do so.
+    """
+    known = _attributes(module)
 
     def around(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if kwargs or len(args) != 1 or not torch.is_grad_enabled():
+        if kwargs or len(args) != 1 or not torch.is_grad_enabled() or _attributes(module) != known:
             return forward(*args, **kwargs)
-        return form(args[0])
+        inputs = args[0]
+        overflows = form is quick_gelu and inputs.dtype is torch.float16  # from 38,000 on
+        return form(inputs) if inputs.is_floating_point() and not overflows else forward(inputs)
 
     return ForwardPatch(module, around).remove
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's own attributes, which its formula may depend on."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
+
+
+def _probe_copy(module: nn.Module, training: bool) -> tuple[Tensor, Tensor, int]:
+    """Returns what `_probe` does of a copy of a module.
+
+    Raises:
+        ValueError: It may change when it is called, and somebody read that.
+    """
+    twin = copy.deepcopy(module).train(training)
+    before = _attributes(twin)
+    with torch.random.fork_rng(devices=[]):
+        found = _probe(twin.forward)
+    if not all(callable(value) or isinstance(value, _CONSTANT) for value in before.values()):
+        raise ValueError(f"{type(module).__name__} has attributes that may change")
+    if _attributes(twin) != before:
+        raise ValueError(f"{type(module).__name__} changes when it is called")
+    return found
 
 
 def _probe(function: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, int]:
@@ -78,4 +112,5 @@ def _probe(function: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, int]:
 
 def _agrees(own: tuple[Tensor, Tensor, int], form: tuple[Tensor, Tensor, int]) -> bool:
     near = partial(torch.allclose, rtol=0.0, atol=TOLERANCE)
-    return own[2] > form[2] and own[0].shape == form[0].shape and near(own[0], form[0]) and near(own[1], form[1])
+    alike = own[2] > form[2] and own[0].shape == form[0].shape and own[0].dtype is form[0].dtype
+    return alike and near(own[0], form[0]) and near(own[1], form[1])

@@ -21,7 +21,7 @@ from transformers.activations import (
     QuickGELUActivation,
 )
 
-from daf_core.rewrites.gelu import find_gelu
+from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
 from daf_core.rewrites.registry import OperatorRewrites
 from tests.core.rewrites.steps import batch, compare, gpt2, step
 
@@ -210,13 +210,84 @@ def test_gelu_in_several_operators_is_recognized(module: nn.Module) -> None:
     torch.testing.assert_close(form(inputs), module(inputs), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [GELUActivation(), GELUTanh(), OtherGELU(), GELUWithOtherGradient(), GELUOfTwo(), GELUWithScale(), nn.GELU()],
-    ids=lambda module: type(module).__name__,
-)
-def test_other_modules_are_left_alone(module: nn.Module) -> None:
+class FloatGELU(NewGELU):
+    """It gives another type than it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class NoisyGELU(NewGELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class CountingGELU(NewGELU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class NotingGELU(NewGELU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return super().forward(x)
+
+
+OTHERS = [
+    GELUActivation(), GELUTanh(), OtherGELU(), GELUWithOtherGradient(), GELUOfTwo(), GELUWithScale(), nn.GELU(),
+    FloatGELU(), NoisyGELU(), NoisyGELU().eval(), CountingGELU(), NotingGELU(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", OTHERS, ids=lambda module: f"{type(module).__name__}-{module.training}")
+def test_other_modules_are_left_alone_and_as_they_are(module: nn.Module) -> None:
+    before, state = str(vars(module)), torch.get_rng_state()
     assert find_gelu(module) is None
+    assert str(vars(module)) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class ScheduledGELU(nn.Module):
+    """Its factor may change while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.702
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.factor * x)
+
+
+def test_a_module_that_has_changed_computes_what_it_says() -> None:
+    module, inputs = ScheduledGELU(), torch.linspace(-4, 4, 100)
+    form = find_gelu(module)
+    assert form is not None
+    undo = rewrite_gelu(module, form)
+    assert torch.equal(module(inputs), form(inputs))
+    module.factor = 3.0
+    assert torch.equal(module(inputs), inputs * torch.sigmoid(3.0 * inputs))
+    undo()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64], ids=str)
+def test_other_types_are_computed_as_before(dtype: torch.dtype) -> None:
+    """Half precision would overflow where the module's own formula does not."""
+    module, plain = QuickGELUActivation(), QuickGELUActivation()
+    form = find_gelu(module)
+    assert form is not None
+    undo = rewrite_gelu(module, form)
+    inputs = torch.tensor([-60_000, -1, 0, 1, 60_000]).to(dtype)
+    assert torch.equal(module(inputs), plain(inputs))
+    undo()
 
 
 def test_a_module_with_hooks_is_left_alone() -> None:
