@@ -161,11 +161,11 @@ class Pager(LeasesAtEase):
             self._collect()
             account, self.account = self.account, PagerAccount(peak_bytes=self.held_bytes)
             peak, self._peak_on_pages = self._peak_on_pages, self._bytes_on_pages
+        if self._spill is not None:
+            self._spill.finish_step()  # first: it may still copy pages that the pool is about to give back
         keep = self.pool.finish_step(peak)
         if self._idle.pages and self.pool.can_shrink_to(keep):
             self.shrink(keep)
-        if self._spill is not None:
-            self._spill.finish_step()
         return account
 
     def _begin_pressing(self) -> float:

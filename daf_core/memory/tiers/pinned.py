@@ -145,6 +145,7 @@ class HostMemory:
 
     def finish_step(self) -> None:
         """See `Tier.finish_step`; torch keeps pinned memory for whoever asks for some next."""
+        self.wait()  # copies of what is gone may not be made yet
         with self._lock:
             self._slots.finish_step()
 

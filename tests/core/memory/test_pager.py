@@ -270,6 +270,19 @@ class TestPager(PagerMachine.TestCase):
         PagerMachine.folder = tmp_path
 
 
+def test_memory_that_is_given_back_is_copied_first() -> None:
+    """Copies ahead of what was released are late, and steps that need little let the pool and the tier shrink."""
+    machine = PagerMachine()
+    machine.start(None, 0, "late copies")
+    machine.set_budget(2 * PAGE)
+    machine.release(machine.write(2, ([], [])))
+    for _ in range(20):
+        machine.finish_step()
+    machine.set_budget(PAGE)
+    machine.write(1, ([], []))
+    machine.teardown()
+
+
 def test_ties_go_to_the_oldest() -> None:
     """Of equally important planes the first written goes first, the new activation's own last."""
     pager = make_pager(6)
