@@ -22,7 +22,7 @@ from daf_core.autograd.torch_private import (
     ForwardHooks,
     is_compiled,
     is_transforming,
-    running_modules,
+    module_calls,
     saving_node,
     skip_dynamo,
 )
@@ -94,7 +94,7 @@ class ModuleCall:
 
 
 def _running() -> list[nn.Module]:
-    return [*running_modules(sys._getframe(1))]  # pyright: ignore[reportPrivateUsage]
+    return [call["self"] for call in module_calls(sys._getframe(1))]  # pyright: ignore[reportPrivateUsage]
 
 
 class ModuleScopes(threading.local):

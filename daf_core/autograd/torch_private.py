@@ -117,23 +117,23 @@ class ForwardHooks:
             handle.remove()
 
 
-MODULE_CALL = nn.Module._call_impl.__code__
+_CALL = nn.Module._call_impl.__code__
 
-MODULE_CALLS = frozenset([MODULE_CALL, *(each for each in MODULE_CALL.co_consts if isinstance(each, CodeType))])
+MODULE_CALLS = frozenset([_CALL, *(each for each in _CALL.co_consts if isinstance(each, CodeType))])
 """Code that calls a module's forward: another function does where the module has hooks."""
 
 
-def running_modules(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Yields the modules whose forward a function is part of, the innermost first."""
+def module_calls(frame: FrameType | None) -> Iterator[dict[str, Any]]:
+    """Yields `self`, `args` and `kwargs` of the modules whose forward a function is part of, the innermost first."""
     while frame is not None:
-        if frame.f_code is MODULE_CALL:
-            yield frame.f_locals["self"]
+        if frame.f_code is _CALL:
+            yield frame.f_locals
         frame = frame.f_back
 
 
 def running_module(frame: FrameType | None) -> nn.Module | None:
-    """Returns the innermost module whose forward a function is part of, as `running_modules` yields it first."""
-    while frame is not None and frame.f_code is not MODULE_CALL:
+    """Returns the innermost module whose forward a function is part of, as `module_calls` yields it first."""
+    while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
 

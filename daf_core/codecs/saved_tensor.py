@@ -94,6 +94,11 @@ class SavedTensor:
         """Whether it may be stored in few bits, as far as is known of its reader."""
         return self.form is TensorKind.LOSSY and (self.reading is None or self.reading.takes_approximations)
 
+    def has_unchanged(self, node: Node, shape: tuple[int, ...] | None = None) -> bool:
+        """Says whether a node's result, of a shape if any, was there and unchanged when the tensor was saved."""
+        found = [result for result in self.results if result.node is node]
+        return any(not result.version and (shape is None or result.shape == shape) for result in found)
+
 
 @dataclass(slots=True)
 class Argument:
@@ -122,7 +127,7 @@ def capture(
         tensor.detach(), reference, tensor._version, node, form, site, sighting.place, reading, normalizes, attends,
         results,
     )  # fmt: skip
-    origin = None if form is not TensorKind.LOSSY or tensor._version else _origin_of(node, scopes, frame)
+    origin = None if form is not TensorKind.LOSSY or tensor._version else _origin_of(saved, scopes, frame)
     if origin is not None and _is_alike(origin[0], tensor):
         argument, dtype, dropout = origin
         saved.argument = Argument(capture(argument, form, site, sighting, normalizes, scopes), dtype, dropout)
@@ -138,18 +143,20 @@ def _is_alike(argument: Tensor, tensor: Tensor) -> bool:
     return argument.is_contiguous() and tensor.is_contiguous()
 
 
-def _origin_of(node: Node, scopes: ModuleScopes, frame: FrameType | None) -> tuple[Tensor, torch.dtype, Node] | None:
-    """Returns what an unchanged tensor, the result of `node`, was made of, with the other fields of its `Argument`.
+def _origin_of(
+    saved: SavedTensor, scopes: ModuleScopes, frame: FrameType | None
+) -> tuple[Tensor, torch.dtype, Node] | None:
+    """Returns what an unchanged tensor was made of, with the other fields of its `Argument`.
 
     None where no linear layer is running in `frame`, where it is gone, or where something in between was changed, or
     may have been.
     """
-    made, latest = skip_nodes(node, VIEWS), scopes.dropout
-    if made is None or runs(LINEAR, frame) is None:
+    made, latest = None if runs(LINEAR, frame) is None else skip_nodes(saved.node, VIEWS), scopes.dropout
+    if made is None:
         return None
     before = skip_nodes(made.next_functions[0][0], VIEWS) if made.name() == CAST else made
     if latest is not None and before is not None and before.name() in DROPOUTS and node_number(before) == latest.number:
-        if before is not made and all(each._version for each in _dropped_before(node, frame)):
+        if before is not made and not saved.has_unchanged(before):
             return None
         argument = latest.argument()
         return _origin(before, None if argument is None or argument._version else argument, latest.dtype, before, frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch.utils import checkpoint
 
 from daf_core.autograd.functions import apply
 from daf_core.autograd.sites import ModuleCall
-from daf_core.autograd.torch_private import MODULE_CALL, MODULE_CALLS
+from daf_core.autograd.torch_private import MODULE_CALLS, module_calls
 from daf_core.readers.watch import unwatched
 
 _CHECKPOINT = checkpoint.__file__
@@ -119,14 +120,9 @@ def input_of(code: CodeType, frame: FrameType | None) -> object:
 
 def inputs_of_modules(frame: FrameType | None) -> Iterator[object]:
     """Yields the inputs of the innermost modules that a function is part of."""
-    found = 0
-    while frame is not None and found < ENCLOSING:
-        if frame.f_code is MODULE_CALL:
-            found += 1
-            variables = frame.f_locals
-            yield from variables["args"]
-            yield from variables["kwargs"].values()
-        frame = frame.f_back
+    for call in islice(module_calls(frame), ENCLOSING):
+        yield from call["args"]
+        yield from call["kwargs"].values()
 
 
 def function_that_saves(frame: FrameType | None) -> type | None:

@@ -52,7 +52,12 @@ def find_gelu(module: nn.Module) -> Activation | None:
         found = [_probe_copy(module, training) for training in (True, False)]
     except Exception:  # whatever a stranger's module raises, it is none that takes a tensor alone
         return None
-    return next((form for form in FORMS if all(_agrees(own, _probe(form)) for own in found)), None)
+
+    def agrees(form: Activation) -> bool:
+        other = _probe(form)
+        return all(_agrees(own, other) for own in found)
+
+    return next(filter(agrees, FORMS), None)
 
 
 def rewrite_gelu(module: nn.Module, form: Activation) -> Undo:

@@ -16,7 +16,7 @@ from daf_core.readers.attention import INPUTS, KERNELS, Draws, Kernel, attend_ag
 from daf_core.readers.places import Place
 from daf_core.readers.sharpness import score_deviation
 from daf_core.saved_tensors.handle import Handle
-from daf_core.saved_tensors.pending import PendingActivation
+from daf_core.saved_tensors.pending import packed_of
 
 Unpack = Callable[[Any], Tensor]
 
@@ -111,6 +111,5 @@ class AttentionAgain(threading.local):
 
 def _result(node: Node, unpack: Unpack) -> Handle | None:
     """Returns what was stored for an attention's result; None where it does not run again."""
-    packed = packed_for(node, "output", unpack)
-    result = packed.packed if isinstance(packed, PendingActivation) else packed
+    result = packed_of(node, "output", unpack)
     return result if isinstance(result, Handle) and isinstance(result.stored, AttendedActivation) else None

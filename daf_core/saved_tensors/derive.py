@@ -41,7 +41,7 @@ from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.elementwise import COMPARABLE, agrees, elementwise
 from daf_core.saved_tensors.handle import Handle, Packed
-from daf_core.saved_tensors.pending import PendingActivation, UnpackHook, packed_of
+from daf_core.saved_tensors.pending import UnpackHook, packed_now, packed_of
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
@@ -118,10 +118,7 @@ class Derivation:
     def is_result(self, argument: SavedTensor, kept: StoredActivation) -> bool:
         """Says whether the operator that has made a tensor has kept it as its result, and reads it in any backward."""
         node = skip_nodes(argument.node, _SAME)
-        return node is not None and any(
-            (each.packed if isinstance(each, PendingActivation) else each) is kept
-            for each in all_packed(node, self._unpack)
-        )
+        return node is not None and any(packed_now(each) is kept for each in all_packed(node, self._unpack))
 
     def attended(self, saved: SavedTensor) -> AttendedActivation | None:
         """Returns what stands for the result of an attention that is saving it, and lets go of its logsumexp.
@@ -181,7 +178,7 @@ class Derivation:
         added: StoredActivation | None = None
         if second.name() not in _BATCH_NORMS:
             added = self._block_input(first, start, saved.tensor)
-        elif _is_unchanged(second, saved, saved.tensor.shape):
+        elif saved.has_unchanged(second, saved.tensor.shape):
             added = self._batch_normalized(second, saved.tensor)
         if known is None or added is None or _sums(added) >= LONGEST_SUM:
             return None
@@ -214,7 +211,7 @@ class Derivation:
             return None
         for before in (torch.float32,) if dtype in LOW_PRECISION else LOW_PRECISION:
             values = self._result(source, saved, before, exact)
-            if values is None and not exact and source.name() in DROPOUTS and _is_unchanged(source, saved):
+            if values is None and not exact and source.name() in DROPOUTS and saved.has_unchanged(source):
                 values = self._product(source, saved, before, exact)
             if values is None and not exact and saved.normalizes:
                 values = self._scaled(source, saved, before)
@@ -272,7 +269,7 @@ class Derivation:
         return self._layer_normalized(node, saved, dtype) if stored is None and not exact else stored
 
     def _layer_normalized(self, node: Node, saved: SavedTensor, dtype: torch.dtype) -> NormalizedActivation | None:
-        if node.name() != "NativeLayerNormBackward0" or not _is_unchanged(node, saved):
+        if node.name() != "NativeLayerNormBackward0" or not saved.has_unchanged(node):
             return None
         source = self._source(node, "input", saved.tensor, dtype)
         mean, scale, weight, bias = (self._small(node, name) for name in ("result1", "result2", "weight", "bias"))
@@ -312,12 +309,6 @@ def _usable(packed: Packed | None, like: Tensor, dtype: torch.dtype) -> StoredAc
     if isinstance(packed, RawActivation) and not packed.is_unchanged:
         return None
     return packed.stored if packed.stored.readable_by_any_op else None
-
-
-def _is_unchanged(node: Node, saved: SavedTensor, shape: tuple[int, ...] | None = None) -> bool:
-    """Says whether a node's result, of a shape if any, was there and unchanged when a tensor was saved."""
-    found = [result for result in saved.results if result.node is node]
-    return any(not result.version and (shape is None or result.shape == shape) for result in found)
 
 
 def _saw_just(saved: SavedTensor, node: Node, in_place: int) -> bool:

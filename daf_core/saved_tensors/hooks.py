@@ -38,7 +38,7 @@ from daf_core.saved_tensors.classify import Eligibility, TensorKind, is_plain
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.itemize import ItemizingStore, Items
-from daf_core.saved_tensors.pending import PendingActivation
+from daf_core.saved_tensors.pending import PendingActivation, packed_now
 from daf_core.saved_tensors.recording import Decision, Look
 from daf_core.saved_tensors.store import ActivationStore
 from daf_core.telemetry import StepRecorder
@@ -236,7 +236,7 @@ class Packer:
         as_it_is = reading is not None and reading.kind in (Kind.APPROXIMATE, Kind.ATTENTION) and not reading.deviation
         if not as_it_is:
             self.drain()
-        handle = packed.packed if isinstance(packed, PendingActivation) else packed
+        handle = packed_now(packed)
         if not isinstance(handle, Handle):
             return
         handle.reading = reading

@@ -19,7 +19,7 @@ from daf_core.memory.pager import Pager
 from daf_core.readers.table import Reading
 from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.handle import Handle, Packed
-from daf_core.saved_tensors.pending import PendingActivation
+from daf_core.saved_tensors.pending import packed_now
 from daf_core.saved_tensors.store import ActivationStore
 from daf_core.telemetry import StepRecorder
 
@@ -95,7 +95,7 @@ class Items:
         names: dict[int, str] = {}
         for node in all_nodes(loss.grad_fn) if loss.grad_fn is not None else []:
             for packed in all_packed(node, self._unpack):
-                found = packed.packed if isinstance(packed, PendingActivation) else packed
+                found = packed_now(packed)
                 names.setdefault(id(found), node.name())
         for entry in self._entries:
             if (name := names.get(id(entry.packed()))) is not None:

@@ -111,5 +111,9 @@ class PendingActivation:
 
 def packed_of(node: Node, name: str, unpack: UnpackHook) -> Packed | None:
     """Returns what autograd keeps in place of a node's saved tensor; None where `unpack` does not give it back."""
-    packed: Any = packed_for(node, name, unpack)
+    return packed_now(packed_for(node, name, unpack))
+
+
+def packed_now(packed: Any) -> Any:
+    """Returns what a tensor was packed as, if it is, for what a pack hook returned."""
     return packed.packed if isinstance(packed, PendingActivation) else packed

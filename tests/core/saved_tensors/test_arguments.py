@@ -60,6 +60,10 @@ class Model(nn.Module):
         inputs = normal(ROWS, 64, seed=1)
         return (self.first(inputs) + normal(ROWS, WIDTH, seed=2)).to(dtype)
 
+    def adapted(self, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns what the adapters give for what each makes of one tensor."""
+        return torch.stack([adapter(x, make) for adapter in self.adapters])
+
     def loss(self, form: Callable[[Model], Tensor]) -> Tensor:
         """Returns the loss of what the adapters give in some form."""
         return self.last(form(self)).square().mean()
@@ -72,7 +76,7 @@ def _adapted(make: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float3
     def form(model: Model) -> Tensor:
         x = model.begin(dtype) * 1
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            return torch.stack([adapter(x, make) for adapter in model.adapters])
+            return model.adapted(x, make)
 
     return form
 
@@ -220,7 +224,7 @@ def _gated(model: Model) -> Tensor:
     wide = model.begin()
     gate, up = F.silu(wide), wide * 2
     x = gate * up
-    return torch.stack([adapter(x, _dropped) for adapter in model.adapters])
+    return model.adapted(x, _dropped)
 
 
 def test_what_follows_takes_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +249,7 @@ def _argument_changed_before_its_layer(model: Model) -> Tensor:
             x.mul_(3)
         return dropped
 
-    return torch.stack([adapter(x, make) for adapter in model.adapters])
+    return model.adapted(x, make)
 
 
 def _result_changed(model: Model) -> Tensor:
@@ -257,7 +261,7 @@ def _result_changed(model: Model) -> Tensor:
             dropped[:, :9].mul_(3)
         return dropped
 
-    return torch.stack([adapter(x, make) for adapter in model.adapters])
+    return model.adapted(x, make)
 
 
 def _result_changed_before_a_cast(model: Model) -> Tensor:
@@ -274,7 +278,7 @@ def _cast_changed(model: Model) -> Tensor:
             wide[:, :9].mul_(3)
         return _dropped(wide)
 
-    return torch.stack([adapter(x, make) for adapter in model.adapters])
+    return model.adapted(x, make)
 
 
 def _input_changed_after_its_cast(model: Model) -> Tensor:
@@ -286,48 +290,48 @@ def _input_changed_after_its_cast(model: Model) -> Tensor:
             x[:, :9].mul_(3)
         return _dropped(wide)
 
-    return torch.stack([adapter(x, make) for adapter in model.adapters])
+    return model.adapted(x, make)
 
 
 def _merged_heads(model: Model) -> Tensor:
     """The dropouts get what another operator has saved in another shape."""
     heads = (model.begin().view(2, -1, 8, 40) * 1).transpose(1, 2)
     merged = heads.exp().transpose(1, 2)
-    return torch.stack([adapter(merged.reshape(ROWS, WIDTH), _dropped) for adapter in model.adapters])
+    return model.adapted(merged.reshape(ROWS, WIDTH), _dropped)
 
 
 def _repeated(model: Model) -> Tensor:
     """What is given to the modules has fewer elements than what the layers save."""
     half = model.begin()[: ROWS // 2] * 1
-    return torch.stack([adapter(half, lambda half: _dropped(half.expand(2, -1, -1))) for adapter in model.adapters])
+    return model.adapted(half, lambda half: _dropped(half.expand(2, -1, -1)))
 
 
 def _in_another_order(model: Model) -> Tensor:
     columns = model.begin().mT.contiguous() * 1
-    return torch.stack([adapter(columns.mT, _dropped) for adapter in model.adapters])
+    return model.adapted(columns.mT, _dropped)
 
 
 def _cast_of_another_order(model: Model) -> Tensor:
     columns = model.begin(torch.bfloat16).mT.contiguous() * 1
     make = partial(Tensor.to, dtype=torch.float32, memory_format=torch.contiguous_format)
-    return torch.stack([adapter(columns.mT, make) for adapter in model.adapters])
+    return model.adapted(columns.mT, make)
 
 
 def _columns(model: Model) -> Tensor:
     """What is dropped is a half of each row, and may stay as it is."""
     wide = torch.cat([model.begin(), model.begin().sin()], -1).exp()
-    return torch.stack([adapter(wide.chunk(2, -1)[1], _dropped) for adapter in model.adapters])
+    return model.adapted(wide.chunk(2, -1)[1], _dropped)
 
 
 def _negated(model: Model) -> Tensor:
     """Memory holds the negative of its values."""
     x = torch.complex(model.begin(), model.begin() * 2).conj().imag
-    return torch.stack([adapter(x, _dropped) for adapter in model.adapters])
+    return model.adapted(x, _dropped)
 
 
 def _of_double_precision(model: Model) -> Tensor:
     x = model.begin(torch.float64) * 1
-    return torch.stack([adapter(x, lambda x: _dropped(x.float())) for adapter in model.adapters])
+    return model.adapted(x, lambda x: _dropped(x.float()))
 
 
 class _Conditioned(nn.Module):
@@ -373,12 +377,12 @@ def _changed_where_a_log_has_saved_it(model: Model) -> Tensor:
 
 def _rectified(model: Model) -> Tensor:
     x = F.relu(model.begin())
-    return torch.stack([adapter(x, _dropped) for adapter in model.adapters])
+    return model.adapted(x, _dropped)
 
 
 def _of_two_values(model: Model) -> Tensor:
     x = model.begin().sign() + 0 * model.begin()
-    return torch.stack([adapter(x, _dropped) for adapter in model.adapters])
+    return model.adapted(x, _dropped)
 
 
 def _changed_between_layers(model: Model) -> Tensor:
@@ -402,7 +406,7 @@ def _another_result_of_the_same_node(model: Model) -> Tensor:
     """The modules' input is one half of a tensor, and what is cast the other one."""
     x = model.begin(torch.bfloat16) * 1
     one, other = x.split(ROWS // 2)
-    return torch.stack([adapter(one, lambda _: _dropped(other.float())) for adapter in model.adapters])
+    return model.adapted(one, lambda _: _dropped(other.float()))
 
 
 def _another_dropout(model: Model) -> Tensor:
@@ -414,22 +418,22 @@ def _another_dropout(model: Model) -> Tensor:
         _dropped(x)
         return dropped
 
-    return torch.stack([adapter(x, make) for adapter in model.adapters])
+    return model.adapted(x, make)
 
 
 def _dropped_twice(model: Model) -> Tensor:
     x = model.begin() * 1
-    return torch.stack([adapter(x, lambda x: _dropped(_dropped(x))) for adapter in model.adapters])
+    return model.adapted(x, lambda x: _dropped(_dropped(x)))
 
 
 def _dropped_in_place(model: Model) -> Tensor:
     x = model.begin() * 1
-    return torch.stack([adapter(x, lambda x: F.dropout(x * 1, 0.25, inplace=True)) for adapter in model.adapters])
+    return model.adapted(x, lambda x: F.dropout(x * 1, 0.25, inplace=True))
 
 
 def _not_finite(model: Model) -> Tensor:
     x = torch.where(normal(ROWS, WIDTH, seed=5) > 3, torch.inf, model.begin())
-    return torch.stack([adapter(x, _dropped) for adapter in model.adapters]).nan_to_num(0, 0, 0)
+    return model.adapted(x, _dropped).nan_to_num(0, 0, 0)
 
 
 HARD_FORMS = [
@@ -499,7 +503,7 @@ def test_a_write_that_no_version_tells_is_found_in_exact_mode() -> None:
 
         wide = model.begin()
         x = F.silu(wide) * (wide * 2)
-        return torch.stack([adapter(x, make) for adapter in model.adapters])
+        return model.adapted(x, make)
 
     assert all(map(torch.equal, _gradients(form, "exact")[0], _gradients(form)[0]))
 
@@ -510,7 +514,7 @@ def test_what_is_too_small_for_codes_keeps_its_values() -> None:
     def form(model: Model) -> Tensor:
         x = model.begin()[:16] * 1
         with torch.autocast("cpu", torch.bfloat16):
-            return torch.stack([adapter(x, lambda x: x) for adapter in model.adapters])
+            return model.adapted(x, lambda x: x)
 
     found, held = _gradients(form, 8)
     with pytest.MonkeyPatch.context() as patch:
