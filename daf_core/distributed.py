@@ -117,8 +117,8 @@ def _device(group: ProcessGroup | None) -> torch.device:
 
 
 def _average(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    present = present.to(_device(group))
+    known = [parameter.grad is not None for parameter in parameters]
+    present = torch.tensor(known, dtype=torch.int32, device=_device(group))
     dist.all_reduce(present, dist.ReduceOp.MAX, group)
     with torch.no_grad():
         found = [_gradient(parameter) for parameter, known in zip(parameters, present.tolist(), strict=True) if known]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -151,6 +152,27 @@ def test_rooms_stand_on_rooms_before_them(package: str, path: Path) -> None:
     order = ROOMS[package]
     before = order if own == "__init__" else order[: order.index(own)]
     assert rooms_imported(package, path) <= set(before)
+
+
+@pytest.mark.parametrize(("package", "path"), each_source(*PACKAGES))
+def test_tensors_are_made_on_a_device_that_is_named(package: str, path: Path) -> None:
+    """Otherwise they lie on the user's default device, and kernels for others write to their addresses there."""
+    assert not list(made_anywhere(ast.parse(path.read_text())))
+
+
+def made_anywhere(tree: ast.AST) -> Iterator[str]:
+    """Calls of torch that make a tensor on the default device."""
+    names = {f"torch.{function.__name__}" for function in _device_constructors()}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in names:
+            continue
+        if not {"device", None} & {keyword.arg for keyword in node.keywords}:
+            yield ast.unparse(node)
+
+
+def test_tensors_on_the_default_device_are_seen() -> None:
+    code = "torch.zeros(3)\ntorch.ones(3, device=x)\nx.new_zeros(3)\ntorch.tensor([1], **like)\ntorch.empty_like(x)\n"
+    assert list(made_anywhere(ast.parse(code))) == ["torch.zeros(3)"]
 
 
 def test_late_and_dynamic_imports_are_seen() -> None:

@@ -219,7 +219,7 @@ class _Calls:
             return self._unpack(packed)
         (stored, different, places), last = packed, self.tracing.last
         if last is None:
-            return stored[0] if stored else torch.empty(0)
+            return stored[0] if stored else torch.empty(0, device="cpu")
         code, like = last
         return code.decode(stored, Like([different[place] for place in places], like.dtype, like.shape))
 

@@ -53,8 +53,7 @@ class Bounds:
     def are_rounded(self, dtype: torch.dtype) -> bool:
         """Says whether a type does not hold them: operators differ in whether they round them before they compare."""
         finite = [bound for bound in (self.low, self.high) if math.isfinite(bound)]
-        most = torch.finfo(dtype).max
-        return any(abs(bound) > most or float(torch.tensor(bound, dtype=dtype)) != bound for bound in finite)
+        return torch.tensor(finite, dtype=torch.float64, device="cpu").to(dtype).tolist() != finite
 
     def examples(self) -> tuple[float, float]:
         """Returns a value inside and one outside, which any floating-point type tells from the bounds."""

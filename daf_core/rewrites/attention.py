@@ -130,7 +130,7 @@ class _DroppedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
     ) -> Tensor:
         shape = (*query.shape[:3], key.shape[2])
-        kept = torch.empty(shape, dtype=torch.bool).bernoulli_(1 - settings.dropout)
+        kept = torch.empty(shape, dtype=torch.bool, device=query.device).bernoulli_(1 - settings.dropout)
         # The memory order that torch gives its result: what follows merges the heads without a copy.
         result = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
         for block in _blocks(shape, settings.causal):
@@ -172,7 +172,7 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, block: _Bloc
     scores = torch.baddbmm(empty, query[block[:3]], key[block.seen].mT, beta=0, alpha=factor)
     if settings.causal:
         ahead = scores[..., block.queries.start :]
-        ahead.masked_fill_(torch.ones(ahead.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
+        ahead.masked_fill_(ahead.new_ones(ahead.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
     if mask is None:
         return torch.softmax(scores, -1)
     scores.add_(_bias(mask, block))
@@ -186,7 +186,9 @@ def _bias(mask: Tensor, block: _Block) -> Tensor:
     places = (slice(block.row, block.row + 1), *block[1:])
     part = mask[tuple(slice(None) if size == 1 else place for size, place in zip(mask.shape, places, strict=True))][0]
     # Adding is five times as fast as filling, and the heads share what is added.
-    return torch.zeros(part.shape).masked_fill_(~part, -torch.inf) if part.dtype is torch.bool else part
+    if part.dtype is not torch.bool:
+        return part
+    return part.new_zeros(part.shape, dtype=torch.float32).masked_fill_(~part, -torch.inf)
 
 
 def _factors(kept: Tensor) -> Tensor:

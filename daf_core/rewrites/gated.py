@@ -127,13 +127,18 @@ def _layer(width: int, outputs: int) -> nn.Linear:
     """Returns a layer with weights of its own, for which no random number is drawn."""
     layer = nn.Linear(width, outputs, bias=False, device="meta", dtype=torch.float64).to_empty(device="cpu")
     with torch.no_grad():
-        layer.weight.copy_(torch.linspace(-2.0, 3.0, width * outputs, dtype=torch.float64).sin().view(outputs, width))
+        layer.weight.copy_(_numbers(-2.0, 3.0, outputs, width).sin())
     return layer
+
+
+def _numbers(first: float, last: float, rows: int, columns: int) -> Tensor:
+    numbers = torch.linspace(first, last, rows * columns, dtype=torch.float64, device="cpu")
+    return numbers.view(rows, columns)
 
 
 def _probe(function: Callable[[Tensor], Tensor], layers: dict[str, nn.Linear]) -> list[Tensor]:
     """Returns values, and the gradients of inputs and weights."""
-    inputs = torch.linspace(-4.0, 5.0, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).requires_grad_()
+    inputs = _numbers(-4.0, 5.0, ROWS, WIDTH).requires_grad_()
     with torch.enable_grad():
         values = function(inputs)
         weights = [layer.weight for layer in layers.values()]

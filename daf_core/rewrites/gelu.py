@@ -102,7 +102,7 @@ def _probe_copy(module: nn.Module, training: bool) -> tuple[Tensor, Tensor, int]
 def _probe(function: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor, int]:
     """Returns values, derivatives, and how many tensors autograd saves."""
     saved: set[int] = set()
-    inputs = torch.linspace(-REACH, REACH, SAMPLES, dtype=torch.float64).requires_grad_()
+    inputs = torch.linspace(-REACH, REACH, SAMPLES, dtype=torch.float64, device="cpu").requires_grad_()
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.numel() == SAMPLES:

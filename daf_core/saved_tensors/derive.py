@@ -341,7 +341,7 @@ def _dropout_scale(p: float, device: torch.device, dtype: torch.dtype) -> float:
     if not kept:
         return 0.0
     if device.type == "cpu":
-        return float(torch.tensor(1.0 / kept, dtype=dtype))
+        return float(torch.tensor(1.0 / kept, dtype=dtype, device="cpu"))
     return float(np.float32(1.0) / np.float32(kept))
 
 

@@ -199,12 +199,12 @@ def _model(config: Any, task: Task, workload: Workload) -> Any:
 def _batch(config: Any, task: Task, workload: Workload) -> dict[str, Tensor]:
     config = config.get_text_config()
     shape = workload.batch, workload.length
-    generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(config.vocab_size, shape, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    tokens = torch.randint(config.vocab_size, shape, generator=generator, device="cpu")
     if isinstance(config.pad_token_id, int):  # a row that ends with padding would be shorter
         tokens = torch.where(tokens == config.pad_token_id, (tokens + 1) % config.vocab_size, tokens)
     sizes = {"sequence-classification": shape[:1], "token-classification": shape}
-    labels = torch.zeros(sizes[task], dtype=torch.long) if task in sizes else tokens
+    labels = tokens.new_zeros(sizes[task]) if task in sizes else tokens
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 

@@ -287,7 +287,7 @@ def _reporter(callback: type[Callback], session: DAFSession) -> Callback:
             return
         for name, value in session.take_metrics().items():
             # On the CPU: a copy to a GPU costs more. Where training_step takes an iterator, log needs the batch's size.
-            scalar = torch.tensor(value)
+            scalar = torch.tensor(value, device="cpu")
             module.log(name, scalar, prog_bar=name == "daf/ratio", on_step=True, on_epoch=False, batch_size=1)
 
     hooks = {"on_before_optimizer_step": on_before_optimizer_step, "on_train_batch_end": on_train_batch_end}

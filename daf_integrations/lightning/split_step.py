@@ -74,7 +74,7 @@ def run_split(
         logged = logs.begin_part(part, weight)
         output = training_step(part, *args, **kwargs)
         if output is None and last and len(logs.parts) == 1:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         logged.loss = loss = _loss_in(output)
         weighted = loss if weight == 1 else loss * weight
         # As the strategy does it, without the hooks that Lightning calls once for a batch.

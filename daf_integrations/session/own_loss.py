@@ -116,7 +116,7 @@ class _Beside:
     """
 
     def __init__(self, tensor: Tensor, nodes: Iterable[Any]) -> None:
-        self._passed = self._got = torch.zeros(())
+        self._passed = self._got = torch.zeros((), dtype=torch.float32, device="cpu")
         self.seen = False
         tensor.register_hook(self._get)
         source = (tensor.grad_fn, tensor.output_nr)

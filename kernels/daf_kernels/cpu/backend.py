@@ -167,7 +167,7 @@ class CpuBackend:
     def two_values(self, values: Tensor) -> TwoValues | None:
         """See `Backend.two_values`."""
         if not values.is_contiguous():
-            head = torch.empty(min(values.numel(), BLOCK), dtype=values.dtype)
+            head = values.new_empty(min(values.numel(), BLOCK))
             self._copy(values, 0, head.numel(), head, into_dense=True)
             found = self._probe(head)
             if found is None or found[0] != found[1]:
@@ -195,7 +195,7 @@ class CpuBackend:
 
     def _sample(self, values: Tensor, layout: PlaneLayout, count: int, step: int, size: int) -> Tensor:
         """Returns dense copies of `count` scaling groups that are `step` groups apart."""
-        groups = torch.empty((count, size), dtype=values.dtype)
+        groups = values.new_empty((count, size))
         for index, into in enumerate(groups):
             first = index * step * layout.group
             self._copy(values, first, first + size, into, into_dense=True)
@@ -226,7 +226,7 @@ class CpuBackend:
             return self._run(kernel, values.data_ptr(), shift, addresses, 0, count)
         size = values.element_size()
         stage = max(kernel.tile, STAGE // kernel.tile * kernel.tile)
-        buffer = torch.empty(min(stage, count), dtype=values.dtype)
+        buffer = values.new_empty(min(stage, count))
         total = 0
         for start in range(0, count, stage):
             end = min(start + stage, count)
@@ -322,10 +322,11 @@ def warm_up() -> float:
         WrongBytesError: The kernels do not give back what they were given; the numba installation is broken.
     """
     started = time.perf_counter()
-    backend, values, layout = CpuBackend(threads=1), torch.arange(1024.0), PlaneLayout(1024, 256, 128)
+    backend, layout = CpuBackend(threads=1), PlaneLayout(1024, 256, 128)
+    values = torch.arange(1024, dtype=torch.float32, device="cpu")
     memory = FixedPages(layout.pages(len(PLANE_WIDTHS)), layout.page_bytes)
     pages = np.arange(layout.pages(len(PLANE_WIDTHS)))
-    decoded = torch.empty(1024, 2)[:, 0]
+    decoded = values.new_empty(1024, 2)[:, 0]
     backend.encode(values, layout, len(PLANE_WIDTHS), memory, pages, None)
     backend.relative_range(values, layout)
     backend.decode(decoded, layout, len(PLANE_WIDTHS), memory, pages)
@@ -338,7 +339,7 @@ def warm_up() -> float:
     backend.encode_nonzero(mask, memory, pages)
     rectified = values - 10.0
     backend.rectify(rectified, memory, pages)
-    slopes, ungrouped = torch.empty(1024), PlaneLayout(1024, 0, 128)
+    slopes, ungrouped = torch.empty_like(values), PlaneLayout(1024, 0, 128)
     backend.encode_slopes(values - 512, ungrouped, len(PLANE_WIDTHS), memory, pages)
     backend.decode_slopes(slopes, ungrouped, len(PLANE_WIDTHS), memory, pages)
     _warm_up_direct(backend, values, mask, layout, memory, pages)

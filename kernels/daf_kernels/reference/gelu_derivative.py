@@ -61,24 +61,19 @@ def inputs_of_codes() -> np.ndarray:
 
     Its derivative is the mean over what is cut to the code, for normal inputs.
     """
-    with torch.device("cpu"):  # whatever the user's default
-        return _inputs_of_codes()
-
-
-def _inputs_of_codes() -> np.ndarray:
-    x = torch.linspace(-9, 9, 1 << 18, dtype=torch.float64)
+    x = torch.linspace(-9, 9, 1 << 18, dtype=torch.float64, device="cpu")
     slopes = derivative(x)
     weights = torch.exp(-((x - _TYPICAL_MEAN) ** 2) / (2 * _TYPICAL_DEVIATION**2))
-    branch = torch.linspace(-math.sqrt(2), math.sqrt(2), 1 << 16, dtype=torch.float64)
+    branch = torch.linspace(-math.sqrt(2), math.sqrt(2), 1 << 16, dtype=torch.float64, device="cpu")
     heights = derivative(branch)
     table = np.zeros((len(PLANE_WIDTHS) + 1, 256), np.float32)
     for planes in range(len(PLANE_WIDTHS) + 1):
         width = 256 >> sum(PLANE_WIDTHS[:planes])
         cells = 256 // width
         places = (((slopes - LEAST) * STEPS).floor().clamp(0, 255) / width).floor().long()
-        mass = torch.zeros(cells, dtype=torch.float64).index_add_(0, places, weights)
-        means = torch.zeros(cells, dtype=torch.float64).index_add_(0, places, weights * slopes)
-        middles = LEAST + (torch.arange(cells, dtype=torch.float64) + 0.5) * width / STEPS
+        mass = x.new_zeros(cells).index_add_(0, places, weights)
+        means = x.new_zeros(cells).index_add_(0, places, weights * slopes)
+        middles = LEAST + (torch.arange(cells, dtype=x.dtype, device=x.device) + 0.5) * width / STEPS
         means = torch.where(mass > 0, means / mass.clamp_min(1e-300), middles)
         nearest = torch.searchsorted(heights, means).clamp(0, len(branch) - 1)
         table[planes, ::width] = branch[nearest].numpy()
