@@ -259,10 +259,10 @@ def _examine_torch() -> dict[str, Any]:
 def _examine_kernels() -> dict[str, Any]:
     try:
         importlib.import_module("daf_kernels.cpu.backend")
-        from daf_kernels.cpu.compile_cache import why_not_kept
+        from daf_kernels.cpu.compile_cache import why_not_compiled, why_not_kept
     except Exception as error:  # numba and llvmlite have classes of their own for what they cannot work with
         return {"kernel_error": f"{type(error).__name__}: {error}"}
-    return {"kernels_not_kept": why_not_kept()}
+    return {"kernel_error": why_not_compiled(), "kernels_not_kept": why_not_kept()}
 
 
 def _print(found: Diagnosis, console: Console) -> None:

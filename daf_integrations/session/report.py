@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 
 from humanfriendly import format_size
 from torch import nn
@@ -41,15 +42,18 @@ def describe(model: nn.Module) -> str:
 
 
 def render(title: str, totals: RunTotals, plan: str | None = None, trained: str | None = None) -> str:
-    """Returns a table of a run's figures as text, without colours, below its title.
+    """Returns a table of a run's figures as text, without colours, below its title, that standard output can show.
 
     It ends with how the last steps were run, where a budget covers them, and what they trained, where that was elastic.
     """
-    from rich.console import Console  # rich takes time to import
+    from rich import box  # rich takes time to import
+    from rich.console import Console
     from rich.table import Table
 
     metrics = totals.metrics()
-    table = Table("saved activations", "", title_justify="left")
+    # That of a file is cp1252 on Windows, and an interpreter without a console has none.
+    shows_lines = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    table = Table("saved activations", "", box=box.HEAVY_HEAD if shows_lines else box.ASCII)
     table.add_row("plain training keeps", f"{metrics['daf/raw_mb']:,.1f} MB")
     table.add_row("DAF held at most", f"{metrics['daf/held_mb']:,.1f} MB")
     if metrics["daf/dropped_mb"]:

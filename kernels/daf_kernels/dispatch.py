@@ -44,10 +44,8 @@ def load_backend(device: torch.device, name: str = "auto") -> Backend:
         return ReferenceBackend()
     if device.type == "meta":
         raise NoKernelError("tensors on device 'meta' have no values that could be kept")
-    if device.type == "cpu":
-        return _load_cpu()
     try:
-        return _load_triton(device)
+        return _load_cpu() if device.type == "cpu" else _load_triton(device)
     except UnusableError as error:
         _warn_once(device.type, str(error))
         return ReferenceBackend()
@@ -59,10 +57,17 @@ def _warn_once(kind: str, why: str) -> None:
 
 
 def _load_cpu() -> Backend:
+    """Returns the numba kernels of the CPU.
+
+    Raises:
+        UnusableError: They cannot be used there.
+    """
     # numba takes 0.5 s to import, which a program that only imports DAF does not pay.
     from daf_kernels.cpu import backend as cpu
     from daf_kernels.cpu import compile_ahead, compile_cache
 
+    if (why := compile_cache.why_not_compiled()) is not None:
+        raise UnusableError(why)
     compile_ahead.compile_ahead()
     before = compile_cache.compilations()
     with _disable_current_modes():  # fake tensors, say, have no memory to write to

@@ -6,6 +6,7 @@ import logging
 import sys
 from functools import lru_cache
 
+import numba
 import pytest
 import torch
 
@@ -108,6 +109,16 @@ def test_what_a_slower_way_would_hide_is_raised(
     monkeypatch.setattr(backend, "load", load)
     with pytest.raises(type(error), match=str(error)):
         load_backend(gpu)
+
+
+def test_a_cpu_works_slowly_where_numba_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch, "_warn_once", lru_cache(dispatch._warn_once.__wrapped__))
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    (message,) = warnings_of(caplog, torch.device("cpu"))
+    assert "device 'cpu' with plain torch operations" in message
+    assert "NUMBA_DISABLE_JIT is set" in message
 
 
 def test_another_device_works_slowly(caplog: pytest.LogCaptureFixture, gpu: torch.device) -> None:

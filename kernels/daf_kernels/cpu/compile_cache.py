@@ -124,6 +124,11 @@ def known():
     return sum(1 if isinstance(each, CFunc) else len(each.overloads) for each in _kernels)
 
 
+def why_not_compiled():
+    """Returns why numba compiles nothing in this process, and what to do; None where it does."""
+    return "NUMBA_DISABLE_JIT is set, so numba compiles nothing. Unset it" if numba.config.DISABLE_JIT else None
+
+
 def why_not_kept():
     """Returns why the next run does not find compiled kernels on disk, and what to do; None where it does."""
     if not _not_kept:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numba
 import pytest
 from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
@@ -57,6 +58,12 @@ def test_kernels_that_do_not_load_are_a_problem(monkeypatch: pytest.MonkeyPatch)
     """Numba is there, and does not work with this numpy."""
     monkeypatch.setitem(sys.modules, "daf_kernels.cpu.backend", None)
     assert doctor.examine().problems[0].startswith("the CPU kernels do not load: ModuleNotFoundError")
+
+
+def test_kernels_that_numba_does_not_compile_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    (problem,) = doctor.examine().problems
+    assert problem == "the CPU kernels do not load: NUMBA_DISABLE_JIT is set, so numba compiles nothing. Unset it"
     broken = replace(with_version("numba", None), kernel_error="no numba")
     assert ["numba is missing" in problem for problem in broken.problems] == [True]
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,17 @@ class TestSteps:
         assert all(isinstance(value, float) for value in daf.metrics(model).values())
         assert daf.metrics(model) == {}
         assert "DAF held at most" in daf.summary()
+
+    @pytest.mark.parametrize(("encoding", "line"), [("utf-8", "\u2503"), ("cp1252", "|"), (None, "\u2503")])
+    def test_the_summary_can_be_printed(self, monkeypatch: pytest.MonkeyPatch, encoding: str | None, line: str) -> None:
+        """What Windows writes to a file is cp1252; a program without a console has no output."""
+        model = daf.prepare(lora(), precision=4)
+        train(model, 1)
+        output = None if encoding is None else io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", output)
+        text = daf.summary(model)
+        print(text)
+        assert line in text
 
     def test_accumulated_batches_are_one_step(self) -> None:
         model = daf.prepare(lora(), precision=4)
