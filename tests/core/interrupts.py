@@ -27,7 +27,9 @@ def interrupted(event: int, run: Callable[[], object], counts: Callable[[FrameTy
     def count(frame: FrameType, kind: str, _: object) -> None:
         nonlocal left
         ignored = frame.f_code is interrupted.__code__ or frame.f_code.co_filename == _weakrefset.__file__
-        if kind != "c_call" and not ignored and counts(frame):
+        # Before Python 3.11 what is raised as a generator goes on passes its handlers, which no interrupt does.
+        goes_on = kind == "call" and frame.f_lasti >= 0 and sys.version_info < (3, 11)
+        if kind != "c_call" and not ignored and not goes_on and counts(frame):
             left -= 1
             if not left:
                 raise KeyboardInterrupt

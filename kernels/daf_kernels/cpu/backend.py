@@ -326,7 +326,7 @@ def warm_up() -> float:
     values = torch.arange(1024, dtype=torch.float32, device="cpu")
     memory = FixedPages(layout.pages(len(PLANE_WIDTHS)), layout.page_bytes)
     pages = np.arange(layout.pages(len(PLANE_WIDTHS)))
-    decoded = values.new_empty(1024, 2)[:, 0]
+    decoded = values.new_zeros(1024, 2)[:, 0]  # zeros: what is left in memory may be what is expected
     backend.encode(values, layout, len(PLANE_WIDTHS), memory, pages, None)
     backend.relative_range(values, layout)
     backend.decode(decoded, layout, len(PLANE_WIDTHS), memory, pages)
@@ -334,12 +334,12 @@ def warm_up() -> float:
     two = backend.two_values(mask)
     if two is None or not backend.encode_mask(mask, two, memory, pages):
         raise WrongBytesError("the CPU kernels took a mask for something else; reinstall numba")
-    unpacked = torch.empty_like(mask)
+    unpacked = torch.zeros_like(mask)
     backend.decode_mask(unpacked, two, memory, pages)
     backend.encode_nonzero(mask, memory, pages)
     rectified = values - 10.0
     backend.rectify(rectified, memory, pages)
-    slopes, ungrouped = torch.empty_like(values), PlaneLayout(1024, 0, 128)
+    slopes, ungrouped = torch.zeros_like(values), PlaneLayout(1024, 0, 128)
     backend.encode_slopes(values - 512, ungrouped, len(PLANE_WIDTHS), memory, pages)
     backend.decode_slopes(slopes, ungrouped, len(PLANE_WIDTHS), memory, pages)
     _warm_up_direct(backend, values, mask, layout, memory, pages)
@@ -359,7 +359,7 @@ def _warm_up_direct(
     packed = backend.direct_mask(mask.numel(), mask.dtype, memory.page_bytes, mask.device)
     assert planes is not None
     assert packed is not None
-    unpacked = torch.empty_like(mask)
+    unpacked = torch.zeros_like(mask)
     wrong = planes.encode(values.data_ptr(), addresses)[0]
     answer, zero, one, _ = packed.encode(mask.data_ptr(), addresses)
     packed.decode(unpacked.data_ptr(), addresses, (zero, one))
