@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterable
 
 import torch
@@ -27,6 +28,8 @@ def release_free_memory() -> None:
 
     tcmalloc, mimalloc and glibc can; glibc otherwise keeps half of what a training step frees.
     """
+    if os.name == "nt":  # where a process has no symbols of its own to look up
+        return
     process = ctypes.CDLL(None)
     if hasattr(process, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc
         process.MallocExtension_ReleaseFreeMemory()

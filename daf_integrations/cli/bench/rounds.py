@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from daf_integrations.cli.doctor import MMAP_THRESHOLD, SMALL_BLOCK
 from daf_integrations.cli.workload import Workload
 
 EXACT = ("checkpoint", "daf-exact")  # what can take plain training's place anywhere
+KILLED = 9  # SIGKILL, for which Windows has no name
 PRINTED = 2000  # characters of what a process printed last that its error shows
 
 
@@ -150,7 +150,7 @@ def run_process(
         check=False,
     )
     printed = process.stderr[-PRINTED:].strip()
-    if process.returncode == -signal.SIGKILL:  # by Linux, where main memory has run out
+    if process.returncode == -KILLED:  # by Linux, where main memory has run out
         raise WorkerMemoryError(f"the process for {name!r} was killed, as where memory runs out\n{printed}")
     if process.returncode or not result.exists():
         last = (printed.splitlines() or ["nothing was printed"])[-1]
