@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.batch.loss_reduction import LossReduction, counts_of, ignoring, safest, weights
-from daf_core.batch.rows import IGNORED, rows_of, take, tensors_in
+from daf_core.batch.rows import IGNORED, named_tensors, rows_of, take, tensors_in
 from daf_core.batch.samples import short_texts
 from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
@@ -39,14 +39,16 @@ class MicroBatchWeights:
     """The weights of a batch's parts, by the law that the loss has been seen to follow.
 
     The law is looked for at the first batch. Where several agree with what was seen, that is done again at the first
-    batch for which they say different weights, and at each batch with new classes: a loss that weighs classes is a mean
-    over rows as long as all have the same.
+    batch for which they say different weights, at each batch with new classes, and where a mask leaves something out
+    for the first time: a loss that weighs classes, or counts what a mask does, is a mean over rows as long as all rows
+    are alike.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._laws = frozenset(LossReduction)
         self._classes: set[int] = set()
+        self._masks: set[str] = set()
         self._tests = 0
 
     def of(self, batch: Any, parts: int, loss_function: LossFunction) -> list[float]:
@@ -56,9 +58,11 @@ class MicroBatchWeights:
             MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
         """
         new = _classes(batch) - self._classes if self._tests < MOST_TESTS else set[int]()
+        masks = _masks(batch) - self._masks
         disagree = len(self._laws) > 1 and len({tuple(weights(law, batch, parts)) for law in self._laws}) > 1
-        if new or disagree:
+        if new or masks or disagree:
             self._classes |= new
+            self._masks |= masks
             self._tests += 1
             self._laws = matching_laws(self._model, batch, loss_function, self._laws)
         return weights(safest(self._laws, batch), batch, parts)
@@ -73,8 +77,8 @@ def matching_laws(
     """Returns the laws, of those that agreed before, that a loss follows on at most `MOST_ROWS` rows of a batch.
 
     The model, as the loss function calls it, is put in evaluation mode meanwhile, and nothing leaves a trace. Where
-    labels are ignored in the batch, some of the rows' others are, too, so that the rows differ in how many count. No
-    other label is changed: which values a loss bears, only its own batches tell.
+    labels are ignored in the batch, or masks leave something out, some of the rows' others are, too, so that the rows
+    differ in how many count. No other label is changed: which values a loss bears, only its own batches tell.
 
     Raises:
         MicroBatchError: No law agrees, the batch has one row, or the loss cannot be computed for a few rows.
@@ -98,7 +102,7 @@ def matching_laws(
 
 
 def _sample(batch: Any, size: int) -> tuple[Any, int]:
-    """Returns copies of the rows with the most labels, and how many they are."""
+    """Returns copies of the rows with the most labels, thinned out, and how many they are."""
     labels = ignoring(batch, size)
     order = _unlike_first(batch, size)
     if labels:
@@ -107,9 +111,22 @@ def _sample(batch: Any, size: int) -> tuple[Any, int]:
         order.sort(key=keys.__getitem__, reverse=True)
     rows = order[:MOST_ROWS]
     sample = short_texts(take(batch, rows, size), LENGTH)
-    for tensor in ignoring(sample, len(rows)):
-        _thin(tensor)
+    # By their names: what is left of longer texts may have no label that is ignored.
+    ignored = {name for name, tensor in named_tensors(batch) if any(tensor is each for each in labels)}
+    masks = _masks(batch)
+    for name, tensor in named_tensors(sample):
+        if name in ignored:
+            _thin(tensor)
+        elif name in masks:
+            _thin_mask(tensor)
     return sample, len(rows)
+
+
+def _masks(batch: Any) -> set[str]:
+    """Returns the names of what has a one or a zero for each place of each row, and both: a loss may count the ones."""
+    size = rows_of(batch)
+    found = {name: tensor for name, tensor in named_tensors(batch) if tensor.dim() == 2 and tensor.shape[0] == size}
+    return {name for name, each in found.items() if ((each == 0) | (each == 1)).all() and each.any() and not each.all()}
 
 
 def _row_labels(batch: Any) -> list[list[int]]:
@@ -147,6 +164,13 @@ def _thin(labels: Tensor) -> None:
     rows[0, [place for place in places if place not in kept]] = IGNORED
     if bool((rows[1, 1:] != IGNORED).any()):
         rows[1, 0] = IGNORED
+
+
+def _thin_mask(mask: Tensor) -> None:
+    """Leaves the first row half of its ones, where all rows have equally many."""
+    places = mask[0].nonzero().flatten()
+    if (mask.count_nonzero(1) == len(places)).all():
+        mask[0, places[max(len(places) // 2, 1) :]] = 0
 
 
 def _together(law: LossReduction, sample: Any, single: list[Tensor]) -> float:

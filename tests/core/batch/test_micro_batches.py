@@ -44,11 +44,11 @@ class Tagger(nn.Module):
         return self.head(self.drop(torch.tanh(self.embed(input_ids))))
 
 
-def _tokens(lengths: list[int], first: bool = True, seed: int = 1) -> dict[str, Tensor]:
+def _tokens(lengths: list[int], first: bool = True, seed: int = 1, longest: int = LENGTH) -> dict[str, Tensor]:
     """Padded texts, whose labels after each length, and perhaps at the first place, are ignored."""
     random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, CLASSES, (len(lengths), LENGTH), generator=random)
-    labels = torch.where(torch.arange(LENGTH) < torch.tensor(lengths)[:, None], ids, IGNORED)
+    ids = torch.randint(0, CLASSES, (len(lengths), longest), generator=random)
+    labels = torch.where(torch.arange(longest) < torch.tensor(lengths)[:, None], ids, IGNORED)
     if not first:
         labels[:, 0] = IGNORED
     return {"input_ids": ids, "labels": labels}
@@ -98,6 +98,47 @@ def test_the_law_is_found(loss: Callable[[nn.Module, Any], Tensor], law: LossRed
     """Also where all rows of the batch have equally many labels: in the sample they have not."""
     model, batch = Tagger(), _tokens(lengths)
     assert matching_laws(model, batch, lambda part: loss(model, part)) == {law}
+
+
+@pytest.mark.parametrize("prompt", [0, 5, 24])
+@pytest.mark.parametrize(("loss", "law"), LOSSES.values(), ids=LOSSES)
+def test_the_law_is_found_on_parts_of_longer_texts(
+    loss: Callable[[nn.Module, Any], Tensor], law: LossReduction, prompt: int
+) -> None:
+    """Though no label is ignored in what is tried of them."""
+    model, batch = Tagger(), _tokens([30, 48, 40, 25], longest=48)
+    batch["labels"][:, :prompt] = IGNORED
+    assert matching_laws(model, batch, lambda part: loss(model, part)) == {law}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1])
+@pytest.mark.parametrize("longest", [LENGTH, 48])
+def test_a_mean_over_tokens_and_one_over_rows_together_are_refused(longest: int, share: float) -> None:
+    model, batch = Tagger(), _tokens([longest, longest // 2, longest - 1, longest // 3], longest=longest)
+    with pytest.raises(MicroBatchError, match="by the law of rows"):
+        matching_laws(model, batch, lambda part: _token_mean(model, part) + share * _squares(model, part))
+
+
+def _counted(model: nn.Module, batch: Any) -> Tensor:
+    """The mean over what a mask does not leave out."""
+    mask = batch["mask"]
+    return (model(batch["input_ids"]).square().mean(-1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+@pytest.mark.parametrize("longest", [LENGTH, 48])
+def test_what_a_mask_counts_is_no_mean_over_rows(longest: int, dtype: torch.dtype) -> None:
+    """It looks like one as long as all rows are alike, be it in what is tried of longer texts."""
+    model, whole = Tagger(), [longest] * 6
+    alike, padded = (_tokens(lengths, longest=longest) for lengths in (whole, [*whole[:5], longest // 2]))
+    for batch in (alike, padded):
+        batch["mask"] = (batch.pop("labels") != IGNORED).to(dtype)
+    weighting = MicroBatchWeights(model)
+    assert weighting.of(alike, 2, lambda part: _counted(model, part)) == [0.5, 0.5]
+    for each in (weighting, MicroBatchWeights(model)):
+        with pytest.raises(MicroBatchError, match="by the law of rows"):
+            each.of(padded, 2, lambda part: _counted(model, part))
+    assert MicroBatchWeights(model).of(padded, 2, lambda part: _squares(model, part)) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
