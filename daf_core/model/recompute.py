@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from daf_core.autograd import hook_stack
 from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
+from daf_core.model.caches import as_it_is, holds_state, is_cache, layers_of
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.step import Buffers, RandomNumbers
 
@@ -57,9 +58,13 @@ class RecomputedBlock:
         """
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args, kwargs = _without_caches(self._module, args, kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        inputs = len(tree_flatten(args)[0])
+        layers = layers_of(self._module)
+        args, kwargs = _without_empty_caches(self._module, layers, args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs), is_leaf=is_cache)
+        inputs = len(tree_flatten(args, is_leaf=is_cache)[0])
+        # The first run writes to the caches that the caller reads afterwards, later ones to copies of what was there.
+        first = {place: leaf for place, leaf in enumerate(leaves) if is_cache(leaf)}
+        caches = tuple(first)
         places = [
             place
             for place, leaf in enumerate(leaves)
@@ -70,6 +75,8 @@ class RecomputedBlock:
             filled = list(leaves)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
+            for place in caches:
+                filled[place] = first.pop(place) if place in first else as_it_is(leaves[place], layers)
             inner_args, inner_kwargs = tree_unflatten(filled, structure)
             outside, _running.in_block = _running.in_block, True
             try:
@@ -80,6 +87,8 @@ class RecomputedBlock:
         tensors = [leaves[place] for place in places]
         for place in places:
             leaves[place] = None
+        for place in caches:
+            leaves[place] = as_it_is(leaves[place], layers)
         return checkpoint(self._watched(with_tensors), *tensors, use_reentrant=False, context_fn=self._contexts)
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,20 +108,20 @@ class RecomputedBlock:
         return hook_stack.keeping_nothing(), _SecondRun(self._module)
 
 
-def _without_caches(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _without_empty_caches(
+    module: nn.Module, layers: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leaves out the caches of keys and values of transformers: a layer would fill them twice."""
+    """Leaves out the caches that hold nothing for some layers: to fill them keeps what is not to be kept."""
     if getattr(module, "_can_checkpoint_with_cache", False):  # it only reads them
         return args, kwargs
-    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if "use_cache" in kept:
-        kept["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), kept
 
+    def kept(value: Any) -> Any:
+        return None if is_cache(value) and not holds_state(value, layers) else value
 
-def _is_cache(value: object) -> bool:
-    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+    args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
+    if "use_cache" in kwargs and not any(map(is_cache, (*args, *kwargs.values()))):
+        kwargs["use_cache"] = False
+    return args, kwargs
 
 
 class _SecondRun:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, EncoderDecoderCache, Mamba2Config, Mamba2ForCausalLM
 from transformers.modeling_outputs import ModelOutput
 
 from daf_core import ActivationEngine, DAFConfig
@@ -24,7 +25,7 @@ from daf_core.model.blocks import Block, blocks_of
 from daf_core.model.treatments import Treatments
 from daf_core.plan.block_policy import AppliedPolicies
 from daf_core.plan.policies import RECOMPUTE
-from tests.core.harness import assert_same, error, normal
+from tests.core.harness import assert_same, error, integers, normal
 from tests.core.plan import nets
 from tests.core.plan.nets import FeedForward, gradients_of
 
@@ -274,6 +275,70 @@ def test_nothing_is_said_about_caches(caplog: pytest.LogCaptureFixture, monkeypa
     result.loss.backward()
     assert result.past_key_values.get_seq_length() == 0
     assert not [record for record in caplog.records if "Caching" in record.getMessage()]
+
+
+def prefixes(model: nn.Module) -> tuple[list[Tensor], Any]:
+    """Returns keys and values of 3 tokens, and a cache of them, as prefix tuning and parts of longer texts make it."""
+    config: Any = model.config
+    width = getattr(config, "d_kv", config.hidden_size // config.num_attention_heads)
+    made = [normal(4, config.num_attention_heads, 3, width, seed=seed).requires_grad_() for seed in range(4)]
+    own = DynamicCache([(made[0] * 2, made[1] * 2), (made[2] * 2, made[3] * 2)])
+    return made, EncoderDecoderCache(own, DynamicCache()) if config.model_type == "t5" else own
+
+
+# Their name before transformers 5.24, which has another.
+takes_caches = pytest.mark.filterwarnings("ignore:`(past_key_values|cache_params)` is deprecated:FutureWarning")
+
+
+@takes_caches
+@pytest.mark.parametrize("recomputed", [(True, True), (False, True), (True, False)], ids=["both", "last", "first"])
+@pytest.mark.parametrize("precision", [None, "exact"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_what_a_cache_holds_is_read(name: str, precision: Any, recomputed: tuple[bool, bool]) -> None:
+    """Each block that runs again finds what it found at first, however often it runs."""
+    model, batch, _ = nets.make(name)
+    if name != "t5":
+        batch = {**batch, "attention_mask": torch.ones(4, 3 + batch["input_ids"].shape[1], dtype=torch.long)}
+    engine = None if precision is None else ActivationEngine(model, DAFConfig(precision=precision))
+    blocks = [block for block in blocks_of(model) if "encoder" not in block.name]
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        made, cache = prefixes(model)
+        torch.manual_seed(3)
+        with engine.compress() if engine else nullcontext():
+            result = model(**batch, past_key_values=cache, use_cache=True)
+        result.loss.backward(retain_graph=True)
+        result.loss.backward()
+        seen = torch.tensor(result.past_key_values.get_seq_length())
+        found = [each.grad for each in (*made, *model.parameters()) if each.grad is not None]
+        return [result.loss.detach(), seen, *found]
+
+    plain = step()
+    AppliedPolicies().follow(dict.fromkeys(compress(blocks, recomputed), RECOMPUTE))
+    assert_same(step(), plain)
+
+
+@takes_caches
+def test_a_state_of_a_recurrence_is_read() -> None:
+    """As where texts are trained one part after the other, each with the state that the last one has left."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    torch.manual_seed(0)
+    model = Mamba2ForCausalLM(Mamba2Config(vocab_size=64, chunk_size=8, **sizes)).train()
+    ids = integers(64, 2, 32)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        with torch.no_grad():
+            state = model(ids[:, :16], use_cache=True).cache_params
+        loss = model(ids[:, 16:], labels=ids[:, 16:], cache_params=state, use_cache=True).loss
+        loss.backward()
+        return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
+
+    plain, without = step(), model(ids[:, 16:], labels=ids[:, 16:]).loss
+    recomputing(model)
+    assert_same(step(), plain)
+    assert not torch.equal(plain[0], without)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "encoder", "resnet"])

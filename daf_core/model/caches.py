@@ -1,0 +1,85 @@
+"""States that a model hands to its blocks, which read them and write theirs: transformers' caches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from copy import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_cache(value: object) -> bool:
+    """Says whether a value is one: of keys and values, or of states of a recurrence."""
+    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+
+
+def layers_of(module: nn.Module) -> frozenset[int]:
+    """Returns the numbers of the layers of a cache that a block reads and writes; none where it does not say."""
+    numbers = (getattr(each, "layer_idx", None) for each in module.modules())
+    return frozenset(number for number in numbers if isinstance(number, int))
+
+
+def holds_state(cache: Any, layers: Collection[int]) -> bool:
+    """Says whether a cache holds anything for some layers; for any, if these are unknown."""
+    return any(tensor.numel() for tensor in _tensors(list(_read(cache, layers))))
+
+
+def as_it_is(cache: Any, layers: Collection[int]) -> Any:
+    """Returns a copy of a cache: writes to some layers of either, or to any if these are unknown, are not the other's.
+
+    Copied tensors are detached. They need gradients as theirs do, so that autograd saves the same where a block runs
+    again.
+    """
+    new = copy(cache)
+    for name, value in vars(cache).items():
+        if is_cache(value):
+            found = as_it_is(value, layers)
+        elif name == "layers" and isinstance(value, list):
+            found = [_copied(each) if not layers or place in layers else copy(each) for place, each in enumerate(value)]
+        else:
+            found = _copied(value)
+        object.__setattr__(new, name, found)
+    return new
+
+
+def _read(cache: Any, layers: Collection[int]) -> Iterator[Any]:
+    """Yields what a cache has for some layers, or for all."""
+    for name, value in vars(cache).items():
+        if is_cache(value):
+            yield from _read(value, layers)
+        elif layers and name == "layers" and isinstance(value, list):
+            yield from (each for place, each in enumerate(value) if place in layers)
+        else:
+            yield value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict) or _is_part(value):
+        for each in (value if isinstance(value, dict) else vars(value)).values():
+            yield from _tensors(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _is_part(value: Any) -> bool:
+    """Says whether a value is a cache's layer."""
+    return any("Cache" in kind.__name__ for kind in type(value).__mro__)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    if not _is_part(value):
+        return value
+    new = copy(value)
+    for name, each in vars(value).items():
+        object.__setattr__(new, name, _copied(each))
+    return new
