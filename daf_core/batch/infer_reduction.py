@@ -167,10 +167,9 @@ def _thin(labels: Tensor) -> None:
 
 
 def _thin_mask(mask: Tensor) -> None:
-    """Leaves the first row half of its ones, where all rows have equally many."""
+    """Leaves the first row half of its ones: where rows differ by a few, so little do laws that rounding hides it."""
     places = mask[0].nonzero().flatten()
-    if (mask.count_nonzero(1) == len(places)).all():
-        mask[0, places[max(len(places) // 2, 1) :]] = 0
+    mask[0, places[max(len(places) // 2, 1) :]] = 0
 
 
 def _together(law: LossReduction, sample: Any, single: list[Tensor]) -> float:

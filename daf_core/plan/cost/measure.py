@@ -28,12 +28,14 @@ LossOfRows = Callable[[int], Tensor]  # returns the loss of the first N rows of 
 def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int, limit: int) -> Profile:
     """Measures a pass of one row, and one of as many as fit in `limit` bytes twice, up to half of the batch.
 
+    Where one row has no loss, it is the fewest rows that have one, as they are doubled.
+
     The larger pass shows which costs do not grow with rows. Blocks that run differently from pass to pass, such as
     experts, are left out, and the modules around them may be blocks instead. Blocks that a pass changes are left out
     too: a second pass would find them changed. Nothing may be compressed or recomputed in the model meanwhile.
 
     Raises:
-        ProfileError: There is no memory for a pass of the fewest rows.
+        ProfileError: There is no memory for a pass of the fewest rows, or no rows have a loss.
     """
     left_out: set[str] = set()
     while True:
@@ -60,7 +62,14 @@ class _Passes:
     def few_and_many(self, rows: int, limit: int) -> list[Observed]:
         # Batch normalization of one value has no statistics.
         least = min(2 if any(isinstance(each, BATCH_NORMS) for each in self._model.modules()) else 1, rows)
-        few = self._observe_within(least, REPEATS)
+        while True:
+            try:
+                few = self._observe_within(least, REPEATS)
+                break
+            except ProfileError:  # losses of pairs, which are rows of their own, are of 2 rows at the least
+                if least == rows:
+                    raise
+                least = min(2 * least, rows)
         if few is None:
             raise ProfileError(
                 f"memory ran out when a step of {least} of {rows} rows was measured, to plan for "

@@ -125,6 +125,22 @@ def _counted(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch["input_ids"]).square().mean(-1) * mask).sum() / mask.sum()
 
 
+@pytest.mark.parametrize("lengths", [[16, 16, 15], [16, 8, 4]])
+def test_one_row_of_a_mask_counts_half(lengths: list[int]) -> None:
+    """Rounding hides what one token more or less makes of a loss."""
+    model, batch = Tagger(), _tokens(lengths, longest=16)
+    batch["mask"] = (batch.pop("labels") != IGNORED).long()
+    counted: list[list[int]] = []
+
+    def loss(part: Any) -> Tensor:
+        counted.append(part["mask"].sum(1).tolist())
+        return _squares(model, part)
+
+    matching_laws(model, batch, loss)
+    assert counted[0] == [8, *lengths[1:]]
+    assert int(batch["mask"].sum()) == sum(lengths)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 @pytest.mark.parametrize("longest", [LENGTH, 48])
 def test_what_a_mask_counts_is_no_mean_over_rows(longest: int, dtype: torch.dtype) -> None:

@@ -41,6 +41,29 @@ def test_an_error_names_the_budget_where_one_row_has_no_room() -> None:
         measured(0, MemoryError())
 
 
+@pytest.mark.parametrize(
+    ("least", "rows"), [(2, [1, 2, 16]), (3, [1, 2, 4, 16]), (32, [1, 2, 4, 8, 16, 32]), (33, [1, 2, 4, 8, 16, 32])]
+)
+def test_more_rows_are_measured_where_few_have_no_loss(least: int, rows: list[int]) -> None:
+    """As those of pairs, of which each is two rows."""
+    tried: list[int] = []
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def loss_of(count: int) -> Tensor:
+        tried.append(count)
+        if count < least:
+            raise ProfileError(f"{count} rows have no loss")
+        return model(normal(count, 64, 64)).sum()
+
+    config = DAFConfig(precision=4, memory_budget="64MB")
+    if least > 32:
+        with pytest.raises(ProfileError, match="32 rows have no loss"):
+            measure(model, config, loss_of, rows=32, limit=1 << 30)
+    else:
+        assert measure(model, config, loss_of, rows=32, limit=1 << 30).at(4, 4).between.size > 0
+    assert list(dict.fromkeys(tried)) == rows
+
+
 def test_other_errors_are_passed_on() -> None:
     with pytest.raises(RuntimeError, match="sizes do not match"):
         measured(4, RuntimeError("sizes do not match"))
