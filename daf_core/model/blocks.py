@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from daf_core.autograd.torch_private import is_compiled
+from daf_core.readers.places import has_experts
 
 CHECKPOINTING_LAYER = "GradientCheckpointingLayer"
 """What transformers calls the class of its layers that can be recomputed."""
@@ -20,8 +20,6 @@ LEAST_WEIGHTS = 2
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-_EXPERTS = re.compile(r"expert|router|moe", re.IGNORECASE)  # classes of modules with experts
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,8 @@ class Block:
         Statistics of batches and the signs that ReLUs read off them change: ResNets had a larger gradient error from
         inputs in 8 bits than from everything in 4 (.0201 against .0180). Experts are others.
         """
-        modules = list(self.module.modules())
-        experts = self.routes or any(_EXPERTS.search(type(each).__name__) for each in modules)
-        return experts or any(isinstance(each, BATCH_NORMS) for each in modules)
+        routes = self.routes or has_experts(self.module)
+        return routes or any(isinstance(each, BATCH_NORMS) for each in self.module.modules())
 
 
 def blocks_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:

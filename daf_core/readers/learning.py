@@ -32,7 +32,7 @@ from daf_core.autograd.torch_private import (
 )
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, nodes_since, poles, product_input
-from daf_core.readers.places import Place, Places, function_that_saves, is_checkpoint
+from daf_core.readers.places import Place, Places, reading_of_frame
 from daf_core.readers.sharpness import (
     Looks,
     of_argument,
@@ -43,13 +43,11 @@ from daf_core.readers.sharpness import (
     told_by,
 )
 from daf_core.readers.table import (
-    CHECKPOINT,
     Kind,
     Reading,
     has_pole,
     more_exact,
     reading_of,
-    reading_of_function,
     stops_poles,
 )
 from daf_core.readers.waiting import (
@@ -161,10 +159,8 @@ class Readers:
             return EXACT_MODE
         self._own.unpack = unpack
         number = saver_of(tensor, site.op)
-        if (function := function_that_saves(frame)) is not None:
-            return Sighting(None, number, reading_of_function(function), False)
-        if is_checkpoint(frame):
-            return Sighting(None, number, CHECKPOINT, False)
+        if (given := reading_of_frame(frame, self._model)) is not None:
+            return Sighting(None, number, given, False)
         node = tensor.grad_fn
         place = place or self._places.name(frame, call, site.op)
         if self._own.cancelling:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from types import CodeType, FrameType
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,8 @@ from torch.utils import checkpoint
 
 from daf_core.autograd.functions import apply
 from daf_core.autograd.sites import ModuleCall
-from daf_core.autograd.torch_private import MODULE_CALLS, module_calls
+from daf_core.autograd.torch_private import MODULE_CALLS, module_calls, running_module
+from daf_core.readers.table import CHECKPOINT, Kind, Reading, reading_of_function
 from daf_core.readers.watch import unwatched
 
 _CHECKPOINT = checkpoint.__file__
@@ -38,6 +42,11 @@ _APPLY: tuple[CodeType | None, ...] = (
     apply.__code__,
 )
 """Who calls a ``torch.autograd.Function``. From torch 2.14 on its own is written in C, and has no frame."""
+
+
+_EXPERTS = re.compile(r"expert|router|moe", re.IGNORECASE)  # classes of modules with experts
+
+_have_experts = WeakKeyDictionary[nn.Module, bool]()
 
 
 class Place(NamedTuple):
@@ -90,6 +99,29 @@ def calling_frame() -> FrameType | None:
 def is_checkpoint(frame: FrameType | None) -> bool:
     """Says whether a checkpoint is saving its inputs, where `frame` is the innermost function: no node does."""
     return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Says whether a module sends rows to experts: a small error of its input may send them to others."""
+    found = _have_experts.get(module)
+    if found is None:
+        found = any(_EXPERTS.search(type(each).__name__) for each in module.modules())
+        _have_experts[module] = found
+    return found
+
+
+def reading_of_frame(frame: FrameType | None, model: nn.Module) -> Reading | None:
+    """Returns what a function of Python, or a checkpoint, reads of what it saves, where `frame` is the innermost one.
+
+    None where neither is saving. Checkpoints of experts need all bits: other inputs would choose others.
+    """
+    function = function_that_saves(frame)
+    if function is None and not is_checkpoint(frame):
+        return None
+    reading = CHECKPOINT if function is None else reading_of_function(function)
+    recomputes = function is None or function is checkpoint.CheckpointFunction
+    around = running_module(frame) or model  # what is checkpointed is a part of it
+    return replace(reading, kind=Kind.EXACT) if recomputes and has_experts(around) else reading
 
 
 def is_written_late(tensor: Tensor, frame: FrameType | None) -> bool:

@@ -164,11 +164,24 @@ def test_lack_of_a_plan_is_not_taken_for_lack_of_memory() -> None:
 
 
 def test_loss_that_few_rows_do_not_have() -> None:
+    """It is measured on all, and they stay together."""
+
     def loss(model: nn.Module, batch: nets.Batch) -> Tensor:
         assert len(batch["x"]) == 8, "eight rows"
         return nets._squares(model, batch)
 
-    with pytest.raises(ProfileError, match=r"1 of 8 rows.*eight rows"):
+    training = Training("encoder", loss=loss)
+    expected = plain(training)
+    training.tighten(1)
+    assert_close(training.run(), expected)
+    assert {plan.parts for plan in training.plans} == {1}
+
+
+def test_loss_that_no_rows_have() -> None:
+    def loss(model: nn.Module, batch: nets.Batch) -> Tensor:
+        raise ValueError("no loss")
+
+    with pytest.raises(ProfileError, match=r"8 of 8 rows.*no loss"):
         Training("encoder", loss=loss).run()
 
 
