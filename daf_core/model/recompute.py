@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +44,8 @@ class RecomputedBlock:
 
     def __init__(self, block: Block, watch: Callable[[bool], None] | None = None) -> None:
         self._module = block.module
+        self._layers = layers_of(block.module)
+        self._writes_caches = not getattr(block.module, "_can_checkpoint_with_cache", False)  # of transformers
         self._watch = watch
         self._patch = ForwardPatch(block.module, self._around)
 
@@ -58,12 +60,12 @@ class RecomputedBlock:
         """
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        layers = layers_of(self._module)
-        args, kwargs = _without_empty_caches(self._module, layers, args, kwargs)
+        layers = self._layers
+        args, kwargs = self._without_empty_caches(args, kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=is_cache)
         inputs = len(tree_flatten(args, is_leaf=is_cache)[0])
         # The first run writes to the caches that the caller reads afterwards, later ones to copies of what was there.
-        first = {place: leaf for place, leaf in enumerate(leaves) if is_cache(leaf)}
+        first = {place: leaf for place, leaf in enumerate(leaves) if self._writes_caches and is_cache(leaf)}
         caches = tuple(first)
         places = [
             place
@@ -91,6 +93,21 @@ class RecomputedBlock:
             leaves[place] = as_it_is(leaves[place], layers)
         return checkpoint(self._watched(with_tensors), *tensors, use_reentrant=False, context_fn=self._contexts)
 
+    def _without_empty_caches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Leaves out the caches that hold nothing for the block: to fill them keeps what is not to be kept."""
+        if not self._writes_caches:
+            return args, kwargs
+
+        def kept(value: Any) -> Any:
+            return None if is_cache(value) and not holds_state(value, self._layers) else value
+
+        args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
+        if "use_cache" in kwargs and not any(map(is_cache, (*args, *kwargs.values()))):
+            kwargs["use_cache"] = False
+        return args, kwargs
+
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any) -> Any:
             watch = self._watch
@@ -106,22 +123,6 @@ class RecomputedBlock:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return hook_stack.keeping_nothing(), _SecondRun(self._module)
-
-
-def _without_empty_caches(
-    module: nn.Module, layers: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leaves out the caches that hold nothing for some layers: to fill them keeps what is not to be kept."""
-    if getattr(module, "_can_checkpoint_with_cache", False):  # it only reads them
-        return args, kwargs
-
-    def kept(value: Any) -> Any:
-        return None if is_cache(value) and not holds_state(value, layers) else value
-
-    args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
-    if "use_cache" in kwargs and not any(map(is_cache, (*args, *kwargs.values()))):
-        kwargs["use_cache"] = False
-    return args, kwargs
 
 
 class _SecondRun:

@@ -119,9 +119,10 @@ def reading_of_frame(frame: FrameType | None, model: nn.Module) -> Reading | Non
     if function is None and not is_checkpoint(frame):
         return None
     reading = CHECKPOINT if function is None else reading_of_function(function)
-    recomputes = function is None or function is checkpoint.CheckpointFunction
+    if function is not None and function is not checkpoint.CheckpointFunction:
+        return reading
     around = running_module(frame) or model  # what is checkpointed is a part of it
-    return replace(reading, kind=Kind.EXACT) if recomputes and has_experts(around) else reading
+    return replace(reading, kind=Kind.EXACT) if has_experts(around) else reading
 
 
 def is_written_late(tensor: Tensor, frame: FrameType | None) -> bool:
