@@ -86,23 +86,36 @@ def matching_laws(
     size = rows_of(batch) or 0
     if size < 2:
         raise MicroBatchError(f"a batch of {size} rows cannot be cut into parts; give one of two rows or more")
-    sample, count = _sample(batch, size)
     with measuring(model), apart(model), _tolerance(model) as tolerances, torch.no_grad():
         model.eval()  # no dropout tells rows and batch apart; `measuring` puts the modes back
-        # A copy: Trainer.compute_loss takes the labels out of the batch where it computes the loss itself.
-        whole = _loss(loss_function, take(sample, list(range(count)), count))
-        single = [_loss(loss_function, take(sample, [row], count)) for row in range(count)]
+        sample, whole, single = _tried(loss_function, batch, size, _masks(batch))
     allowed = max(max(tolerances), 2 * torch.finfo(whole.dtype).eps)
     together = {law: _together(law, sample, single) for law in LossReduction}
     target = float(whole)
     matching = {law for law, loss in together.items() if abs(loss - target) <= allowed * abs(target)}
     if not matching & among or not target:
-        raise _no_law(target, together, allowed, count)
+        raise _no_law(target, together, allowed, len(single))
     return frozenset(matching & among)
 
 
-def _sample(batch: Any, size: int) -> tuple[Any, int]:
-    """Returns copies of the rows with the most labels, thinned out, and how many they are."""
+def _tried(loss_function: LossFunction, batch: Any, size: int, masks: set[str]) -> tuple[Any, Tensor, list[Tensor]]:
+    """Returns a few rows of a batch, with some masks thinned out if these may be, their loss, and that of each."""
+    sample, count = _sample(batch, size, masks)
+    try:
+        # A copy: Trainer.compute_loss takes the labels out of the batch where it computes the loss itself.
+        whole = _loss(loss_function, take(sample, list(range(count)), count))
+        single = [_loss(loss_function, take(sample, [row], count)) for row in range(count)]
+    except MicroBatchError:
+        if not masks:
+            raise
+    else:
+        if whole.isfinite() or not masks:
+            return sample, whole, single
+    return _tried(loss_function, batch, size, set())  # what a mask says may be bound to something else
+
+
+def _sample(batch: Any, size: int, masks: set[str]) -> tuple[Any, int]:
+    """Returns copies of the rows with the most labels, thinned out as some masks are, and how many they are."""
     labels = ignoring(batch, size)
     order = _unlike_first(batch, size)
     if labels:
@@ -113,7 +126,6 @@ def _sample(batch: Any, size: int) -> tuple[Any, int]:
     sample = short_texts(take(batch, rows, size), LENGTH)
     # By their names: what is left of longer texts may have no label that is ignored.
     ignored = {name for name, tensor in named_tensors(batch) if any(tensor is each for each in labels)}
-    masks = _masks(batch)
     for name, tensor in named_tensors(sample):
         if name in ignored:
             _thin(tensor)
@@ -123,10 +135,11 @@ def _sample(batch: Any, size: int) -> tuple[Any, int]:
 
 
 def _masks(batch: Any) -> set[str]:
-    """Returns the names of what has a one or a zero for each place of each row, and both: a loss may count the ones."""
+    """Returns the names of what has a one or a zero for each place of each row, and not as many ones in all rows."""
     size = rows_of(batch)
-    found = {name: tensor for name, tensor in named_tensors(batch) if tensor.dim() == 2 and tensor.shape[0] == size}
-    return {name for name, each in found.items() if ((each == 0) | (each == 1)).all() and each.any() and not each.all()}
+    found = [(name, each) for name, each in named_tensors(batch) if each.dim() == 2 and each.shape[0] == size]
+    masks = [(name, each.count_nonzero(1)) for name, each in found if ((each == 0) | (each == 1)).all()]
+    return {name for name, counts in masks if (counts != counts[0]).any()}
 
 
 def _row_labels(batch: Any) -> list[list[int]]:
@@ -156,7 +169,7 @@ def _thin(labels: Tensor) -> None:
 
     The laws of labels then say different weights than that of rows, and different ones from each other.
     """
-    rows = labels.view(labels.shape[0], -1)
+    rows = labels.reshape(labels.shape[0], -1)
     places = (rows[0] != IGNORED).nonzero().flatten().tolist()
     kept = places[:2] if places[:1] == [0] and rows.shape[1] > 1 else places[:1]
     if rows.shape[1] == 1:  # of two labels one has to stay
@@ -164,12 +177,21 @@ def _thin(labels: Tensor) -> None:
     rows[0, [place for place in places if place not in kept]] = IGNORED
     if bool((rows[1, 1:] != IGNORED).any()):
         rows[1, 0] = IGNORED
+    labels.copy_(rows.view(labels.shape))  # where they lie in another order the rows are a copy
 
 
 def _thin_mask(mask: Tensor) -> None:
-    """Leaves the first row half of its ones: where rows differ by a few, so little do laws that rounding hides it."""
-    places = mask[0].nonzero().flatten()
-    mask[0, places[max(len(places) // 2, 1) :]] = 0
+    """Leaves the row with the most ones half of them: where rows differ by a few, rounding hides how laws differ.
+
+    Where there are none, as in a mask of padding, half of the first row is made of ones.
+    """
+    counts = mask.count_nonzero(1)
+    row = int(counts.argmax())
+    places = mask[row].nonzero().flatten()
+    if len(places):
+        mask[row, places[max(len(places) // 2, 1) :]] = 0
+    else:
+        mask[0, mask.shape[1] // 2 :] = 1
 
 
 def _together(law: LossReduction, sample: Any, single: list[Tensor]) -> float:

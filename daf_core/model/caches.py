@@ -21,15 +21,18 @@ def layers_of(module: nn.Module) -> frozenset[int]:
 
 
 def holds_state(cache: Any, layers: Collection[int]) -> bool:
-    """Says whether a cache holds anything for some layers; for any, if these are unknown."""
-    return any(tensor.numel() for tensor in _tensors(list(_read(cache, layers))))
+    """Says whether a cache holds anything for some layers; for any, if these are unknown.
+
+    A single number is none: layers with a window have its size in a tensor.
+    """
+    return any(tensor.numel() > 1 for tensor in _tensors(list(_read(cache, layers))))
 
 
 def as_it_is(cache: Any, layers: Collection[int]) -> Any:
     """Returns a copy of a cache: writes to some layers of either, or to any if these are unknown, are not the other's.
 
-    Copied tensors are detached. They need gradients as theirs do, so that autograd saves the same where a block runs
-    again.
+    Copied tensors are detached, and no leaves, as blocks may write to them. They need gradients as theirs do, so that
+    autograd saves the same where a block runs again.
     """
     new = copy(cache)
     for name, value in vars(cache).items():
@@ -72,7 +75,7 @@ def _is_part(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        return value.detach().requires_grad_(value.requires_grad).clone()
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -44,7 +44,8 @@ _APPLY: tuple[CodeType | None, ...] = (
 """Who calls a ``torch.autograd.Function``. From torch 2.14 on its own is written in C, and has no frame."""
 
 
-_EXPERTS = re.compile(r"expert|router|moe", re.IGNORECASE)  # classes of modules with experts
+_EXPERTS = re.compile(r"expert|router|gating|^(sparse)?moe|moe(block|layer|mlp)?$", re.IGNORECASE)
+"""Classes of modules with experts. That of a family of models tells nothing: a GraniteMoeHybrid may have none."""
 
 _have_experts = WeakKeyDictionary[nn.Module, bool]()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -14,6 +17,7 @@ from daf_core.engine import ActivationEngine
 from daf_core.errors import ProfileError
 from daf_core.memory.system.release import release_memory
 from daf_core.model.blocks import BATCH_NORMS, Block, blocks_of
+from daf_core.model.caches import holds_state, is_cache, layers_of
 from daf_core.model.treatments import Treatments
 from daf_core.plan.cost.profile import Observed, Profile, planned_bits
 from daf_core.plan.observe.meter import meter_on
@@ -57,6 +61,7 @@ class _Passes:
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], config: DAFConfig, loss_of: LossOfRows) -> None:
         self._model, self._blocks, self._config, self._loss_of = model, blocks, config, loss_of
+        self._caches = _LastingCaches()
         self.changed: set[str] = set()
 
     def few_and_many(self, rows: int, limit: int) -> list[Observed]:
@@ -83,9 +88,10 @@ class _Passes:
             many *= 2
         many = min(many, rows)
         while many > least:
-            found = self._observe_within(many, 1)
-            if found is not None:
-                return [few, found]
+            with suppress(ProfileError):  # so many rows have no loss
+                found = self._observe_within(many, 1)
+                if found is not None:
+                    return [few, found]
             many //= 2
         return [few]
 
@@ -106,7 +112,12 @@ class _Passes:
         config = replace(self._config, precision=least or "exact", spill_dir=None, packing="device", **plain)
         engine = ActivationEngine(self._model, config)
         device = next(self._model.parameters()).device
-        run = partial(observe, self._model, self._blocks, engine, lambda: self._loss_of(rows))
+
+        def loss() -> Tensor:
+            self._caches.begin_pass()
+            return self._loss_of(rows)
+
+        run = partial(observe, self._model, self._blocks, engine, loss)
 
         def pair(metered: bool) -> tuple[Observation, Observation]:
             engine.treat(Treatments())
@@ -115,13 +126,44 @@ class _Passes:
             engine.treat(Treatments({block.name: True for block in self._blocks if block.needs_exact_input}))
             return compressed, run(recompute=True, meter=meter_on(device) if metered else None)
 
+        watched = self._caches.watched(self._blocks)
         try:
             run(timed=False)  # a first pass keeps some values until it is known who reads them
-            self.changed |= engine.measurement.repeated_changes(lambda: self._loss_of(rows))
+            self.changed |= engine.measurement.repeated_changes(loss)
             metered, timed = pair(True), [pair(False) for _ in range(repeats)]
             return Observed(rows, least, metered, timed)
         finally:
+            watched.close()
             engine.close()
+
+
+class _LastingCaches:
+    """Notices that passes hand blocks a cache that an earlier one had: what they add to it is not taken back."""
+
+    def __init__(self) -> None:
+        self._earlier, self._now = WeakSet[Any](), WeakSet[Any]()
+
+    def begin_pass(self) -> None:
+        self._earlier |= self._now
+
+    def watched(self, blocks: Sequence[Block]) -> ExitStack:
+        """Looks at what blocks are given, until what it returns is closed."""
+        stack = ExitStack()
+        for block in blocks:
+            note = partial(self._note, layers_of(block.module))
+            stack.callback(block.module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        return stack
+
+    def _note(self, layers: frozenset[int], _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for cache in filter(is_cache, (*args, *kwargs.values())):
+            if cache in self._earlier:
+                raise ProfileError(
+                    f"the loss gives the model a {type(cache).__name__} that was there before, and each pass that is "
+                    "measured would add to it. Make it in the loss function, or train with "
+                    'budget_covers="activations", which needs no measurement'
+                )
+            if holds_state(cache, layers):
+                self._now.add(cache)
 
 
 def _contains(block: Block, names: set[str]) -> bool:

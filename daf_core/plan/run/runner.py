@@ -142,7 +142,7 @@ def described(model: nn.Module, batch: Any, loss_function: LossFunction) -> Batc
             with distributed.apart(model):  # processes measure on their own
                 return loss_function(copied(take(batch, slice(0, count), rows)))
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, ProfileError):
                 raise
             raise ProfileError(
                 f"what a step takes cannot be measured on {count} of {rows} rows of its batch: {error!r}. "

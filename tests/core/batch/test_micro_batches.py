@@ -141,6 +141,52 @@ def test_one_row_of_a_mask_counts_half(lengths: list[int]) -> None:
     assert int(batch["mask"].sum()) == sum(lengths)
 
 
+def test_a_mean_over_as_many_places_of_each_row_is_one_over_rows() -> None:
+    """As where parts of pictures are left out, the same share of each."""
+    model, batch = Tagger(), _tokens([LENGTH] * 4)
+    batch["mask"] = torch.stack([(torch.arange(LENGTH) + row) % 2 for row in range(4)])
+    assert MicroBatchWeights(model).of(batch, 2, lambda part: _counted(model, part)) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("value", [None, math.inf])
+def test_masks_that_say_more_stay_as_they_are(value: float | None) -> None:
+    """As lengths in descending order do, which packed sequences need, or those that a loss needs labels for."""
+    model, batch = Tagger(), _tokens([8, 6, 5, 2])
+    batch["mask"] = (batch.pop("labels") != IGNORED).long()
+
+    def loss(part: Any) -> Tensor:
+        lengths = part["mask"].sum(1).tolist()
+        if lengths != sorted(lengths, reverse=True):
+            if value is None:
+                raise ValueError("sort them")
+            return torch.tensor(value)
+        return _squares(model, part)
+
+    assert MicroBatchWeights(model).of(batch, 2, loss) == [0.5, 0.5]
+
+
+def test_what_a_mask_of_padding_leaves_is_no_mean_over_rows() -> None:
+    """It has ones where there is padding; the rows that are tried have none."""
+    model, batch = Tagger(), _tokens([48] * 5 + [20], longest=48)
+    padding = batch.pop("labels") == IGNORED
+
+    def loss(part: Any) -> Tensor:
+        return _counted(model, {**part, "mask": ~part["padding"]})
+
+    with pytest.raises(MicroBatchError, match="by the law of rows"):
+        MicroBatchWeights(model).of({**batch, "padding": padding}, 2, loss)
+
+
+def test_labels_may_lie_in_any_order() -> None:
+    """As those of pictures whose sides were exchanged."""
+    model = nn.Conv2d(3, 4, 1)
+    labels = torch.randint(4, (4, 6, 5), generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    labels[:, :2] = IGNORED
+    batch = {"x": torch.randn(4, 3, 5, 6, generator=torch.Generator().manual_seed(1)), "labels": labels}
+    laws = matching_laws(model, batch, lambda part: F.cross_entropy(model(part["x"]), part["labels"]))
+    assert laws & {LossReduction.LABELS, LossReduction.ROWS} == {LossReduction.LABELS}
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 @pytest.mark.parametrize("longest", [LENGTH, 48])
 def test_what_a_mask_counts_is_no_mean_over_rows(longest: int, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from tests.integrations.hf_runs import roberta
 
 VOCABULARY = 64
 SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+
+# Their name before transformers 5.24, which has another.
+takes_caches = pytest.mark.filterwarnings("ignore:`(past_key_values|cache_params)` is deprecated:FutureWarning")
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from daf_core import DAFConfig, ProfileError
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile
+from daf_core.plan.run.runner import described
 from tests.core.harness import normal
+from tests.core.plan import nets
+from tests.core.plan.nets import takes_caches
 
 
 def measured(most: int, error: Exception) -> tuple[Profile, list[int]]:
@@ -62,6 +66,25 @@ def test_more_rows_are_measured_where_few_have_no_loss(least: int, rows: list[in
     else:
         assert measure(model, config, loss_of, rows=32, limit=1 << 30).at(4, 4).between.size > 0
     assert list(dict.fromkeys(tried)) == rows
+
+
+@takes_caches
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_cache_that_outlives_a_pass_is_refused(rows: int) -> None:
+    """Each pass that is measured would add to it; one that the loss makes is read as it is."""
+    model, batch, _ = nets.make("llama", rows)
+
+    def past(part: nets.Batch) -> DynamicCache:
+        with torch.no_grad():
+            return model(part["input_ids"][:, :8], use_cache=True).past_key_values
+
+    config = DAFConfig(precision=4, memory_budget="64MB")
+    made = described(model, batch, lambda part: model(**part, past_key_values=past(part)).loss)
+    assert measure(model, config, made.loss_of, rows, limit=1 << 30).blocks
+    lasting = past(batch)
+    given = described(model, batch, lambda part: model(**part, past_key_values=lasting).loss)
+    with pytest.raises(ProfileError, match="DynamicCache that was there before"):
+        measure(model, config, given.loss_of, rows, limit=1 << 30)
 
 
 def test_other_errors_are_passed_on() -> None:

@@ -17,7 +17,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, EncoderDecoderCache, Mamba2Config, Mamba2ForCausalLM
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
 from transformers.modeling_outputs import ModelOutput
 
 from daf_core import ActivationEngine, DAFConfig
@@ -27,7 +37,7 @@ from daf_core.plan.block_policy import AppliedPolicies
 from daf_core.plan.policies import RECOMPUTE
 from tests.core.harness import assert_same, error, integers, normal
 from tests.core.plan import nets
-from tests.core.plan.nets import FeedForward, gradients_of
+from tests.core.plan.nets import FeedForward, gradients_of, takes_caches
 
 
 def recomputing(model: nn.Module) -> AppliedPolicies:
@@ -286,10 +296,6 @@ def prefixes(model: nn.Module) -> tuple[list[Tensor], Any]:
     return made, EncoderDecoderCache(own, DynamicCache()) if config.model_type == "t5" else own
 
 
-# Their name before transformers 5.24, which has another.
-takes_caches = pytest.mark.filterwarnings("ignore:`(past_key_values|cache_params)` is deprecated:FutureWarning")
-
-
 @takes_caches
 @pytest.mark.parametrize("recomputed", [(True, True), (False, True), (True, False)], ids=["both", "last", "first"])
 @pytest.mark.parametrize("precision", [None, "exact"])
@@ -317,6 +323,41 @@ def test_what_a_cache_holds_is_read(name: str, precision: Any, recomputed: tuple
     plain = step()
     AppliedPolicies().follow(dict.fromkeys(compress(blocks, recomputed), RECOMPUTE))
     assert_same(step(), plain)
+
+
+@takes_caches
+def test_two_passes_write_to_one_cache_before_backward() -> None:
+    """Also in place, and where what it holds has a gradient."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64)
+    ).train()  # heads share copies of keys
+    ids = integers(64, 2, 32)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        cache = StaticCache(model.config, max_cache_len=40)
+        with torch.no_grad():
+            model(ids[:, :8], past_key_values=cache, use_cache=True)
+        losses = [
+            model(part, labels=part, past_key_values=cache, use_cache=True).loss for part in ids[:, 8:].chunk(2, 1)
+        ]
+        sum(losses).backward()
+        return [*(loss.detach() for loss in losses), *(each.grad for each in model.parameters())]
+
+    plain = step()
+    recomputing(model)
+    assert_same(step(), plain)
+
+
+@takes_caches
+def test_an_empty_cache_stays_empty() -> None:
+    """Also one of layers with a window, which have its size in a tensor."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=16)).train()
+    recomputing(model)
+    assert model(integers(64, 2, 32), use_cache=True).past_key_values.get_seq_length() == 0
 
 
 @takes_caches
