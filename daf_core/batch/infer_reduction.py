@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -93,7 +94,7 @@ def matching_laws(
     together = {law: _together(law, sample, single) for law in LossReduction}
     target = float(whole)
     matching = {law for law, loss in together.items() if abs(loss - target) <= allowed * abs(target)}
-    if not matching & among or not target:
+    if not matching & among or not target or not math.isfinite(target):  # to which every number is near
         raise _no_law(target, together, allowed, len(single))
     return frozenset(matching & among)
 

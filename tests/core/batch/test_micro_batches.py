@@ -397,6 +397,16 @@ def test_a_loss_that_says_nothing_is_refused(value: float) -> None:
         infer_reduction(Tagger(), _tokens(PADDED), lambda _: torch.tensor(value))
 
 
+def test_a_loss_that_has_no_number_for_the_rows_together_is_refused() -> None:
+    model, batch = Tagger(), _tokens(EVEN)
+
+    def loss(part: Any) -> Tensor:
+        return _squares(model, part) if len(part["labels"]) == 1 else torch.tensor(math.inf)
+
+    with pytest.raises(MicroBatchError, match="rows is inf"):
+        matching_laws(model, batch, loss)
+
+
 def test_a_loss_for_each_row_is_refused() -> None:
     model = Tagger()
     with pytest.raises(MicroBatchError, match="must be one number"):
