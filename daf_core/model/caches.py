@@ -34,16 +34,7 @@ def as_it_is(cache: Any, layers: Collection[int]) -> Any:
     Copied tensors are detached, and no leaves, as blocks may write to them. They need gradients as theirs do, so that
     autograd saves the same where a block runs again.
     """
-    new = copy(cache)
-    for name, value in vars(cache).items():
-        if is_cache(value):
-            found = as_it_is(value, layers)
-        elif name == "layers" and isinstance(value, list):
-            found = [_copied(each) if not layers or place in layers else copy(each) for place, each in enumerate(value)]
-        else:
-            found = _copied(value)
-        object.__setattr__(new, name, found)
-    return new
+    return _copied(cache, layers)
 
 
 def _read(cache: Any, layers: Collection[int]) -> Iterator[Any]:
@@ -69,20 +60,24 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _is_part(value: Any) -> bool:
-    """Says whether a value is a cache's layer."""
+    """Says whether a value is a cache, or a layer of one."""
     return any("Cache" in kind.__name__ for kind in type(value).__mro__)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, layers: Collection[int]) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad).clone()
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(each, layers) for key, each in value.items()}
     if isinstance(value, list):
-        return [_copied(each) for each in value]
+        return [_copied(each, layers) for each in value]
     if not _is_part(value):
         return value
     new = copy(value)
     for name, each in vars(value).items():
-        object.__setattr__(new, name, _copied(each))
+        if layers and name == "layers" and isinstance(each, list):
+            found = [_copied(part, layers) if place in layers else copy(part) for place, part in enumerate(each)]
+        else:
+            found = _copied(each, layers)
+        object.__setattr__(new, name, found)
     return new

@@ -60,7 +60,6 @@ class RecomputedBlock:
         """
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        layers = self._layers
         args, kwargs = self._without_empty_caches(args, kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=is_cache)
         inputs = len(tree_flatten(args, is_leaf=is_cache)[0])
@@ -78,7 +77,7 @@ class RecomputedBlock:
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             for place in caches:
-                filled[place] = first.pop(place) if place in first else as_it_is(leaves[place], layers)
+                filled[place] = first.pop(place) if place in first else as_it_is(leaves[place], self._layers)
             inner_args, inner_kwargs = tree_unflatten(filled, structure)
             outside, _running.in_block = _running.in_block, True
             try:
@@ -90,7 +89,7 @@ class RecomputedBlock:
         for place in places:
             leaves[place] = None
         for place in caches:
-            leaves[place] = as_it_is(leaves[place], layers)
+            leaves[place] = as_it_is(leaves[place], self._layers)
         return checkpoint(self._watched(with_tensors), *tensors, use_reentrant=False, context_fn=self._contexts)
 
     def _without_empty_caches(
