@@ -52,7 +52,7 @@ def few_rows(batch: Any, share: float = SHARE) -> Any:
     if bounds := text_bounds(batch):
         return copied(_few_texts(batch, bounds, share))
     rows = min(max(int(size * share), LEAST_ROWS), size)
-    length = _common_length(list(tensors_in(batch)), size) if size * share < rows else None
+    length = length_of_texts(batch) if size * share < rows else None
 
     def cut(value: Any) -> Any:
         return value[:rows] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
@@ -61,23 +61,40 @@ def few_rows(batch: Any, share: float = SHARE) -> Any:
     return copied(kept if length is None else short_texts(kept, int(length * size * share / rows)))
 
 
-def short_texts(batch: Any, length: int) -> Any:
+def short_texts(batch: Any, length: int, tail: int = 0) -> Any:
     """Returns a batch of texts cut to the `length` tokens, at least `LEAST_LENGTH`, where most labels count.
 
-    Any other batch stays as it is.
+    `tail` of these are the last ones instead, unless rows hold several texts. Any other batch stays as it is.
     """
-    tensors, size = list(tensors_in(batch)), rows_of(batch)
-    whole = None if size is None else _common_length(tensors, size)
+    tensors, size, whole = list(tensors_in(batch)), rows_of(batch), length_of_texts(batch)
     kept = max(length, LEAST_LENGTH)
-    if size is None or whole is None or whole <= kept:
+    if whole is None or whole <= kept:
         return batch
-    start = _start(tensors, kept, _text_starts(batch))
+    starts = _text_starts(batch)
+    tail = 0 if starts else tail
+    start = _start(tensors, kept - tail, starts)
+    start = min(start, whole - kept) if tail else start
 
     def cut(value: Any) -> Any:
-        per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == size
-        return value[:, start : start + kept] if per_token else value
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != size:
+            return value
+        head = value[:, start : start + kept - tail]
+        return torch.cat([head, value[:, whole - tail :]], 1) if tail else head
 
     return map_values(batch, cut)
+
+
+def length_of_texts(batch: Any) -> int | None:
+    """Returns the number of tokens that all rows of a batch of texts have, padding included; None for anything else.
+
+    All tensors of two dimensions or more have the same two, and no numbers with a fraction.
+    """
+    size = rows_of(batch)
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 1]
+    shapes = {tensor.shape for tensor in tensors if tensor.shape[0] == size}
+    texts = len(shapes) == 1 and not any(tensor.is_floating_point() for tensor in tensors)
+    shape = shapes.pop() if texts else ()
+    return shape[1] if len(shape) == 2 else None
 
 
 def copied(batch: Any) -> Any:
@@ -163,11 +180,3 @@ def _text_starts(batch: Any) -> list[int]:
             starts = (tensor == tensor.min()).all(0).nonzero().flatten().tolist()
             return starts if len(starts) > 1 else []
     return []
-
-
-def _common_length(tensors: list[Tensor], size: int) -> int | None:
-    """Returns the second dimension of a batch of texts; None for anything else."""
-    shapes = {tensor.shape for tensor in tensors if tensor.shape[0] == size and tensor.dim() > 1}
-    texts = len(shapes) == 1 and not any(tensor.is_floating_point() for tensor in tensors if tensor.dim() > 1)
-    shape = shapes.pop() if texts else ()
-    return shape[1] if len(shape) == 2 else None

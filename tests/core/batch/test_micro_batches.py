@@ -203,6 +203,128 @@ def test_what_a_mask_counts_is_no_mean_over_rows(longest: int, dtype: torch.dtyp
     assert MicroBatchWeights(model).of(padded, 2, lambda part: _squares(model, part)) == [0.5, 0.5]
 
 
+def _errors(model: nn.Module, batch: Any) -> Tensor:
+    """Of each token."""
+    scores = model(batch["input_ids"]).float().transpose(1, 2)
+    return F.cross_entropy(scores, batch["input_ids"], reduction="none")
+
+
+def _within_lengths(model: nn.Module, batch: Any) -> Tensor:
+    inside = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
+    return (_errors(model, batch) * inside).sum() / inside.sum()
+
+
+def _weighted(model: nn.Module, batch: Any) -> Tensor:
+    losses = _errors(model, batch).mean(1)
+    return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+
+def _of_cells(model: nn.Module, batch: Any) -> Tensor:
+    losses = _errors(model, batch)
+    cells = (losses[:, None] * batch["cells"]).sum()
+    return cells / batch["cells"].sum()
+
+
+def _without_padding(model: nn.Module, batch: Any) -> Tensor:
+    """As where the label of padding is not -100."""
+    return F.cross_entropy(
+        model(batch["input_ids"]).float().flatten(0, 1), batch["input_ids"].flatten(), ignore_index=0
+    )
+
+
+def _by_class(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(
+        model(batch["input_ids"]).float().mean(1), batch["classes"], weight=torch.arange(1.0, CLASSES + 1)
+    )
+
+
+def _unlike(longest: int) -> dict[str, Tensor]:
+    """Texts of which the last two are shorter, count less, and are of other classes."""
+    batch = _tokens([longest] * 6, longest=longest)
+    del batch["labels"]
+    lengths = torch.tensor([longest] * 4 + [longest - 3, longest // 3])
+    batch["input_ids"] = torch.where(torch.arange(longest) < lengths[:, None], batch["input_ids"].clamp(min=1), 0)
+    cells = torch.ones(6, 3, longest)
+    cells[5, :2] = 0
+    weights = torch.tensor([1.0, 1, 1, 1, 1, 0.25])
+    return {
+        **batch,
+        "lengths": lengths,
+        "weights": weights,
+        "cells": cells,
+        "classes": torch.tensor([0, 0, 0, 0, 3, 9]),
+    }
+
+
+OTHERS = {
+    "lengths": (_within_lengths, ["lengths"]),
+    "weights of rows": (_weighted, ["weights"]),
+    "masks of three dimensions": (_of_cells, ["cells"]),
+    "another label that is ignored": (_without_padding, []),
+    "weights of classes": (_by_class, ["classes"]),
+}
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["random head", "head of zeros"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("longest", [LENGTH, 48])
+@pytest.mark.parametrize(("loss", "names"), OTHERS.values(), ids=OTHERS)
+def test_means_by_other_numbers_of_a_batch_are_refused(
+    loss: Callable[[nn.Module, Any], Tensor], names: list[str], longest: int, dtype: torch.dtype, zeros: bool
+) -> None:
+    """Though the rows that differ are the last ones, and with a head of zeros the losses of all rows are the same."""
+    model, batch = Tagger(dtype=dtype), _unlike(longest)
+    kept = {name: value for name, value in batch.items() if name in ["input_ids", *names]}
+    if zeros:
+        nn.init.zeros_(model.head.weight)
+        nn.init.zeros_(model.head.bias)
+    with pytest.raises(MicroBatchError, match="by the law of rows"):
+        MicroBatchWeights(model).of(kept, 2, lambda part: loss(model, part))
+    mean = lambda part: _errors(model, part).mean()  # noqa: E731
+    assert MicroBatchWeights(model).of(kept, 2, mean) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", ["lengths", "weights", "cells", "input_ids"])
+def test_other_numbers_may_differ_later(name: str) -> None:
+    """As where the first texts are as long as each other."""
+    model, batch = Tagger(), _unlike(48)
+    loss = {"lengths": _within_lengths, "weights": _weighted, "cells": _of_cells, "input_ids": _without_padding}[name]
+    weighting = MicroBatchWeights(model)
+    alike = {key: value[:4].clone() for key, value in batch.items() if key in {"input_ids", name}}
+    assert weighting.of(alike, 2, lambda part: loss(model, part)) == [0.5, 0.5]
+    with pytest.raises(MicroBatchError, match="by the law of rows"):
+        weighting.of({key: batch[key] for key in alike}, 2, lambda part: loss(model, part))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("loss", "law"), [LOSSES[name] for name in ("token mean", "sum", "mean of rows")])
+def test_gradients_tell_the_law_where_losses_are_the_same(
+    loss: Callable[[nn.Module, Any], Tensor], law: LossReduction, dtype: torch.dtype
+) -> None:
+    """A head of zeros makes them so; the gradients there are stay, and hooks see none of it."""
+    model, batch = Tagger(dtype=dtype), _tokens(PADDED)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    loss(model, batch).backward()
+    before = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
+    model.head.bias.register_post_accumulate_grad_hook(lambda _: pytest.fail("a hook has run"))
+    assert infer_reduction(model, batch, lambda part: loss(model, part)) is law
+    for parameter, (gradient, value) in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, value)
+
+
+def test_gradients_may_be_sparse_and_parts_may_leave_some_out() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 3, sparse=True), "spare": nn.Linear(3, 3)})
+    nn.init.ones_(model["embed"].weight)
+
+    def loss(part: Any) -> Tensor:
+        found = model["embed"](part["ids"])
+        return (model["spare"](found) if len(found) > 1 else found).sum() * 0 + found.square().mean()
+
+    assert MicroBatchWeights(model).of({"ids": torch.arange(8).view(4, 2)}, 2, loss) == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("loss", "law"), LOSSES.values(), ids=LOSSES)
 def test_the_law_is_found_in_half_precision(
@@ -331,15 +453,19 @@ def test_nothing_is_left_of_the_search() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("zeros", [False, True], ids=["random head", "head of zeros"])
 @pytest.mark.parametrize("around", [lambda model: model, nn.Sequential], ids=["outermost", "inside"])
 def test_distributed_wrappers_exchange_nothing_meanwhile(
-    tmp_path: Path, around: Callable[[nn.Module], nn.Module]
+    tmp_path: Path, around: Callable[[nn.Module], nn.Module], zeros: bool
 ) -> None:
     """Other processes may not be looking; and buffers are exchanged in the next pass as they would have been."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = Tagger()
+        if zeros:
+            nn.init.zeros_(model.head.weight)
+            nn.init.zeros_(model.head.bias)
         model.register_buffer("statistics", torch.zeros(1))
         wrapped = nn.parallel.DistributedDataParallel(model)
         exchanged: list[str] = []
