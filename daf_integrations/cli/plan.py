@@ -100,7 +100,7 @@ class Planning:
         """
         plan = find_plan(self._profile, self._size, budget, self._config, self._whole is None)
         if plan is None:
-            raise PlanError(budget, self.least, tried(self._config, len(self._profile.blocks), self._whole))
+            raise PlanError(budget, self.least, tried(self._config, self._profile, self._whole))
         names, policies = (OUTSIDE, *self._profile.names), (plan.outside, *plan.blocks)
         held = held_by_part(self._profile, self._size, plan)
         return PlannedStep(budget, plan, list(map(PlannedBlock, names, policies, held)))

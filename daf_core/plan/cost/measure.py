@@ -21,6 +21,7 @@ from daf_core.model.caches import holds_state, is_cache, layers_of
 from daf_core.model.treatments import Treatments
 from daf_core.plan.cost.profile import Observed, Profile, planned_bits
 from daf_core.plan.observe.meter import meter_on
+from daf_core.plan.observe.repeats import unlike_blocks
 from daf_core.plan.observe.trace import Observation, observe
 from daf_core.plan.run.retry import is_out_of_memory
 from daf_core.snapshots.step import devices_of
@@ -36,12 +37,14 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
 
     The larger pass shows which costs do not grow with rows. Blocks that run differently from pass to pass, such as
     experts, are left out, and the modules around them may be blocks instead. Blocks that a pass changes are left out
-    too: a second pass would find them changed. Nothing may be compressed or recomputed in the model meanwhile.
+    too: a second pass would find them changed. So are those that compute something else when they run again, as where
+    they read a state of their own. Nothing may be compressed or recomputed in the model meanwhile.
 
     Raises:
         ProfileError: There is no memory for a pass of the fewest rows, or no rows have a loss.
     """
     left_out: set[str] = set()
+    unlike: set[str] = set()
     while True:
         blocks = blocks_of(model, left_out)
         # A block that holds experts needs its exact input: one that lost precision may send rows to other experts.
@@ -49,20 +52,26 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
         passes = _Passes(model, blocks, config, loss_of)
         observed = passes.few_and_many(rows, limit)
         unsteady = _unsteady(observed)
-        changed = {block.name for block in blocks if _contains(block, passes.changed)}
+        unlike |= passes.unlike
+        changed = passes.unlike | {block.name for block in blocks if _contains(block, passes.changed)}
         if not unsteady and not changed:
-            return Profile(blocks, *observed, changed=passes.changed)
+            return Profile(blocks, *observed, changed=passes.changed, unlike=unlike)
         containers = {blocks[number].name.rpartition(".")[0] for number in unsteady}
         left_out |= changed | {block.name for block in blocks if block.name.rpartition(".")[0] in containers}
 
 
 class _Passes:
-    """Runs passes beside a model's training; `changed`: see `Measurement.repeated_changes`."""
+    """Runs passes beside a model's training.
+
+    For `changed` and `unlike` see `Measurement.repeated_changes` and `unlike_blocks`. Blocks that are unlike are not
+    recomputed.
+    """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], config: DAFConfig, loss_of: LossOfRows) -> None:
         self._model, self._blocks, self._config, self._loss_of = model, blocks, config, loss_of
         self._caches = _LastingCaches()
         self.changed: set[str] = set()
+        self.unlike: set[str] = set()
 
     def few_and_many(self, rows: int, limit: int) -> list[Observed]:
         # Batch normalization of one value has no statistics.
@@ -124,12 +133,15 @@ class _Passes:
             compressed = run(meter=meter_on(device) if metered else None)
             # From an input that lost precision some blocks compute something else than before.
             engine.treat(Treatments({block.name: True for block in self._blocks if block.needs_exact_input}))
-            return compressed, run(recompute=True, meter=meter_on(device) if metered else None)
+            repeatable = [block for block in self._blocks if block.name not in self.unlike]
+            return compressed, run(recomputed=repeatable, meter=meter_on(device) if metered else None)
 
         watched = self._caches.watched(self._blocks)
         try:
             run(timed=False)  # a first pass keeps some values until it is known who reads them
             self.changed |= engine.measurement.repeated_changes(loss)
+            with engine.measurement.running():
+                self.unlike |= unlike_blocks(self._blocks, loss)
             metered, timed = pair(True), [pair(False) for _ in range(repeats)]
             return Observed(rows, least, metered, timed)
         finally:

@@ -64,15 +64,22 @@ class Observed:
 class Profile:
     """What a model's step costs with any number of rows, from passes with few and, if there are any, with many rows.
 
-    `changed` are the names of what each pass changes in the model once more.
+    `changed` are the names of what each pass changes in the model once more, and `unlike` those of the modules that are
+    no blocks as they compute something else when they run again.
     """
 
     off: frozenset[int] = frozenset()  # numbers of the blocks that build no graph
 
     def __init__(
-        self, blocks: Sequence[Block], few: Observed, many: Observed | None = None, changed: Collection[str] = ()
+        self,
+        blocks: Sequence[Block],
+        few: Observed,
+        many: Observed | None = None,
+        changed: Collection[str] = (),
+        unlike: Collection[str] = (),
     ) -> None:
         self.blocks = list(blocks)
+        self.unlike = sorted(unlike)
         self.names = [block.name for block in blocks]
         self.calls = few.metered[0].blocks  # the number of the block of each call in a pass
         self._changed = sorted(name for name in changed if "." in name)  # what the model itself counts, it may

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -129,13 +129,13 @@ def observe(
     engine: ActivationEngine,
     loss_function: Callable[[], Tensor],
     *,
-    recompute: bool = False,
+    recomputed: Collection[Block] = (),
     meter: MemoryMeter | None = None,
     timed: bool = True,
 ) -> Observation:
     """Runs a forward and backward pass of a model beside its training, and watches its blocks.
 
-    With `recompute` all of them are recomputed. A meter measures memory, which takes time; None is for times. For
+    Those that are `recomputed` run again in backward. A meter measures memory, which takes time; None is for times. For
     `timed`, and errors, see `Measurement.running`; the first pass of an engine is not timed.
     """
 
@@ -148,7 +148,7 @@ def observe(
     with ExitStack() as stack:
         trace = BlockTrace(blocks, read)
         stack.callback(trace.close)
-        for block in blocks if recompute else ():
+        for block in recomputed:
             stack.callback(RecomputedBlock(block, trace.recompute).remove)
         stack.enter_context(engine.measurement.running(timed))
         stack.enter_context(gradients_aside(model))

@@ -219,7 +219,7 @@ class StepPlanner:
         if plan is not None:
             return plan
         least = least_budget(profile, size, self._config, whole is None)
-        attempts = tried(self._config, len(profile.blocks), whole)
+        attempts = tried(self._config, profile, whole)
         raise PlanError(self._limit + self._copied, least + self._copied, attempts)
 
     def _apply(self, named: NamedPlan) -> None:

@@ -125,10 +125,13 @@ def held_by_part(profile: Profile, batch: BatchSize, plan: Plan) -> list[int]:
     return [int(size) for size in taken]
 
 
-def tried(config: DAFConfig, blocks: int, whole: str | None) -> str:
+def tried(config: DAFConfig, profile: Profile, whole: str | None) -> str:
     """Returns what a plan may do to keep a budget, in words; `whole` says why batches cannot be split."""
     ways = ["fewer bits"] if config.precision != "exact" else []
-    ways += [f"recomputation of {blocks} blocks"] if blocks else []
+    ways += [f"recomputation of {len(profile.blocks)} blocks"] if profile.blocks else []
+    if profile.unlike:
+        others, first = len(profile.unlike), profile.unlike[0]
+        ways.append(f"no recomputation of {others} blocks ({first} computes something else when it runs again)")
     return ", ".join([*ways, "micro-batches" if whole is None else f"no micro-batches ({whole})"])
 
 
