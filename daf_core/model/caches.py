@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from copy import copy
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
+
+from daf_core.errors import ProfileError
+
+_given, _left_empty = WeakSet[Any](), WeakSet[Any]()
+"""The caches that whole models were called with, and those that blocks have left empty."""
 
 
 def is_cache(value: object) -> bool:
@@ -26,6 +32,30 @@ def holds_state(cache: Any, layers: Collection[int]) -> bool:
     A single number is none: layers with a window have its size in a tensor.
     """
     return any(tensor.numel() > 1 for tensor in _tensors(list(_read(cache, layers))))
+
+
+def note_given(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Notes the caches that a whole model is called with: those who call it may read them afterwards.
+
+    Raises:
+        ProfileError: Blocks have left one of them empty, and a plain step would read what is in it.
+    """
+    for cache in filter(is_cache, (*args, *kwargs.values())):
+        if cache in _left_empty:
+            raise ProfileError(
+                f"the loss gives the model a {type(cache).__name__} that an earlier call has made, and layers that are "
+                "recomputed leave it empty. Make one in the loss function, and give it to both calls; or train with "
+                'budget_covers="activations", which recomputes nothing'
+            )
+        _given.add(cache)
+
+
+def is_left_empty(cache: Any, layers: Collection[int]) -> bool:
+    """Says whether a cache has nothing for some layers, and no caller of the model to read it; notes it if so."""
+    if holds_state(cache, layers) or any(part in _given for part in (cache, *filter(is_cache, vars(cache).values()))):
+        return False
+    _left_empty.add(cache)
+    return True
 
 
 def as_it_is(cache: Any, layers: Collection[int]) -> Any:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from daf_core.autograd import hook_stack
 from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
-from daf_core.model.caches import as_it_is, holds_state, is_cache, layers_of
+from daf_core.model.caches import as_it_is, is_cache, is_left_empty, layers_of
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.step import Buffers, RandomNumbers
 
@@ -95,12 +95,12 @@ class RecomputedBlock:
     def _without_empty_caches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leaves out the caches that hold nothing for the block: to fill them keeps what is not to be kept."""
+        """Leaves out the caches that nobody reads: to fill them keeps what is not to be kept."""
         if not self._writes_caches:
             return args, kwargs
 
         def kept(value: Any) -> Any:
-            return None if is_cache(value) and not holds_state(value, self._layers) else value
+            return None if is_cache(value) and is_left_empty(value, self._layers) else value
 
         args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
         if "use_cache" in kwargs and not any(map(is_cache, (*args, *kwargs.values()))):

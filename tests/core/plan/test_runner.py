@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.errors import PlanError, ProfileError
+from daf_core.model.blocks import blocks_of
+from daf_core.model.caches import note_given
+from daf_core.plan.block_policy import AppliedPolicies
+from daf_core.plan.policies import RECOMPUTE
 from daf_core.plan.run.runner import StepRunner, described
 from daf_core.plan.search.planner import Plan
 from tests.core.harness import assert_same
@@ -94,6 +100,57 @@ def test_gradients_are_those_of_a_plain_step(name: str) -> None:
     assert training.runner.plan is not None
     assert (training.runner.plan.parts > 1) == (name != "resnet")
     training.runner.close()
+
+
+def _in_texts(model: nn.Module, batch: nets.Batch, given: bool) -> Tensor:
+    """The loss of two texts, of which the second goes on from what a cache has of the first."""
+    cache, losses = DynamicCache() if given else None, list[Tensor]()
+    for part in batch["input_ids"].chunk(2, 1):
+        output = model(part, labels=part, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        losses.append(output.loss)
+    return torch.stack(losses).sum()
+
+
+@nets.takes_caches
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_cache_of_the_loss_is_filled_by_layers_that_are_recomputed(name: str) -> None:
+    training = Training(name, rows=1, loss=partial(_in_texts, given=True))
+    expected = plain(training)
+    training.run()
+    training.runner.planner.applied.follow(dict.fromkeys(blocks_of(training.model), RECOMPUTE))
+    training.model.zero_grad()
+    loss = training.loss(training.model, training.batch)
+    loss.backward()
+    assert_close([loss.detach(), *(p.grad for p in training.model.parameters() if p.grad is not None)], expected)
+    training.runner.close()
+    training.engine.close()
+    assert not training.model._forward_pre_hooks
+
+
+@nets.takes_caches
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_cache_that_such_layers_leave_empty_is_not_read(name: str) -> None:
+    """The model makes it where none is given."""
+    training = Training(name, loss=partial(_in_texts, given=False))
+    with pytest.raises(ProfileError, match="a DynamicCache that an earlier call has made"):
+        training.run()
+
+
+@nets.takes_caches
+def test_a_cache_inside_of_another_is_somebodys_too() -> None:
+    model, batch, _ = nets.make("t5", 2)
+    cache = DynamicCache()
+
+    def loss() -> Tensor:
+        return model(**batch, past_key_values=cache, use_cache=True).loss
+
+    handle = model.register_forward_pre_hook(note_given, with_kwargs=True)
+    applied = AppliedPolicies()
+    applied.follow(dict.fromkeys(blocks_of(model), RECOMPUTE))
+    loss().backward()
+    assert cache.get_seq_length() > 0
+    handle.remove()
 
 
 def test_gradients_that_were_there_are_added_to() -> None:
