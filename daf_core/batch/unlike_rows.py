@@ -26,6 +26,7 @@ MOST_CLASSES = 1000
 LEAST_PADDING = 4  # tokens that a text is padded by at the least: other texts end with a few that are the same
 
 INTEGERS = (torch.int64, torch.int32)  # types of tokens, classes and lengths
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # types of weights
 
 
 def unlike_rows(batch: Any, size: int, weighing: set[str]) -> tuple[Any, int]:
@@ -91,7 +92,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dim() <= 2 and bool((tensor >= 0).all())
+    return tensor.dtype in FLOATS and tensor.dim() <= 2 and bool((tensor >= 0).all())
 
 
 def _is_length(tensor: Tensor, longest: int) -> bool:
@@ -101,7 +102,12 @@ def _is_length(tensor: Tensor, longest: int) -> bool:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    return tensor.reshape(tensor.shape[0], -1).sum(1)
+    """Returns the sum of each row."""
+    return _flat(tensor).sum(1)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
 
 
 def _row_labels(batch: Any) -> list[list[int]]:
@@ -157,8 +163,8 @@ def _halve_one(weights: Tensor) -> None:
 
     Where a mask has no ones, as one of padding may not, half of the first row is made of them.
     """
-    rows = weights.reshape(weights.shape[0], -1)
-    row = int(_sums(weights).argmax())
+    rows = _flat(weights)
+    row = int(rows.sum(1).argmax())
     if not _is_mask(weights):
         rows[row] /= 2
     elif len(places := rows[row].nonzero().flatten()):

@@ -314,6 +314,21 @@ def test_gradients_tell_the_law_where_losses_are_the_same(
         assert torch.equal(gradient, value)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(6, 0),
+        torch.rand(6).to(torch.float8_e4m3fn),
+        torch.ones(6, 2, dtype=torch.complex64),
+        torch.ones(1).expand(6),
+    ],
+    ids=["nothing", "float8", "complex", "expanded"],
+)
+def test_other_tensors_of_a_batch_do_not_matter(other: Tensor) -> None:
+    model, batch = Tagger(), {**_tokens(PADDED), "other": other}
+    assert infer_reduction(model, batch, lambda part: _token_mean(model, part)) is LossReduction.LABELS
+
+
 def test_gradients_may_be_sparse_and_parts_may_leave_some_out() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(9, 3, sparse=True), "spare": nn.Linear(3, 3)})
     nn.init.ones_(model["embed"].weight)
