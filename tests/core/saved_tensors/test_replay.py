@@ -21,6 +21,7 @@ from daf_core import ActivationEngine
 from daf_core.memory import idle_leases
 from daf_core.readers.table import Kind
 from daf_core.saved_tensors import recording
+from daf_core.saved_tensors.derive import Derivation
 from daf_core.saved_tensors.replay import Replay
 from tests.core.books import check_pager
 from tests.core.harness import (
@@ -350,6 +351,31 @@ def test_powers_and_attentions_are_replayed(looks: list[Tensor]) -> None:
         step = take_step(engine, model, lambda model, number: model(normal(4, 64, 64, seed=number)).sum(), number)
     assert step.figures[2]["attended"] == 3
     assert not looks
+
+
+def test_in_exact_mode_what_did_not_follow_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a frozen layer's input nothing is stored, so what dropout makes of it for an adapter follows from nothing."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 8))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    x, tried = normal(1024, 32).requires_grad_(), list[int]()
+    derive = Derivation.derive
+
+    def counted_derive(self: Derivation, *args: Any) -> Any:
+        tried.append(1)
+        return derive(self, *args)
+
+    monkeypatch.setattr(Derivation, "derive", counted_derive)
+    engine, times = ActivationEngine(model, {"precision": "exact"}), list[int]()
+    for _ in range(6):
+        tried.clear()
+        with engine.compress():
+            loss = model(x).square().sum()
+        loss.backward()
+        engine.finish_step()
+        times.append(len(tried))
+    assert times[0] > 0
+    assert times[-2:] == [0, 0]
 
 
 def _branches() -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
