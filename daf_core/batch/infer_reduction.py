@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from daf_core.autograd.torch_private import is_compiled
-from daf_core.batch.loss_reduction import LossReduction, counts_of, safest, weights
+from daf_core.batch.loss_reduction import Law, LossReduction, counts_of, safest, weights
 from daf_core.batch.rows import rows_of, take, tensors_in
-from daf_core.batch.unlike_rows import classes, unlike_rows, weighing
+from daf_core.batch.unlike_rows import classes, laws_of, unlike_rows, weighing
 from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
 from daf_core.snapshots.measurement import measuring
@@ -55,7 +55,7 @@ class MicroBatchWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._laws = frozenset(LossReduction)
+        self._laws = frozenset[Law](LossReduction)
         self._classes: set[int] = set()
         self._weighing: set[str] = set()
         self._tests = 0
@@ -73,7 +73,9 @@ class MicroBatchWeights:
             self._classes |= new
             self._weighing |= others
             self._tests += 1
-            self._laws = matching_laws(self._model, batch, loss_function, self._laws)
+            # Where rows weighed the same so far, a mean by weights was one over rows.
+            possible = laws_of(others, batch) if LossReduction.ROWS in self._laws else frozenset[Law]()
+            self._laws = matching_laws(self._model, batch, loss_function, self._laws | possible)
         return weights(safest(self._laws, batch), batch, parts)
 
 
@@ -81,9 +83,9 @@ def matching_laws(
     model: nn.Module,
     batch: Any,
     loss_function: LossFunction,
-    among: frozenset[LossReduction] = frozenset(LossReduction),
-) -> frozenset[LossReduction]:
-    """Returns the laws, of those that agreed before, that a loss follows on at most `MOST_ROWS` rows of a batch.
+    among: frozenset[Law] = frozenset(LossReduction),
+) -> frozenset[Law]:
+    """Returns the laws, of those that may be, that a loss follows on at most `MOST_ROWS` rows of a batch.
 
     The model, as the loss function calls it, is put in evaluation mode meanwhile, and nothing leaves a trace. What
     counts in the rows that are tried differs: see `unlike_rows`. Where their losses are nearly the same, as those of a
@@ -101,7 +103,7 @@ def matching_laws(
             sample, whole, single = _tried(loss_function, batch, size, weighing(batch))
         allowed = max(max(tolerances), 2 * torch.finfo(whole.dtype).eps)
         target, losses = float(whole), [float(loss) for loss in single]
-        together = {law: _together(law, sample, losses) for law in LossReduction}
+        together = {law: _together(law, sample, losses) for law in _sorted(among | frozenset(LossReduction))}
         matching = among & {law for law, loss in together.items() if abs(loss - target) <= allowed * abs(target)}
         if not matching or not target or not math.isfinite(target):  # to which every number is near
             raise _no_law(target, together, allowed, len(single))
@@ -133,13 +135,13 @@ def _each(of: Callable[[Any], Tensor], sample: Any, count: int) -> tuple[Tensor,
 
 
 def _by_gradients(
-    laws: frozenset[LossReduction],
+    laws: frozenset[Law],
     model: nn.Module,
     loss_function: LossFunction,
     sample: Any,
     count: int,
     allowed: float,
-) -> frozenset[LossReduction]:
+) -> frozenset[Law]:
     """Returns the laws by which the gradients of single rows make that of the rows together."""
 
     def gradient(rows: Any) -> Tensor:
@@ -152,9 +154,7 @@ def _by_gradients(
 
     whole, single = _each(gradient, sample, count)
     size = whole.norm().clamp(min=torch.finfo(whole.dtype).tiny)
-    errors = {
-        law: float((_together(law, sample, single) - whole).norm() / size) for law in LossReduction if law in laws
-    }
+    errors = {law: float((_together(law, sample, single) - whole).norm() / size) for law in _sorted(laws)}
     matching = frozenset(law for law, error in errors.items() if error <= allowed)
     if not matching:
         measured = ", ".join(f"{error:.2g} by the law of {law.value}" for law, error in errors.items())
@@ -171,7 +171,13 @@ def _some_elements(gradient: Tensor) -> Tensor:
     return flat[:: math.ceil(flat.numel() / ELEMENTS) or 1].double().cpu()
 
 
-def _together(law: LossReduction, sample: Any, single: Sequence[Value]) -> Value:
+def _sorted(laws: Collection[Law]) -> list[Law]:
+    """Returns laws in the order of messages: those by tensors of a batch come last."""
+    known = list[Law](LossReduction)
+    return sorted(laws, key=lambda law: (known.index(law) if law in known else len(known), law.value))
+
+
+def _together(law: Law, sample: Any, single: Sequence[Value]) -> Value:
     """Returns what the losses or gradients of single rows make by a law."""
     counts = [1] * len(single) if law is LossReduction.SUM else counts_of(law, sample, len(single))
     summed = cast("Value", sum(count * each for count, each in zip(counts, single, strict=True) if count))
@@ -193,7 +199,7 @@ def _loss(loss_function: LossFunction, batch: Any) -> Tensor:
     return loss
 
 
-def _no_law(whole: float, together: Mapping[LossReduction, float], allowed: float, rows: int) -> MicroBatchError:
+def _no_law(whole: float, together: Mapping[Law, float], allowed: float, rows: int) -> MicroBatchError:
     measured = ", ".join(f"{loss:.8g} by the law of {law.value}" for law, loss in together.items())
     return MicroBatchError(
         f"the loss of {rows} rows is {whole:.8g}, and their losses one by one give {measured}; one of these must be "

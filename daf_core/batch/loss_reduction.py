@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -21,7 +22,25 @@ class LossReduction(Enum):
     SHIFTED_LABELS = "shifted labels"  # without the first one of each row: causal language models have none for it
 
 
-def weights(law: LossReduction, batch: Any, parts: int) -> list[float]:
+@dataclass(frozen=True)
+class WeightedMean:
+    """A part's share of what a tensor of the batch says: weights, lengths, ones of a mask, tokens but for padding."""
+
+    name: str
+    ignored: int | None = None  # the places of other values count; None: the values themselves do
+    shifted: bool = False  # without the first place of each row
+
+    @property
+    def value(self) -> str:
+        """What it is called in messages."""
+        of = f"{self.name}[:, 1:]" if self.shifted else self.name
+        return of if self.ignored is None else f"{of} != {self.ignored}"
+
+
+Law = LossReduction | WeightedMean
+
+
+def weights(law: Law, batch: Any, parts: int) -> list[float]:
     """Returns the weight of each part that `split` makes.
 
     A part with weight 0 has no label that counts: its mean loss is NaN, and it is to be left out. Where no label of
@@ -38,12 +57,12 @@ def weights(law: LossReduction, batch: Any, parts: int) -> list[float]:
     return [sum(counts[start:end]) / sum(counts) for start, end in bounds]
 
 
-def safest(laws: Collection[LossReduction], batch: Any) -> LossReduction:
+def safest(laws: Collection[Law], batch: Any) -> Law:
     """Returns the law to go by where several agree with all that was seen; one of a mean before the sum.
 
     Without ignored labels those of a mean are the same, and called ROWS. With ignored labels it is SHIFTED_LABELS
     before LABELS before ROWS: what is ignored is meant not to count, and only texts for causal language models, which
-    leave it out, have a label at a row's first place.
+    leave it out, have a label at a row's first place. Laws by other tensors of the batch come last.
     """
     if len(laws) == 1:
         return next(iter(laws))
@@ -52,19 +71,30 @@ def safest(laws: Collection[LossReduction], batch: Any) -> LossReduction:
     order = [shifted, by_labels, rows] if labels else [rows, shifted, by_labels]
     if labels and labels[0].dim() == 1:
         order = [by_labels, rows, shifted]
-    return next(law for law in (*order, LossReduction.SUM) if law in laws)
+    others = sorted((law for law in laws if isinstance(law, WeightedMean)), key=lambda law: law.value)
+    return next(law for law in (*order, LossReduction.SUM, *others) if law in laws)
 
 
-def counts_of(law: LossReduction, batch: Any, rows: int) -> list[int]:
-    """Returns how many losses a mean counts in each row; 1 for each without ignored labels, or with these alone."""
+def counts_of(law: Law, batch: Any, rows: int) -> list[float]:
+    """Returns how many losses a mean counts in each row, or their weight; 1 for each where that is 0 in all rows."""
+    if isinstance(law, WeightedMean):
+        return _sums_of(law, batch)
     labels = ignoring(batch, rows)
     if law in (LossReduction.SUM, LossReduction.ROWS) or not labels:
         return [1] * rows
     counted = labels[0] != IGNORED
     if law is LossReduction.SHIFTED_LABELS and counted.dim() > 1:
         counted = counted[:, 1:]
-    counts: list[int] = counted.reshape(rows, -1).sum(1).tolist()
+    counts: list[float] = counted.reshape(rows, -1).sum(1).tolist()
     return counts if any(counts) else [1] * rows
+
+
+def _sums_of(law: WeightedMean, batch: Any) -> list[float]:
+    tensor = next(tensor for name, tensor in named_tensors(batch) if name == law.name)
+    tensor = tensor if law.ignored is None else tensor != law.ignored
+    tensor = tensor[:, 1:] if law.shifted else tensor
+    sums: list[float] = tensor.reshape(tensor.shape[0], -1).sum(1, dtype=torch.float64).tolist()
+    return sums if any(sums) else [1] * len(sums)
 
 
 def ignoring(batch: Any, rows: int) -> list[Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from daf_core.batch.loss_reduction import ignoring
+from daf_core.batch.loss_reduction import Law, WeightedMean, ignoring
 from daf_core.batch.rows import IGNORED, named_tensors, rows_of, take, tensors_in
 from daf_core.batch.samples import length_of_texts, short_texts
 
@@ -78,6 +79,18 @@ def weighing(batch: Any, known: Collection[str] = ()) -> set[str]:
     return found
 
 
+def laws_of(names: Collection[str], batch: Any) -> frozenset[Law]:
+    """Returns the laws by which tensors of these names may weigh rows: the places of masks count that are 1, or 0."""
+    found = set[Law]()
+    for name, tensor in named_tensors(batch):
+        if name not in names:
+            continue
+        ignored = [_token_of_padding(tensor)] if _are_texts(tensor) else [None, 1] if _is_mask(tensor) else [None]
+        shifts = [False, True] if tensor.dim() > 1 and tensor.shape[1] > 1 else [False]
+        found |= {WeightedMean(name, *each) for each in product(ignored, shifts)}
+    return frozenset(found)
+
+
 def classes(batch: Any) -> set[int]:
     """Returns the classes in a batch, if they are few: a loss may weigh each of them in its own way."""
     found = set().union(*_row_labels(batch))
@@ -86,7 +99,7 @@ def classes(batch: Any) -> set[int]:
 
 def _is_mask(tensor: Tensor) -> bool:
     if tensor.dim() == 1:
-        return False
+        return tensor.dtype is torch.bool
     # Most of what is none shows it in its first row.
     return all(bool(((rows == 0) | (rows == 1)).all()) for rows in (tensor[:1], tensor))
 
@@ -140,6 +153,11 @@ def _padding(ids: Tensor) -> Tensor:
     """Returns how many tokens at the beginning or end of each row are the same, as those of padding are."""
     runs = ((each == each[:, :1]).cumprod(1).sum(1) for each in (ids, ids.flip(1)))
     return torch.maximum(*runs)
+
+
+def _token_of_padding(ids: Tensor) -> int:
+    row = ids[_padding(ids).argmax()]
+    return int(row[0] if (row == row[0]).cumprod(0).sum() >= (row.flip(0) == row[-1]).cumprod(0).sum() else row[-1])
 
 
 def _ignore_some(labels: Tensor) -> None:

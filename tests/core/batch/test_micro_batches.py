@@ -165,7 +165,7 @@ def test_masks_that_say_more_stay_as_they_are(value: float | None) -> None:
     assert MicroBatchWeights(model).of(batch, 2, loss) == [0.5, 0.5]
 
 
-def test_what_a_mask_of_padding_leaves_is_no_mean_over_rows() -> None:
+def test_parts_weigh_by_what_a_mask_of_padding_leaves() -> None:
     """It has ones where there is padding; the rows that are tried have none."""
     model, batch = Tagger(), _tokens([48] * 5 + [20], longest=48)
     padding = batch.pop("labels") == IGNORED
@@ -173,8 +173,7 @@ def test_what_a_mask_of_padding_leaves_is_no_mean_over_rows() -> None:
     def loss(part: Any) -> Tensor:
         return _counted(model, {**part, "mask": ~part["padding"]})
 
-    with pytest.raises(MicroBatchError, match="by the law of rows"):
-        MicroBatchWeights(model).of({**batch, "padding": padding}, 2, loss)
+    assert MicroBatchWeights(model).of({**batch, "padding": padding}, 2, loss) == [144 / 260, 116 / 260]
 
 
 def test_labels_may_lie_in_any_order() -> None:
@@ -189,17 +188,18 @@ def test_labels_may_lie_in_any_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 @pytest.mark.parametrize("longest", [LENGTH, 48])
-def test_what_a_mask_counts_is_no_mean_over_rows(longest: int, dtype: torch.dtype) -> None:
-    """It looks like one as long as all rows are alike, be it in what is tried of longer texts."""
+def test_parts_weigh_by_what_a_mask_counts(longest: int, dtype: torch.dtype) -> None:
+    """It is a mean over rows as long as all rows are alike, be it in what is tried of longer texts."""
     model, whole = Tagger(), [longest] * 6
     alike, padded = (_tokens(lengths, longest=longest) for lengths in (whole, [*whole[:5], longest // 2]))
     for batch in (alike, padded):
         batch["mask"] = (batch.pop("labels") != IGNORED).to(dtype)
     weighting = MicroBatchWeights(model)
     assert weighting.of(alike, 2, lambda part: _counted(model, part)) == [0.5, 0.5]
+    counted = 5 * longest + longest // 2
     for each in (weighting, MicroBatchWeights(model)):
-        with pytest.raises(MicroBatchError, match="by the law of rows"):
-            each.of(padded, 2, lambda part: _counted(model, part))
+        found = each.of(padded, 2, lambda part: _counted(model, part))
+        assert found == [3 * longest / counted, (counted - 3 * longest) / counted]
     assert MicroBatchWeights(model).of(padded, 2, lambda part: _squares(model, part)) == [0.5, 0.5]
 
 
@@ -256,44 +256,66 @@ def _unlike(longest: int) -> dict[str, Tensor]:
     }
 
 
+def test_parts_weigh_by_what_a_mask_counts_after_the_first_place() -> None:
+    """As where it says which tokens of a causal language model have a label."""
+    model, batch = Tagger(), _tokens([8, 6, 3, 8], longest=8)
+    mask = (batch.pop("labels") != IGNORED).long()
+    mask[3, :2] = 0
+
+    def loss(part: Any) -> Tensor:
+        counted = part["mask"][:, 1:]
+        return (_errors(model, part)[:, 1:] * counted).sum() / counted.sum()
+
+    assert MicroBatchWeights(model).of({**batch, "mask": mask}, 2, loss) == [12 / 20, 8 / 20]
+
+
 OTHERS = {
-    "lengths": (_within_lengths, ["lengths"]),
-    "weights of rows": (_weighted, ["weights"]),
-    "masks of three dimensions": (_of_cells, ["cells"]),
-    "another label that is ignored": (_without_padding, []),
-    "weights of classes": (_by_class, ["classes"]),
+    "lengths": (_within_lengths, "lengths"),
+    "weights of rows": (_weighted, "weights"),
+    "rows that count": (_weighted, "weights"),
+    "masks of three dimensions": (_of_cells, "cells"),
+    "another label that is ignored": (_without_padding, "input_ids"),
 }
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["random head", "head of zeros"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("longest", [LENGTH, 48])
-@pytest.mark.parametrize(("loss", "names"), OTHERS.values(), ids=OTHERS)
-def test_means_by_other_numbers_of_a_batch_are_refused(
-    loss: Callable[[nn.Module, Any], Tensor], names: list[str], longest: int, dtype: torch.dtype, zeros: bool
+@pytest.mark.parametrize(("loss", "name"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_parts_weigh_by_other_numbers_of_a_batch(
+    loss: Callable[[nn.Module, Any], Tensor], name: str, longest: int, zeros: bool, later: bool, request: Any
 ) -> None:
-    """Though the rows that differ are the last ones, and with a head of zeros the losses of all rows are the same."""
-    model, batch = Tagger(dtype=dtype), _unlike(longest)
-    kept = {name: value for name, value in batch.items() if name in ["input_ids", *names]}
+    """Also where the first batch does not show them; with a head of zeros the losses of all rows are the same."""
+    whole, cut, batch = Tagger(), Tagger(), _unlike(longest)
+    if "rows that count" in request.node.name:
+        batch["weights"] = batch["weights"] == 1
+    kept = {key: value for key, value in batch.items() if key in {"input_ids", name}}
+    for each in (whole.head, cut.head) if zeros else ():
+        nn.init.zeros_(each.weight)
+        nn.init.zeros_(each.bias)
+    weighting = MicroBatchWeights(cut)
+    if later:
+        alike = {key: value[:4].clone() for key, value in kept.items()}
+        assert weighting.of(alike, 2, lambda part: loss(cut, part)) == [0.5, 0.5]
+    shares = weighting.of(kept, 3, lambda part: loss(cut, part))
+    assert shares[0] > shares[2]
+    expected = loss(whole, kept)
+    expected.backward()
+    assert float(_step(cut, kept, 3, shares, loss)) == pytest.approx(float(expected.detach()), rel=1e-6)
+    _assert_same_gradients(cut, whole)
+    assert MicroBatchWeights(cut).of(kept, 2, lambda part: _errors(cut, part).mean()) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["random head", "head of zeros"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_means_by_weights_of_classes_are_refused(dtype: torch.dtype, zeros: bool) -> None:
+    """Though the classes that weigh more come last, and with a head of zeros the losses of all rows are the same."""
+    model, batch = Tagger(dtype=dtype), _unlike(LENGTH)
     if zeros:
         nn.init.zeros_(model.head.weight)
         nn.init.zeros_(model.head.bias)
     with pytest.raises(MicroBatchError, match="by the law of rows"):
-        MicroBatchWeights(model).of(kept, 2, lambda part: loss(model, part))
-    mean = lambda part: _errors(model, part).mean()  # noqa: E731
-    assert MicroBatchWeights(model).of(kept, 2, mean) == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("name", ["lengths", "weights", "cells", "input_ids"])
-def test_other_numbers_may_differ_later(name: str) -> None:
-    """As where the first texts are as long as each other."""
-    model, batch = Tagger(), _unlike(48)
-    loss = {"lengths": _within_lengths, "weights": _weighted, "cells": _of_cells, "input_ids": _without_padding}[name]
-    weighting = MicroBatchWeights(model)
-    alike = {key: value[:4].clone() for key, value in batch.items() if key in {"input_ids", name}}
-    assert weighting.of(alike, 2, lambda part: loss(model, part)) == [0.5, 0.5]
-    with pytest.raises(MicroBatchError, match="by the law of rows"):
-        weighting.of({key: batch[key] for key in alike}, 2, lambda part: loss(model, part))
+        MicroBatchWeights(model).of(batch, 2, lambda part: _by_class(model, part))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
