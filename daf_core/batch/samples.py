@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -61,25 +61,25 @@ def few_rows(batch: Any, share: float = SHARE) -> Any:
     return copied(kept if length is None else short_texts(kept, int(length * size * share / rows)))
 
 
-def short_texts(batch: Any, length: int, tail: int = 0) -> Any:
+def short_texts(batch: Any, length: int, beside: Sequence[int] = ()) -> Any:
     """Returns a batch of texts cut to the `length` tokens, at least `LEAST_LENGTH`, where most labels count.
 
-    `tail` of these are the last ones instead, unless rows hold several texts. Any other batch stays as it is.
+    Among these are the ones at the places `beside`, unless rows hold several texts. Any other batch stays as it is.
     """
     tensors, size, whole = list(tensors_in(batch)), rows_of(batch), length_of_texts(batch)
     kept = max(length, LEAST_LENGTH)
     if whole is None or whole <= kept:
         return batch
     starts = _text_starts(batch)
-    tail = 0 if starts else tail
-    start = _start(tensors, kept - tail, starts)
-    start = min(start, whole - kept) if tail else start
+    beside = () if starts else beside
+    start = _start(tensors, kept - len(beside), starts)
+    first = [*range(start, min(start + kept - len(beside), whole))]
+    places = list(dict.fromkeys([*first, *beside, *range(first[-1] + 1, whole), *range(start)]))
+    places = sorted(places[:kept] if not starts else first)
 
     def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != size:
-            return value
-        head = value[:, start : start + kept - tail]
-        return torch.cat([head, value[:, whole - tail :]], 1) if tail else head
+        per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == size
+        return value[:, places] if per_token else value
 
     return map_values(batch, cut)
 

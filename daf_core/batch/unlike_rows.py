@@ -19,26 +19,34 @@ LENGTH = 16
 """Tokens of each that are tried: the logits of 4 rows take 13 MB with a vocabulary of 50,000. Micro-batches are for
 those who have no room."""
 
-TAIL = 6  # of these the last ones of the texts, where shorter ones are padded
+ENDS = 6  # of these the ones that are padding in some rows and not in others
 
 MOST_CLASSES = 1000
 """Classes that a batch may have: what looks like more of them may be numbers of samples, new in every batch."""
 
 LEAST_PADDING = 4  # tokens that a text is padded by at the least: other texts end with a few that are the same
+LEAST_RATIO = 1.5  # of the weights of two rows: where rows differ by little, rounding hides how laws differ
 
 INTEGERS = (torch.int64, torch.int32)  # types of tokens, classes and lengths
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # types of weights
+MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *INTEGERS, *FLOATS)
+
+Class = tuple[int, int]
+"""A class of rows: the number of the tensor that has one for each row, and its value there."""
 
 
-def unlike_rows(batch: Any, size: int, weighing: set[str]) -> tuple[Any, int]:
-    """Returns copies of a few of the `size` rows of a batch, and how many they are.
+def unlike_rows(
+    batch: Any, size: int, weighing: Collection[str], known: Collection[Class] = ()
+) -> tuple[Any, list[int]]:
+    """Returns copies of a few of the `size` rows of a batch, and which these are.
 
-    They are the rows with the most labels, or of different classes. Some labels of two rows are ignored where labels
-    are ignored in the batch. Of the tensors named `weighing` one row counts half, and lengths become shorter as texts
-    do. No other label is changed: which values a loss bears, only its own batches tell.
+    They are the rows with the most labels, or such with classes that are not known yet. Some labels of two rows are
+    ignored where labels are ignored in the batch. Of the tensors named `weighing` one row counts half. Lengths become
+    shorter as texts do, those that may be classes only if they are named. No other label is changed: which values a
+    loss bears, only its own batches tell.
     """
     labels = ignoring(batch, size)
-    order = _unlike_first(batch, size)
+    order = _unlike_first(batch, size, known)
     if labels:
         counted = (labels[0] != IGNORED).reshape(size, -1)
         keys: list[tuple[bool, int]] = list(zip(counted[:, 0].tolist(), counted.sum(1).tolist(), strict=True))
@@ -46,35 +54,35 @@ def unlike_rows(batch: Any, size: int, weighing: set[str]) -> tuple[Any, int]:
     # Packed sequences need the longest first.
     rows = order[:MOST_ROWS] if labels else sorted(order[:MOST_ROWS])
     whole = take(batch, rows, size)
-    sample = short_texts(whole, LENGTH, TAIL)
+    sample = short_texts(whole, LENGTH, _ends(whole))
     before, after = length_of_texts(whole) or 0, length_of_texts(sample) or 0
     # By their names: what is left of longer texts may have no label that is ignored.
     ignored = {name for name, tensor in named_tensors(batch) if any(tensor is each for each in labels)}
+    lengths = {name for name, tensor in named_tensors(whole) if _is_length(tensor, whole)}
     for name, tensor in named_tensors(sample):
         if name in ignored:
             _ignore_some(tensor)
         elif name in weighing and (_is_mask(tensor) or _is_weight(tensor)):
             _halve_one(tensor)
-        elif name in weighing and _is_length(tensor, before) and bool((tensor > after).any()):
+        elif before > after and (name in lengths or (name in weighing and _may_be_length(tensor, after, before))):
             tensor.mul_(after).add_(before - 1).floor_divide_(before)
-    return sample, len(rows)
+    return sample, rows
 
 
 def weighing(batch: Any, known: Collection[str] = ()) -> set[str]:
     """Returns the names, but for known ones, of what may weigh rows or places in them, and not all rows the same.
 
-    That is a one or a zero for each place, a number that is not negative for each row or place, a length, or the tokens
-    of texts if some are padded.
+    That is a one or a zero for each place, a number that is not negative for each row or place, or the tokens of texts
+    if some are padded.
     """
-    size, length = rows_of(batch), length_of_texts(batch) or 0
-    found: set[str] = set()
+    size, found = rows_of(batch), set[str]()
     for name, tensor in named_tensors(batch):
         if tensor.shape[0] != size or name in known:
             continue
-        if _is_mask(tensor) or _is_weight(tensor) or _is_length(tensor, length):
-            sums = _sums(tensor)
+        if _is_mask(tensor) or _is_weight(tensor) or _is_count(tensor):
+            sums = _flat(tensor).sum(1)
             found |= {name} if bool((sums != sums[0]).any()) else set()
-        elif _are_texts(tensor) and int(_padding(tensor).max() - _padding(tensor).min()) >= LEAST_PADDING:
+        elif _are_padded(tensor):
             found.add(name)
     return found
 
@@ -91,15 +99,15 @@ def laws_of(names: Collection[str], batch: Any) -> frozenset[Law]:
     return frozenset(found)
 
 
-def classes(batch: Any) -> set[int]:
+def classes(batch: Any) -> set[Class]:
     """Returns the classes in a batch, if they are few: a loss may weigh each of them in its own way."""
-    found = set().union(*_row_labels(batch))
+    found = {(place, value) for place, values in enumerate(_row_labels(batch)) for value in values}
     return found if len(found) <= MOST_CLASSES else set()
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    if tensor.dim() == 1:
-        return tensor.dtype is torch.bool
+    if tensor.dtype not in MASKS or (tensor.dim() == 1 and tensor.dtype is not torch.bool):
+        return False
     # Most of what is none shows it in its first row.
     return all(bool(((rows == 0) | (rows == 1)).all()) for rows in (tensor[:1], tensor))
 
@@ -108,19 +116,58 @@ def _is_weight(tensor: Tensor) -> bool:
     return tensor.dtype in FLOATS and tensor.dim() <= 2 and bool((tensor >= 0).all())
 
 
-def _is_length(tensor: Tensor, longest: int) -> bool:
-    if tensor.dim() > 1 or tensor.dtype not in INTEGERS:
+def _is_count(tensor: Tensor) -> bool:
+    return tensor.dtype in INTEGERS and tensor.dim() == 1 and bool((tensor >= 0).all())
+
+
+def _may_be_length(tensor: Tensor, shortest: int, longest: int) -> bool:
+    return _is_count(tensor) and bool((tensor <= longest).all()) and bool((tensor > shortest).any())
+
+
+def _is_length(tensor: Tensor, batch: Any) -> bool:
+    """Whether a tensor says how long each text of a batch is, or how many ones each row of a mask has."""
+    if not _is_count(tensor):
         return False
-    return bool(((tensor >= 1) & (tensor <= longest)).all())
+    others = (each for each in tensors_in(batch) if each.dim() == 2 and each.shape[0] == tensor.shape[0])
+    counts = (each.sum(1) if _is_mask(each) else _without_padding(each) for each in others if each.dtype in MASKS)
+    return any(bool((each == tensor).all()) for each in counts)
 
 
-def _sums(tensor: Tensor) -> Tensor:
-    """Returns the sum of each row."""
-    return _flat(tensor).sum(1)
+def _are_texts(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and tensor.dtype in INTEGERS and not (tensor == IGNORED).any() and not _is_mask(tensor)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
+def _are_padded(tensor: Tensor) -> bool:
+    return _are_texts(tensor) and bool(_padding(tensor).max() - _padding(tensor).min() >= LEAST_PADDING)
+
+
+def _padding(ids: Tensor) -> Tensor:
+    """Returns how many tokens at the beginning or end of each row are the same, as those of padding are."""
+    return torch.maximum(_same_first(ids), _same_first(ids.flip(1)))
+
+
+def _same_first(ids: Tensor) -> Tensor:
+    return (ids == ids[:, :1]).cumprod(1).sum(1)
+
+
+def _token_of_padding(ids: Tensor) -> int:
+    row = ids[_padding(ids).argmax()][None]
+    return int(row[0, 0] if _same_first(row) >= _same_first(row.flip(1)) else row[0, -1])
+
+
+def _without_padding(ids: Tensor) -> Tensor:
+    """Returns how many tokens of each row are no padding."""
+    return (ids != _token_of_padding(ids)).sum(1)
+
+
+def _ends(batch: Any) -> list[int]:
+    """Returns a few places of texts that are padding in some of the rows, and not in others."""
+    for ids in tensors_in(batch):
+        if ids.shape[0] == rows_of(batch) and _are_padded(ids):
+            counted = (ids != _token_of_padding(ids)).sum(0)
+            mixed = ((counted > 0) & (counted < len(ids))).nonzero().flatten().tolist()
+            return mixed[:: max(len(mixed) // ENDS, 1)][:ENDS]
+    return []
 
 
 def _row_labels(batch: Any) -> list[list[int]]:
@@ -130,34 +177,26 @@ def _row_labels(batch: Any) -> list[list[int]]:
     return [tensor.tolist() for tensor in whole if not tensor.is_floating_point() and not tensor.is_complex()]
 
 
-def _unlike_first(batch: Any, size: int) -> list[int]:
+def _unlike_first(batch: Any, size: int, known: Collection[Class]) -> list[int]:
     """Returns the numbers of the rows, those first that none before them is like.
 
-    These are the text with the most padding and the one with the least, and rows with other integers than those before.
-    Where rows have several integers, those of the fewest values come first: one may say whether a row counts.
+    Rows are unlike by their integers, but for known ones, and as the text with the most or the least padding.
     """
-    texts = (tensor for tensor in tensors_in(batch) if tensor.shape[0] == size and _are_texts(tensor))
-    padding = [_padding(tensor) for tensor in texts][:1]
-    order = [int(row) for each in padding for row in (each.argmax(), each.argmin())]
-    for labels in sorted(_row_labels(batch), key=lambda labels: len(set(labels))):
-        order += [labels.index(value) for value in dict.fromkeys(labels)]
+    traits = [set[Class]() for _ in range(size)]
+    for place, values in enumerate(_row_labels(batch)):
+        for row, value in enumerate(values):
+            traits[row] |= {(place, value)} - set(known)
+    texts = (tensor for tensor in tensors_in(batch) if tensor.shape[0] == size and _are_padded(tensor))
+    for padding in [_padding(tensor) for tensor in texts][:1]:
+        traits[int(padding.argmax())].add((-1, 0))
+        traits[int(padding.argmin())].add((-1, 1))
+    order: list[int] = []
+    seen = set[Class]()
+    for _ in range(min(MOST_ROWS, size)):
+        unlike = max((row for row in range(size) if row not in order), key=lambda row: len(traits[row] - seen))
+        order.append(unlike)
+        seen |= traits[unlike]
     return list(dict.fromkeys([*order, *range(size)]))
-
-
-def _are_texts(tensor: Tensor) -> bool:
-    labels = bool((tensor == IGNORED).any())
-    return tensor.dim() == 2 and tensor.dtype in INTEGERS and not labels and not _is_mask(tensor)
-
-
-def _padding(ids: Tensor) -> Tensor:
-    """Returns how many tokens at the beginning or end of each row are the same, as those of padding are."""
-    runs = ((each == each[:, :1]).cumprod(1).sum(1) for each in (ids, ids.flip(1)))
-    return torch.maximum(*runs)
-
-
-def _token_of_padding(ids: Tensor) -> int:
-    row = ids[_padding(ids).argmax()]
-    return int(row[0] if (row == row[0]).cumprod(0).sum() >= (row.flip(0) == row[-1]).cumprod(0).sum() else row[-1])
 
 
 def _ignore_some(labels: Tensor) -> None:
@@ -177,16 +216,28 @@ def _ignore_some(labels: Tensor) -> None:
 
 
 def _halve_one(weights: Tensor) -> None:
-    """Leaves the row of the largest sum half of it: where rows differ by little, rounding hides how laws differ.
-
-    Where a mask has no ones, as one of padding may not, half of the first row is made of them.
-    """
+    """Leaves one row half of its sum: the one with the largest, or the least where rows would be the same then."""
     rows = _flat(weights)
-    row = int(rows.sum(1).argmax())
-    if not _is_mask(weights):
-        rows[row] /= 2
+    sums = rows.sum(1, dtype=torch.float64)
+    for row in (sums.argmax(), sums.where(sums > 0, sums.max()).argmin()):
+        halved = _halved(rows, int(row))
+        found = halved.sum(1, dtype=torch.float64)
+        if found.max() >= LEAST_RATIO * found.min():
+            weights.copy_(halved.view(weights.shape))
+            return
+
+
+def _halved(rows: Tensor, row: int) -> Tensor:
+    """Returns a copy with half of a row; one of a mask that has no ones, as of padding, is half made of them."""
+    halved = rows.clone()
+    if not _is_mask(rows):
+        halved[row] /= 2
     elif len(places := rows[row].nonzero().flatten()):
-        rows[row, places[max(len(places) // 2, 1) :]] = 0
+        halved[row, places[max(len(places) // 2, 1) :]] = 0
     else:
-        rows[0, rows.shape[1] // 2 :] = 1
-    weights.copy_(rows.view(weights.shape))
+        halved[row, rows.shape[1] // 2 :] = 1
+    return halved
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]

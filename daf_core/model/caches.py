@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from copy import copy
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from daf_core.errors import ProfileError
+from daf_core.model.module_hooks import InstanceHook
 
 _given, _left_empty = WeakSet[Any](), WeakSet[Any]()
-"""The caches that whole models were called with, and those that blocks have left empty."""
+"""The caches that models were called with, and those that blocks have left empty."""
+
+_filling = WeakSet[nn.Module]()
+"""Modules whose blocks fill every cache, as an earlier call's was given to a later one."""
+
+
+class LeftEmptyError(ProfileError):
+    """A cache is given to a model that its blocks have left empty; from then on they fill all."""
 
 
 def is_cache(value: object) -> bool:
     """Says whether a value is one: of keys and values, or of states of a recurrence."""
-    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
 
 
 def layers_of(module: nn.Module) -> frozenset[int]:
@@ -34,25 +44,34 @@ def holds_state(cache: Any, layers: Collection[int]) -> bool:
     return any(tensor.numel() > 1 for tensor in _tensors(list(_read(cache, layers))))
 
 
-def note_given(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Notes the caches that a whole model is called with: those who call it may read them afterwards.
+def watch_callers(model: nn.Module, blocks: Collection[nn.Module]) -> ExitStack:
+    """Notes the caches that the modules around blocks are called with, until what it returns is closed.
 
-    Raises:
-        ProfileError: Blocks have left one of them empty, and a plain step would read what is in it.
+    Those who call them may read what blocks have written. The hooks raise LeftEmptyError where a plain step would read
+    what blocks have left out.
     """
-    for cache in filter(is_cache, (*args, *kwargs.values())):
+    stack = ExitStack()
+    for module in model.modules():
+        if module not in blocks and any(each in blocks for each in module.modules()):
+            stack.callback(module.register_forward_pre_hook(InstanceHook(_note_given), with_kwargs=True).remove)
+    return stack
+
+
+def _note_given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for cache in filter(is_cache, (*args, *kwargs.values()) if torch.is_grad_enabled() else ()):
         if cache in _left_empty:
-            raise ProfileError(
+            _filling.update(model.modules())
+            raise LeftEmptyError(
                 f"the loss gives the model a {type(cache).__name__} that an earlier call has made, and layers that are "
-                "recomputed leave it empty. Make one in the loss function, and give it to both calls; or train with "
-                'budget_covers="activations", which recomputes nothing'
+                "recomputed have left it empty. They fill such caches from now on: run the step again"
             )
         _given.add(cache)
 
 
-def is_left_empty(cache: Any, layers: Collection[int]) -> bool:
-    """Says whether a cache has nothing for some layers, and no caller of the model to read it; notes it if so."""
-    if holds_state(cache, layers) or any(part in _given for part in (cache, *filter(is_cache, vars(cache).values()))):
+def is_left_empty(cache: Any, block: nn.Module, layers: Collection[int]) -> bool:
+    """Says whether a cache has nothing for the layers of a block, and nobody reads it later; notes it if so."""
+    read = block in _filling or any(part in _given for part in (cache, *filter(is_cache, vars(cache).values())))
+    if read or holds_state(cache, layers):
         return False
     _left_empty.add(cache)
     return True

@@ -100,7 +100,7 @@ class RecomputedBlock:
             return args, kwargs
 
         def kept(value: Any) -> Any:
-            return None if is_cache(value) and is_left_empty(value, self._layers) else value
+            return None if is_cache(value) and is_left_empty(value, self._module, self._layers) else value
 
         args, kwargs = tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
         if "use_cache" in kwargs and not any(map(is_cache, (*args, *kwargs.values()))):

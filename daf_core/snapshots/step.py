@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] what all have in common
 
+from daf_core.autograd.torch_private import leaf_of
 from daf_core.snapshots.writes import has_storage
 
 
@@ -102,21 +103,53 @@ def gradients_aside(model: nn.Module) -> Generator[None]:
 
     Hooks that wait for gradients see none of it: they may be those of an optimizer that steps in backward.
     """
-    before = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.requires_grad]
+    with _aside([parameter for parameter in model.parameters() if parameter.requires_grad]):
+        yield
+
+
+def other_gradients_aside(loss: Tensor, own: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Does so for the leaves of a loss but some, such as the parameters of a head that is no part of the model."""
+    known = set(map(id, own))
+    return _aside([leaf for leaf in _leaves_of(loss) if id(leaf) not in known])
+
+
+def backward_beside(loss: Tensor, own: Iterable[Tensor]) -> None:
+    """Runs the backward pass of a loss beside training: it adds to the gradients of some leaves alone."""
+    with other_gradients_aside(loss, own):
+        loss.backward()
+
+
+def _leaves_of(tensor: Tensor) -> list[Tensor]:
+    """Returns the leaves that backward of a tensor gives gradients to."""
+    met, waiting, found = set[Any](), [tensor.grad_fn], list[Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        if (leaf := leaf_of(node)) is not None:
+            found.append(leaf)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+@contextmanager
+def _aside(leaves: list[Tensor]) -> Generator[None]:
+    before = [(leaf, leaf.grad) for leaf in leaves]
     # Torch has no public way to ask for hooks, and keeps the dictionary itself.
-    hooks = [found for parameter, _ in before if (found := getattr(parameter, "_post_accumulate_grad_hooks", None))]
+    hooks = [found for leaf in leaves if (found := getattr(leaf, "_post_accumulate_grad_hooks", None))]
     contents = [dict(found) for found in hooks]
     for found in hooks:
         found.clear()
-    for parameter, _ in before:
-        parameter.grad = torch.zeros_like(parameter)
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
     try:
         yield
     finally:
         for found, content in zip(hooks, contents, strict=True):
             found.update(content)
-        for parameter, gradient in before:
-            parameter.grad = gradient
+        for leaf, gradient in before:
+            leaf.grad = gradient
 
 
 def _module(device: torch.device) -> Any:

@@ -11,7 +11,7 @@ from daf_core import timing
 from daf_core.plan.cost.simulate import Forecast
 from daf_core.plan.observe.meter import meter_on
 from daf_core.snapshots.measurement import Measurement
-from daf_core.snapshots.step import gradients_aside
+from daf_core.snapshots.step import backward_beside, gradients_aside
 
 REPEATS = 2  # passes whose shortest time counts
 
@@ -37,12 +37,12 @@ def forecast_plain(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int
 def _measured(model: nn.Module, loss_of: Callable[[int], Tensor], rows: int) -> tuple[float, int]:
     measurement = Measurement(model)
     with measurement.running(), gradients_aside(model), meter_on(next(model.parameters()).device) as meter:
-        loss_of(rows).backward()
+        backward_beside(loss_of(rows), model.parameters())
         peak = meter.take_peak()
     seconds = math.inf
     with measurement.running(timed=True), gradients_aside(model):
         for _ in range(REPEATS):
             started = timing.synchronized_time()
-            loss_of(rows).backward()
+            backward_beside(loss_of(rows), model.parameters())
             seconds = min(seconds, timing.synchronized_time() - started)
     return seconds, peak

@@ -17,7 +17,7 @@ from daf_core.engine import ActivationEngine
 from daf_core.errors import ProfileError
 from daf_core.memory.system.release import release_memory
 from daf_core.model.blocks import BATCH_NORMS, Block, blocks_of
-from daf_core.model.caches import holds_state, is_cache, layers_of
+from daf_core.model.caches import LeftEmptyError, holds_state, is_cache, layers_of
 from daf_core.model.treatments import Treatments
 from daf_core.plan.cost.profile import Observed, Profile, planned_bits
 from daf_core.plan.observe.meter import meter_on
@@ -80,6 +80,8 @@ class _Passes:
             try:
                 few = self._observe_within(least, REPEATS)
                 break
+            except LeftEmptyError:  # the next pass fills the cache
+                continue
             except ProfileError:  # losses of pairs, which are rows of their own, are of 2 rows at the least
                 if least == rows:
                     raise

@@ -14,7 +14,7 @@ from daf_core.engine import ActivationEngine
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.plan.observe.meter import TensorMeter
 from daf_core.snapshots.measurement import measuring
-from daf_core.snapshots.step import gradients_aside
+from daf_core.snapshots.step import backward_beside, gradients_aside
 
 
 class Point(NamedTuple):
@@ -53,7 +53,7 @@ def record_step(model: nn.Module, loss_function: Callable[[], Tensor], engine: A
             with nullcontext() if engine is None else engine.compress():
                 loss = loss_function()
             forward_seconds = time.perf_counter() - started
-            loss.backward()
+            backward_beside(loss, model.parameters())
             del loss
         return MemoryCurve(points, forward_seconds)
 

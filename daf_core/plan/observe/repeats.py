@@ -15,27 +15,45 @@ from torch.utils._pytree import tree_leaves, tree_map
 from daf_core.model.blocks import Block
 from daf_core.model.caches import as_it_is, is_cache, layers_of
 from daf_core.model.forward_patch import ForwardPatch
+from daf_core.plan.run.retry import is_out_of_memory
 from daf_core.snapshots.step import RandomNumbers, devices_of
 
 ROUNDING = 1e-3  # relative difference that is none: kernels of GPUs may add up in another order
 
 
-class _NotKeptError(Exception):
-    """A gradient was asked for."""
+class _NotKept(BaseException):
+    """A gradient was asked for. What a loss does with errors does not concern it."""
 
 
 def unlike_blocks(blocks: Sequence[Block], forward_pass: Callable[[], object]) -> set[str]:
     """Returns the names of the blocks of which a second run gives something else, or saves it, than the first one.
 
     Each block runs twice in the forward pass, with the same arguments and random numbers. It has no backward pass, as
-    nothing is kept for one; where the pass itself needs gradients, blocks after that are not looked at.
+    nothing is kept for one; where the pass itself needs gradients, blocks after that are not looked at. Where the pass
+    fails, blocks run twice one by one, and those are unlike that it fails with. Where there are none it raises.
     """
+    found, error = _unlike(blocks, forward_pass)
+    if error is None:
+        return found
+    alone = {block.name: _unlike([block], forward_pass) for block in blocks}
+    if all(each is None for _, each in alone.values()):
+        raise error
+    return {name for name, (found, each) in alone.items() if found or each is not None}
+
+
+def _unlike(blocks: Sequence[Block], forward_pass: Callable[[], object]) -> tuple[set[str], Exception | None]:
+    """Returns the names of those that are unlike, and with what the pass has failed, unless for want of memory."""
     found: set[str] = set()
-    with ExitStack() as stack, suppress(_NotKeptError):
-        for block in blocks:
-            stack.callback(ForwardPatch(block.module, partial(_twice, block, found)).remove)
-        forward_pass()
-    return found
+    try:
+        with ExitStack() as stack, suppress(_NotKept):
+            for block in blocks:
+                stack.callback(ForwardPatch(block.module, partial(_twice, block, found)).remove)
+            forward_pass()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return set(), error
+    return found, None
 
 
 def _twice(
@@ -70,7 +88,7 @@ def _with_shapes_saved(run: Callable[[], Any]) -> tuple[Any, list[tuple[torch.Si
 
     def unpack(place: int) -> Tensor:
         if not kept:
-            raise _NotKeptError
+            raise _NotKept
         return kept[place]
 
     with saved_tensors_hooks(pack, unpack):

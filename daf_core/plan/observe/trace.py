@@ -18,7 +18,7 @@ from daf_core.model.blocks import Block
 from daf_core.model.module_hooks import CallHooks, is_training_pass
 from daf_core.model.recompute import RecomputedBlock
 from daf_core.plan.observe.meter import MemoryMeter
-from daf_core.snapshots.step import gradients_aside
+from daf_core.snapshots.step import gradients_aside, other_gradients_aside
 
 Kind = Literal["rest", "start", "before", "forward", "head", "backward", "recompute"]
 """What runs in a phase. "rest": nothing of a pass; "before": what runs before a block or after the last one; "start":
@@ -158,6 +158,8 @@ def observe(
             trace.begin("before")
             loss = loss_function()
         sizes = engine.pass_sizes
+        trace.begin("rest")
+        stack.enter_context(other_gradients_aside(loss, model.parameters()))
         trace.begin("head")
         loss.backward()
         trace.begin("rest")

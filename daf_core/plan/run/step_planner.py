@@ -16,9 +16,8 @@ from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
 from daf_core.errors import PlanError
 from daf_core.memory.system.available import HEAD_ROOM, TIGHTER, AutoBudget
-from daf_core.model.blocks import Block
-from daf_core.model.caches import note_given
-from daf_core.model.module_hooks import InstanceHook
+from daf_core.model.blocks import Block, blocks_of
+from daf_core.model.caches import watch_callers
 from daf_core.model.treatments import Treatments
 from daf_core.plan.block_policy import AppliedPolicies
 from daf_core.plan.cost.measure import measure
@@ -94,7 +93,7 @@ class StepPlanner:
         self._profiled: Batch | None = None
         self._plans: dict[StepKind, Plan] = {}
         self._last: tuple[Batch, str | None] | None = None
-        self._hook = model.register_forward_pre_hook(InstanceHook(note_given), with_kwargs=True)
+        self._callers = watch_callers(model, {block.module for block in blocks_of(model)})
 
     @property
     def summary(self) -> str | None:
@@ -151,7 +150,7 @@ class StepPlanner:
 
     def close(self) -> None:
         """Undoes all changes of the model and the engine."""
-        self._hook.remove()
+        self._callers.close()
         self._stop_treating()
         self._engine.set_memory_budget(self._config.memory_budget)
 

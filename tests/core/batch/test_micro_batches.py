@@ -22,6 +22,7 @@ from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.table import Context, unsupported_reasons
+from tests.core.harness import integers, normal
 
 ROWS, LENGTH, CLASSES = 6, 8, 11
 
@@ -304,6 +305,159 @@ def test_parts_weigh_by_other_numbers_of_a_batch(
     assert float(_step(cut, kept, 3, shares, loss)) == pytest.approx(float(expected.detach()), rel=1e-6)
     _assert_same_gradients(cut, whole)
     assert MicroBatchWeights(cut).of(kept, 2, lambda part: _errors(cut, part).mean()) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("weights_of_rows", [[2, 1, 1, 1], [3, 1, 1, 1], [2, 1], [1, 2, 1, 1], [1, 1, 1, 0]])
+@pytest.mark.parametrize("wide", [False, True])
+def test_rows_whose_weights_become_the_same_by_halving_one(weights_of_rows: list[float], wide: bool) -> None:
+    batch = {"input_ids": integers(CLASSES, len(weights_of_rows), LENGTH), "weights": torch.tensor(weights_of_rows) / 1}
+    batch["weights"] = batch["weights"][:, None] if wide else batch["weights"]
+    model, half = Tagger(), len(weights_of_rows) // 2
+
+    def loss(part: Any) -> Tensor:
+        return (_errors(model, part).mean(1) * part["weights"].flatten()).sum() / part["weights"].sum()
+
+    found = MicroBatchWeights(model).of(batch, 2, loss)
+    assert found == pytest.approx(
+        [sum(each) / sum(weights_of_rows) for each in (weights_of_rows[:half], weights_of_rows[half:])]
+    )
+
+
+def test_classes_are_no_lengths() -> None:
+    """Though none is 0 and all are smaller than texts are long."""
+    model, classes = nn.Embedding(70, 65), torch.arange(1, 65)[integers(64, 8)]
+    batch = {"input_ids": integers(70, 8, 512), "classes": classes}
+    weight = torch.where(torch.arange(65) > 32, 9.0, 1.0)
+
+    def loss(part: Any) -> Tensor:
+        return F.cross_entropy(model(part["input_ids"]).mean(1), part["classes"], weight=weight)
+
+    with pytest.raises(MicroBatchError, match="by the law of rows"):
+        MicroBatchWeights(model).of(batch, 2, loss)
+    plain = MicroBatchWeights(model)
+    assert plain.of(batch, 2, lambda part: F.cross_entropy(model(part["input_ids"]).mean(1), part["classes"])) == [
+        0.5,
+        0.5,
+    ]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_may_be_all_that_is_seen_of_the_ends_of_texts(left: bool) -> None:
+    """As where all are padded to the length that a model has."""
+    model, ids, lengths = Tagger(), integers(CLASSES - 1, 8, 128) + 1, torch.tensor([90, 30, 60, 20, 40, 80, 70, 50])
+    ids = torch.where(torch.arange(128) < lengths[:, None], ids, 0)
+    batch = {"input_ids": ids.flip(1) if left else ids}
+    found = MicroBatchWeights(model).of(batch, 2, lambda part: _without_padding(model, part))
+    assert found == [200 / 440, 240 / 440]
+
+
+def test_each_class_is_tried_once() -> None:
+    """Also such as come late in a batch, and beside flags with the same numbers."""
+    model, x = nn.Linear(4, 10), normal(12, 4)
+    flags = {"first": torch.arange(12) % 2, "second": torch.arange(12) // 2 % 2}
+    batch = {"x": x, **flags, "classes": torch.arange(12).clamp(max=9)}
+    weight = torch.ones(10)
+    weight[9] = 8
+
+    def loss(part: Any) -> Tensor:
+        return F.cross_entropy(model(part["x"]), part["classes"], weight=weight)
+
+    with pytest.raises(MicroBatchError, match="by the law of rows"):
+        MicroBatchWeights(model).of(batch, 2, loss)
+    tried: list[int] = []
+
+    def plain(part: Any) -> Tensor:
+        tried.extend(part["classes"].tolist() if len(part["x"]) == 1 else ())
+        return F.cross_entropy(model(part["x"]), part["classes"])
+
+    assert MicroBatchWeights(model).of(batch, 2, plain) == [0.5, 0.5]
+    assert set(tried) == set(range(10))
+
+
+def test_gradients_that_cancel_are_compared_by_the_size_of_what_is_added() -> None:
+    """What is left of two opposite ones is rounding."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(64, 2)).bfloat16()
+    x = torch.randn(1, 64).repeat(8, 1) + 1e-2 * torch.randn(8, 64)
+    batch = {"x": x.bfloat16(), "classes": torch.arange(8) % 2}
+    found = MicroBatchWeights(model).of(batch, 2, lambda part: F.cross_entropy(model(part["x"]), part["classes"]))
+    assert found == [0.5, 0.5]
+
+
+class Layered(nn.Module):
+    """Two blocks, and a head that tells classes apart by next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(2)])
+        self.head = nn.Linear(8, CLASSES)
+        nn.init.normal_(self.head.weight, std=1e-6)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x += 1
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_are_compared_beside_blocks(frozen: bool) -> None:
+    """There they take no memory; where nothing else is trained, those of what the last block gives tell the law."""
+    model = Layered()
+    model.head.requires_grad_(not frozen)
+    batch = {"x": normal(6, 4, 8), "classes": torch.tensor([0, 0, 0, 0, 3, 9])}
+    saved: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    def loss(part: Any, weight: Tensor | None = None) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return F.cross_entropy(model(part["x"]), part["classes"], weight=weight)
+
+    assert MicroBatchWeights(model).of(batch, 2, loss) == [0.5, 0.5]
+    assert saved
+    assert not [shape for shape in saved if 32 in shape]
+    with pytest.raises(MicroBatchError, match="the gradients of 4 rows"):
+        MicroBatchWeights(model).of(batch, 2, lambda part: loss(part, torch.arange(1.0, CLASSES + 1)))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_others_stay(frozen: bool) -> None:
+    """Those of a head that is no part of the model, and of what is frozen, count nothing and get nothing."""
+    model, head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 3)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    model[0].weight.grad = torch.ones(4, 4)
+    (model if frozen else model[0]).requires_grad_(False)
+    batch = {"x": normal(8, 4), "classes": torch.arange(8) % 3}
+
+    def loss(part: Any) -> Tensor:
+        return F.cross_entropy(head(model(part["x"])), part["classes"], reduction="sum") / 8
+
+    assert MicroBatchWeights(model).of(batch, 2, loss) == [1.0, 1.0]
+    assert head.weight.grad is None
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+
+
+def test_a_backward_pass_that_fails_is_the_losses_fault() -> None:
+    """As that of a recurrence on a GPU, where the model evaluates."""
+    model = Tagger()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+
+    def loss(part: Any) -> Tensor:
+        found = _token_mean(model, part)
+        if found.requires_grad:
+            found.register_hook(lambda _: (_ for _ in ()).throw(RuntimeError("only in training")))
+        return found
+
+    with pytest.raises(MicroBatchError, match="only in training"):
+        MicroBatchWeights(model).of(_tokens(PADDED), 2, loss)
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["random head", "head of zeros"])

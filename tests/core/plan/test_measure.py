@@ -68,6 +68,18 @@ def test_more_rows_are_measured_where_few_have_no_loss(least: int, rows: list[in
     assert list(dict.fromkeys(tried)) == rows
 
 
+def test_gradients_of_a_head_beside_the_model_are_left_alone() -> None:
+    model, head = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), nn.Linear(64, 1)
+    head.weight.grad = torch.ones(1, 64)
+    hooks: list[Tensor] = []
+    head.bias.register_post_accumulate_grad_hook(hooks.append)
+    config = DAFConfig(precision=4, memory_budget="64MB")
+    measure(model, config, lambda count: head(model(normal(count, 64, 64))).sum(), rows=32, limit=1 << 30)
+    assert torch.equal(head.weight.grad, torch.ones(1, 64))
+    assert head.bias.grad is None
+    assert hooks == []
+
+
 @takes_caches
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_cache_that_outlives_a_pass_is_refused(rows: int) -> None:

@@ -135,6 +135,39 @@ def test_a_pass_that_needs_gradients_ends_there() -> None:
     assert _found(_with_state, lambda result: result.sum().backward()) == {"layers.1"}
 
 
+def test_a_loss_that_takes_gradients_itself_is_measured() -> None:
+    """Whatever it does with errors."""
+    model, x = Net(_dropped).train(), normal(8, WIDTH)
+
+    def loss(part: Tensor) -> Tensor:
+        inner = part.detach().requires_grad_()
+        try:
+            return torch.autograd.grad(model(inner).sum(), inner, create_graph=True)[0].square().sum()
+        except Exception as error:
+            raise RuntimeError("no gradient") from error
+
+    made = described(model, x, loss)
+    profile = measure(model, DAFConfig(precision=4, memory_budget="64MB"), made.loss_of, 8, limit=1 << 30)
+    assert profile.names == ["layers.0", "layers.1"]
+
+
+def test_blocks_that_fail_when_they_run_again_are_found() -> None:
+    """As those that take what an earlier one has left; a failure of any other does not count."""
+    left: list[Tensor] = []
+
+    def takes(_layer: Layer, x: Tensor) -> Tensor:
+        return x + left.pop()
+
+    model = Net(takes).train()
+    blocks = [Block(name, model.get_submodule(name)) for name in ("layers.0", "layers.1")]
+
+    def forward_pass() -> None:
+        left[:] = [torch.ones(WIDTH)]
+        model(normal(4, WIDTH))
+
+    assert unlike_blocks(blocks, forward_pass) == {"layers.1"}
+
+
 @pytest.mark.parametrize("run", [_with_state, _with_state_in_graph])
 def test_they_are_never_recomputed(run: Callable[[Layer, Tensor], Tensor]) -> None:
     model = Net(run).train()

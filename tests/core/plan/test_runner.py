@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import DynamicCache
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.errors import PlanError, ProfileError
 from daf_core.model.blocks import blocks_of
-from daf_core.model.caches import note_given
+from daf_core.model.caches import watch_callers
 from daf_core.plan.block_policy import AppliedPolicies
 from daf_core.plan.policies import RECOMPUTE
 from daf_core.plan.run.runner import StepRunner, described
@@ -28,8 +29,9 @@ MB = 1_000_000
 class Training:
     """Steps of a model without dropout, and a fuse in them."""
 
-    def __init__(self, name: str = "gpt2", rows: int = 8, loss: Any = None, **options: Any) -> None:
+    def __init__(self, name: str = "gpt2", rows: int = 8, loss: Any = None, around: Any = None, **options: Any) -> None:
         self.model, self.batch, self.loss = nets.make(name, rows)
+        self.model = self.model if around is None else around(self.model)
         self.loss = loss or self.loss
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
@@ -112,10 +114,29 @@ def _in_texts(model: nn.Module, batch: nets.Batch, given: bool) -> Tensor:
     return torch.stack(losses).sum()
 
 
+class _Around(nn.Module):
+    """Makes the cache itself, and calls the model inside with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, **batch: Any) -> Any:
+        return SimpleNamespace(loss=_in_texts(self.inner, batch, given=True))
+
+
 @nets.takes_caches
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made by the model"])
+@pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_cache_of_the_loss_is_filled_by_layers_that_are_recomputed(name: str) -> None:
-    training = Training(name, rows=1, loss=partial(_in_texts, given=True))
+def test_a_cache_that_a_later_call_reads_is_filled_by_layers_that_are_recomputed(
+    name: str, given: bool, around: bool
+) -> None:
+    training = Training(name, rows=1, loss=partial(_in_texts, given=given))
+    if around:
+        training.runner.close()
+        training.engine.close()
+        training = Training(name, rows=1, loss=lambda model, batch: model(**batch).loss, around=_Around)
     expected = plain(training)
     training.run()
     training.runner.planner.applied.follow(dict.fromkeys(blocks_of(training.model), RECOMPUTE))
@@ -125,32 +146,54 @@ def test_a_cache_of_the_loss_is_filled_by_layers_that_are_recomputed(name: str) 
     assert_close([loss.detach(), *(p.grad for p in training.model.parameters() if p.grad is not None)], expected)
     training.runner.close()
     training.engine.close()
-    assert not training.model._forward_pre_hooks
+    assert not any(module._forward_pre_hooks for module in training.model.modules())
 
 
 @nets.takes_caches
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_cache_that_such_layers_leave_empty_is_not_read(name: str) -> None:
-    """The model makes it where none is given."""
-    training = Training(name, loss=partial(_in_texts, given=False))
-    with pytest.raises(ProfileError, match="a DynamicCache that an earlier call has made"):
-        training.run()
+def test_a_cache_that_is_read_for_the_first_time_says_so() -> None:
+    """Where no pass was measured that reads it; an evaluation may read what it likes."""
+    training = Training("llama", rows=1)
+    training.run()
+    training.runner.planner.applied.follow(dict.fromkeys(blocks_of(training.model), RECOMPUTE))
+    with pytest.raises(ProfileError, match="run the step again"):
+        _in_texts(training.model, training.batch, given=False)
+    _in_texts(training.model, training.batch, given=False).backward()
+    training.runner.close()
 
 
 @nets.takes_caches
 def test_a_cache_inside_of_another_is_somebodys_too() -> None:
     model, batch, _ = nets.make("t5", 2)
     cache = DynamicCache()
-
-    def loss() -> Tensor:
-        return model(**batch, past_key_values=cache, use_cache=True).loss
-
-    handle = model.register_forward_pre_hook(note_given, with_kwargs=True)
+    blocks = blocks_of(model)
+    watched = watch_callers(model, {block.module for block in blocks})
     applied = AppliedPolicies()
-    applied.follow(dict.fromkeys(blocks_of(model), RECOMPUTE))
-    loss().backward()
+    applied.follow(dict.fromkeys(blocks, RECOMPUTE))
+    model(**batch, past_key_values=cache, use_cache=True).loss.backward()
     assert cache.get_seq_length() > 0
-    handle.remove()
+    watched.close()
+
+
+class Cache(dict[str, int]):
+    """Has the name of a class of transformers."""
+
+
+class _WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)])
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * cache["scale"]
+
+
+def test_classes_of_others_are_no_caches() -> None:
+    model = _WithCache()
+    watched = watch_callers(model, set(model.layers))
+    assert model(torch.ones(2, 4), Cache(scale=2)).requires_grad
+    watched.close()
 
 
 def test_gradients_that_were_there_are_added_to() -> None:
