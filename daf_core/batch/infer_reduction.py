@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.batch.loss_reduction import Law, LossReduction, counts_of, safest, weights
-from daf_core.batch.rows import rows_of, take, tensors_in
+from daf_core.batch.rows import by_rows, rows_of, take, tensors_in
 from daf_core.batch.unlike_rows import Class, classes, laws_of, unlike_rows, weighing
 from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
@@ -74,16 +74,21 @@ class MicroBatchWeights:
         """
         others = weighing(batch, self._weighing)
         disagree = len(self._laws) > 1 and len({tuple(weights(law, batch, parts)) for law in self._laws}) > 1
-        while self._has_new_classes(batch) or others or disagree:
-            # Where rows weighed the same so far, a mean by weights was one over rows.
-            possible = laws_of(others, batch) if LossReduction.ROWS in self._laws else frozenset[Law]()
-            tried = _Test(self._model, batch, loss_function, self._classes)
-            self._laws = tried.matching(self._laws | possible)
-            self._classes |= tried.classes
-            self._weighing |= others
-            self._tests += 1
-            others, disagree = set[str](), False
+        if others or disagree or self._has_new_classes(batch):
+            with _evaluating(self._model):
+                self._test(batch, loss_function, others)
+                while self._has_new_classes(batch):
+                    self._test(batch, loss_function)
         return weights(safest(self._laws, batch), batch, parts)
+
+    def _test(self, batch: Any, loss_function: LossFunction, others: Collection[str] = ()) -> None:
+        # Where rows weighed the same so far, a mean by weights was one over rows.
+        possible = laws_of(others, batch) if LossReduction.ROWS in self._laws else frozenset[Law]()
+        tried = _Test(self._model, batch, loss_function, self._classes)
+        self._laws = tried.matching(self._laws | possible)
+        self._classes |= tried.classes
+        self._weighing |= {*others}
+        self._tests += 1
 
     def _has_new_classes(self, batch: Any) -> bool:
         return self._tests < MOST_TESTS and bool(classes(batch) - self._classes)
@@ -95,7 +100,16 @@ def matching_laws(model: nn.Module, batch: Any, loss_function: LossFunction) -> 
     Raises:
         MicroBatchError: No law agrees, the batch has one row, or the loss cannot be computed for a few rows.
     """
-    return _Test(model, batch, loss_function).matching(frozenset[Law](LossReduction))
+    with _evaluating(model):
+        return _Test(model, batch, loss_function).matching(frozenset[Law](LossReduction))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """Puts a model in evaluation mode, as the loss function calls it; nothing leaves a trace of what runs inside."""
+    with measuring(model), apart(model):
+        model.eval()  # no dropout tells rows and batch apart; `measuring` puts the modes back
+        yield
 
 
 class _Tried(NamedTuple):
@@ -116,8 +130,7 @@ class _Gradients(NamedTuple):
 class _Test:
     """Tries a few rows of a batch, which have classes that are not known yet if there are any.
 
-    The model, as the loss function calls it, is put in evaluation mode meanwhile, and nothing leaves a trace. What
-    counts in the rows differs: see `unlike_rows`. What was changed for that is tried as it is, too.
+    What counts in the rows differs: see `unlike_rows`. What was changed for that is tried as it is, too.
     """
 
     def __init__(
@@ -136,13 +149,11 @@ class _Test:
 
         Where losses of rows are nearly the same, as those of a head of zeros are, gradients have to follow them, too.
         """
-        with measuring(self._model), apart(self._model):
-            self._model.eval()  # no dropout tells rows and batch apart; `measuring` puts the modes back
-            with _tolerance(self._model) as tolerances, torch.no_grad():
-                changed = weighing(self._batch)
-                tried = [each for each in (self._changed(changed), self._tried(set[str]())) if each is not None]
-            for each in tried:
-                laws = self._matching(laws, each, max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps))
+        with _tolerance(self._model) as tolerances, torch.no_grad():
+            changed = weighing(self._batch)
+            tried = [each for each in (self._changed(changed), self._tried(set[str]())) if each is not None]
+        for each in tried:
+            laws = self._matching(laws, each, max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps))
         return laws
 
     def _changed(self, names: set[str]) -> _Tried | None:
@@ -183,7 +194,7 @@ class _Test:
                     if loss.requires_grad:
                         backward_beside(loss, (*trained, *outputs))
                 found = [_some_elements(each.grad.reshape(1, -1)) for each in trained if each.grad is not None]
-                of_rows = [None if each.grad is None else _some_elements(each.grad.flatten(1)) for each in outputs]
+                of_rows = [None if each.grad is None else _some_elements(by_rows(each.grad)) for each in outputs]
             return _Gradients(torch.cat([*found, torch.zeros(1, 0, device="cpu")], 1).flatten(), of_rows)
 
         whole, single = _vectors(*_each(gradients, sample, count))

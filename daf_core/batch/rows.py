@@ -34,6 +34,11 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     return (tensor for _, tensor in named_tensors(batch))
 
 
+def by_rows(tensor: Tensor) -> Tensor:
+    """Returns a tensor of two dimensions, in whose rows is what the first dimension of another one counts."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
+
+
 def has_rows(batch: Any) -> bool:
     """Whether there is anything in a batch that has rows."""
     return next(tensors_in(batch), None) is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daf_core.batch.loss_reduction import Law, WeightedMean, ignoring
-from daf_core.batch.rows import IGNORED, named_tensors, rows_of, take, tensors_in
+from daf_core.batch.rows import IGNORED, by_rows, named_tensors, rows_of, take, tensors_in
 from daf_core.batch.samples import length_of_texts, short_texts
 
 MOST_ROWS = 4  # rows that are tried
@@ -80,7 +80,7 @@ def weighing(batch: Any, known: Collection[str] = ()) -> set[str]:
         if tensor.shape[0] != size or name in known:
             continue
         if _is_mask(tensor) or _is_weight(tensor) or _is_count(tensor):
-            sums = _flat(tensor).sum(1)
+            sums = by_rows(tensor).sum(1)
             found |= {name} if bool((sums != sums[0]).any()) else set()
         elif _are_padded(tensor):
             found.add(name)
@@ -217,7 +217,7 @@ def _ignore_some(labels: Tensor) -> None:
 
 def _halve_one(weights: Tensor) -> None:
     """Leaves one row half of its sum: the one with the largest, or the least where rows would be the same then."""
-    rows = _flat(weights)
+    rows = by_rows(weights)
     sums = rows.sum(1, dtype=torch.float64)
     for row in (sums.argmax(), sums.where(sums > 0, sums.max()).argmin()):
         halved = _halved(rows, int(row))
@@ -237,7 +237,3 @@ def _halved(rows: Tensor, row: int) -> Tensor:
     else:
         halved[row, rows.shape[1] // 2 :] = 1
     return halved
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]

@@ -61,6 +61,7 @@ def _note_given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     for cache in filter(is_cache, (*args, *kwargs.values()) if torch.is_grad_enabled() else ()):
         if cache in _left_empty:
             _filling.update(model.modules())
+            _left_empty.discard(cache)
             raise LeftEmptyError(
                 f"the loss gives the model a {type(cache).__name__} that an earlier call has made, and layers that are "
                 "recomputed have left it empty. They fill such caches from now on: run the step again"

@@ -162,6 +162,22 @@ def test_a_cache_that_is_read_for_the_first_time_says_so() -> None:
 
 
 @nets.takes_caches
+def test_a_cache_that_was_left_empty_is_refused_once() -> None:
+    """Else measuring, which begins again where it is refused, would not end."""
+    model, batch, _ = nets.make("llama", 1)
+    blocks = blocks_of(model)
+    watched = watch_callers(model, {block.module for block in blocks})
+    applied = AppliedPolicies()
+    applied.follow(dict.fromkeys(blocks, RECOMPUTE))
+    cache = model(batch["input_ids"], use_cache=True).past_key_values
+    with pytest.raises(ProfileError, match="have left it empty"):
+        model(batch["input_ids"], past_key_values=cache)
+    model(batch["input_ids"], past_key_values=cache)
+    assert cache.get_seq_length() == batch["input_ids"].shape[1]
+    watched.close()
+
+
+@nets.takes_caches
 def test_a_cache_inside_of_another_is_somebodys_too() -> None:
     model, batch, _ = nets.make("t5", 2)
     cache = DynamicCache()
