@@ -18,7 +18,7 @@ from daf_core.model.forward_patch import ForwardPatch
 from daf_core.plan.run.retry import is_out_of_memory
 from daf_core.snapshots.step import RandomNumbers, devices_of
 
-ROUNDING = 1e-3  # relative difference that is none: kernels of GPUs may add up in another order
+ROUNDING = 1e-3  # relative difference that is none, as twice that of a type is: GPUs may add up in another order
 
 
 class _NotKept(BaseException):
@@ -106,4 +106,5 @@ def _alike(first: Any, second: Any) -> bool:
         return torch.equal(first, second)
     first, second = first.detach(), second.detach()
     difference = (first - second).float().nan_to_num()  # rows that are masked out may be none
-    return bool(difference.norm() <= ROUNDING * first.float().nan_to_num().norm())
+    allowed = max(ROUNDING, 2 * torch.finfo(first.dtype).eps)
+    return bool(difference.norm() <= allowed * first.float().nan_to_num().norm())

@@ -130,6 +130,21 @@ def test_blocks_with_a_state_of_their_own_are_found(run: Callable[[Layer, Tensor
     assert _found(run) == {"layers.1"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("share", "found"), [(0.5, set[str]()), (4.0, {"layers.1"})])
+def test_rounding_is_no_difference(dtype: torch.dtype, share: float, found: set[str]) -> None:
+    """As that of kernels which add up in any order."""
+    calls: list[int] = []
+
+    def run(_layer: Layer, x: Tensor) -> Tensor:
+        calls.append(1)
+        return (x.float() * (1 + share * max(2 * torch.finfo(dtype).eps, 1e-3) * (len(calls) % 2))).to(dtype)
+
+    model = Net(run).to(dtype)
+    blocks = [Block(name, model.get_submodule(name)) for name in ("layers.0", "layers.1")]
+    assert unlike_blocks(blocks, lambda: model(normal(64, WIDTH).to(dtype))) == found
+
+
 def test_a_pass_that_needs_gradients_ends_there() -> None:
     """What was found before is known."""
     assert _found(_with_state, lambda result: result.sum().backward()) == {"layers.1"}
