@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.batch.loss_reduction import Law, LossReduction, counts_of, safest, weights
-from daf_core.batch.rows import by_rows, rows_of, take, tensors_in
+from daf_core.batch.rows import by_rows, named_tensors, rows_of, take, tensors_in
 from daf_core.batch.unlike_rows import Class, classes, laws_of, unlike_rows, weighing
 from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
@@ -56,15 +56,12 @@ class MicroBatchWeights:
     The law is looked for at the first batch. Where several agree with what was seen, that is done again at the first
     batch for which they say different weights, at each batch with new classes, and where masks, weights, lengths or
     padding of rows differ for the first time: a loss that weighs classes, or counts what a mask does, is a mean over
-    rows as long as all rows are alike.
+    rows as long as all rows are alike. Batches of other tensors have a law of their own.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._laws = frozenset[Law](LossReduction)
-        self._classes: set[Class] = set()
-        self._weighing: set[str] = set()
-        self._tests = 0
+        self._seen: dict[frozenset[tuple[str, int]], _Seen] = {}
 
     def of(self, batch: Any, parts: int, loss_function: LossFunction) -> list[float]:
         """Returns the weight of each part that `split` makes; the loss function leaves no trace.
@@ -72,26 +69,39 @@ class MicroBatchWeights:
         Raises:
             MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
         """
-        others = weighing(batch, self._weighing)
-        disagree = len(self._laws) > 1 and len({tuple(weights(law, batch, parts)) for law in self._laws}) > 1
-        if others or disagree or self._has_new_classes(batch):
+        kind = frozenset((name, tensor.dim()) for name, tensor in named_tensors(batch))
+        seen = self._seen.setdefault(kind, _Seen())
+        others = weighing(batch, seen.weighing)
+        disagree = len(seen.laws) > 1 and len({tuple(weights(law, batch, parts)) for law in seen.laws}) > 1
+        if others or disagree or seen.has_new_classes(batch):
             with _evaluating(self._model):
-                self._test(batch, loss_function, others)
-                while self._has_new_classes(batch):
-                    self._test(batch, loss_function)
-        return weights(safest(self._laws, batch), batch, parts)
+                seen.add(_Test(self._model, batch, loss_function, seen.classes), others)
+                while seen.has_new_classes(batch):
+                    seen.add(_Test(self._model, batch, loss_function, seen.classes))
+        return weights(safest(seen.laws, batch), batch, parts)
 
-    def _test(self, batch: Any, loss_function: LossFunction, others: Collection[str] = ()) -> None:
+
+class _Seen:
+    """What was seen of a loss: the laws that agree with it, classes, and names of what differed between rows."""
+
+    def __init__(self) -> None:
+        self.laws = frozenset[Law](LossReduction)
+        self.classes: set[Class] = set()
+        self.weighing: set[str] = set()
+        self._tests = 0
+
+    def has_new_classes(self, batch: Any) -> bool:
+        """Whether there are classes to be tried in a batch."""
+        return self._tests < MOST_TESTS and bool(classes(batch) - self.classes)
+
+    def add(self, test: _Test, others: Collection[str] = ()) -> None:
+        """Runs a test; `others` are names of what differs between rows for the first time."""
         # Where rows weighed the same so far, a mean by weights was one over rows.
-        possible = laws_of(others, batch) if LossReduction.ROWS in self._laws else frozenset[Law]()
-        tried = _Test(self._model, batch, loss_function, self._classes)
-        self._laws = tried.matching(self._laws | possible)
-        self._classes |= tried.classes
-        self._weighing |= {*others}
+        possible = laws_of(others, test.batch) if LossReduction.ROWS in self.laws else frozenset[Law]()
+        self.laws = test.matching(self.laws | possible)
+        self.classes |= test.classes
+        self.weighing |= {*others}
         self._tests += 1
-
-    def _has_new_classes(self, batch: Any) -> bool:
-        return self._tests < MOST_TESTS and bool(classes(batch) - self._classes)
 
 
 def matching_laws(model: nn.Module, batch: Any, loss_function: LossFunction) -> frozenset[Law]:
@@ -136,7 +146,7 @@ class _Test:
     def __init__(
         self, model: nn.Module, batch: Any, loss_function: LossFunction, known: Collection[Class] = ()
     ) -> None:
-        self._model, self._batch, self._loss_function, self._known = model, batch, loss_function, known
+        self._model, self.batch, self._loss_function, self._known = model, batch, loss_function, known
         self._size = rows_of(batch) or 0
         if self._size < 2:
             raise MicroBatchError(
@@ -150,7 +160,7 @@ class _Test:
         Where losses of rows are nearly the same, as those of a head of zeros are, gradients have to follow them, too.
         """
         with _tolerance(self._model) as tolerances, torch.no_grad():
-            changed = weighing(self._batch)
+            changed = weighing(self.batch)
             tried = [each for each in (self._changed(changed), self._tried(set[str]())) if each is not None]
         for each in tried:
             laws = self._matching(laws, each, max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps))
@@ -165,8 +175,8 @@ class _Test:
         return tried if tried is not None and tried.whole.isfinite() else None
 
     def _tried(self, names: set[str]) -> _Tried:
-        sample, rows = unlike_rows(self._batch, self._size, names, self._known)
-        self.classes |= classes(take(self._batch, rows, self._size))
+        sample, rows = unlike_rows(self.batch, self._size, names, self._known)
+        self.classes |= classes(take(self.batch, rows, self._size))
         return _Tried(sample, *_each(lambda part: _loss(self._loss_function, part), sample, len(rows)))
 
     def _matching(self, laws: frozenset[Law], tried: _Tried, allowed: float) -> frozenset[Law]:

@@ -307,6 +307,24 @@ def test_parts_weigh_by_other_numbers_of_a_batch(
     assert MicroBatchWeights(cut).of(kept, 2, lambda part: _errors(cut, part).mean()) == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("mask", [None, torch.tensor([1, 1, 0, 1])])
+def test_a_tensor_that_weighs_may_be_missing_later(mask: Tensor | None) -> None:
+    """As a mask may where nothing is padded; or be one for rows."""
+    model, batch = Tagger(), _tokens([8, 6, 3, 8], longest=8)
+    weighting = MicroBatchWeights(model)
+
+    def loss(part: Any) -> Tensor:
+        counted = part.get("mask", torch.ones(1))
+        counted = counted[:, None] if counted.dim() == 1 else counted
+        return (_errors(model, part) * counted).sum() / counted.expand(len(part["input_ids"]), LENGTH).sum()
+
+    counted = (batch.pop("labels") != IGNORED).long()
+    assert weighting.of({**batch, "mask": counted}, 2, loss) == [14 / 25, 11 / 25]
+    other = batch if mask is None else {**batch, "mask": mask}
+    assert weighting.of(other, 2, loss) == pytest.approx([0.5, 0.5] if mask is None else [2 / 3, 1 / 3])
+    assert weighting.of({**batch, "mask": counted}, 2, loss) == [14 / 25, 11 / 25]
+
+
 @pytest.mark.parametrize("weights_of_rows", [[2, 1, 1, 1], [3, 1, 1, 1], [2, 1], [1, 2, 1, 1], [1, 1, 1, 0]])
 @pytest.mark.parametrize("wide", [False, True])
 def test_rows_whose_weights_become_the_same_by_halving_one(weights_of_rows: list[float], wide: bool) -> None:
