@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf_core.batch.rows import IGNORED, bounds_of, named_tensors, rows_of
+from daf_core.batch.rows import IGNORED, bounds_of, by_rows, named_tensors, rows_of
 
 
 class LossReduction(Enum):
@@ -85,7 +85,7 @@ def counts_of(law: Law, batch: Any, rows: int) -> list[float]:
     counted = labels[0] != IGNORED
     if law is LossReduction.SHIFTED_LABELS and counted.dim() > 1:
         counted = counted[:, 1:]
-    counts: list[float] = counted.reshape(rows, -1).sum(1).tolist()
+    counts: list[float] = by_rows(counted).sum(1).tolist()
     return counts if any(counts) else [1] * rows
 
 
@@ -93,7 +93,7 @@ def _sums_of(law: WeightedMean, batch: Any) -> list[float]:
     tensor = next(tensor for name, tensor in named_tensors(batch) if name == law.name)
     tensor = tensor if law.ignored is None else tensor != law.ignored
     tensor = tensor[:, 1:] if law.shifted else tensor
-    sums: list[float] = tensor.reshape(tensor.shape[0], -1).sum(1, dtype=torch.float64).tolist()
+    sums: list[float] = by_rows(tensor).sum(1, dtype=torch.float64).tolist()
     return sums if any(sums) else [1] * len(sums)
 
 

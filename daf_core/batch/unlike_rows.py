@@ -48,7 +48,7 @@ def unlike_rows(
     labels = ignoring(batch, size)
     order = _unlike_first(batch, size, known)
     if labels:
-        counted = (labels[0] != IGNORED).reshape(size, -1)
+        counted = by_rows(labels[0] != IGNORED)
         keys: list[tuple[bool, int]] = list(zip(counted[:, 0].tolist(), counted.sum(1).tolist(), strict=True))
         order.sort(key=keys.__getitem__, reverse=True)
     # Packed sequences need the longest first.
@@ -138,7 +138,10 @@ def _are_texts(tensor: Tensor) -> bool:
 
 
 def _are_padded(tensor: Tensor) -> bool:
-    return _are_texts(tensor) and bool(_padding(tensor).max() - _padding(tensor).min() >= LEAST_PADDING)
+    if not _are_texts(tensor):
+        return False
+    least, most = _padding(tensor).aminmax()
+    return bool(most - least >= LEAST_PADDING)
 
 
 def _padding(ids: Tensor) -> Tensor:
@@ -162,12 +165,17 @@ def _without_padding(ids: Tensor) -> Tensor:
 
 def _ends(batch: Any) -> list[int]:
     """Returns a few places of texts that are padding in some of the rows, and not in others."""
-    for ids in tensors_in(batch):
-        if ids.shape[0] == rows_of(batch) and _are_padded(ids):
-            counted = (ids != _token_of_padding(ids)).sum(0)
-            mixed = ((counted > 0) & (counted < len(ids))).nonzero().flatten().tolist()
-            return mixed[:: max(len(mixed) // ENDS, 1)][:ENDS]
-    return []
+    if (ids := _padded_texts(batch)) is None:
+        return []
+    counted = (ids != _token_of_padding(ids)).sum(0)
+    mixed = ((counted > 0) & (counted < len(ids))).nonzero().flatten().tolist()
+    return mixed[:: max(len(mixed) // ENDS, 1)][:ENDS]
+
+
+def _padded_texts(batch: Any) -> Tensor | None:
+    """Returns the first tensor of a batch that holds texts of which some are padded."""
+    size = rows_of(batch)
+    return next((each for each in tensors_in(batch) if each.shape[0] == size and _are_padded(each)), None)
 
 
 def _row_labels(batch: Any) -> list[list[int]]:
@@ -185,9 +193,9 @@ def _unlike_first(batch: Any, size: int, known: Collection[Class]) -> list[int]:
     traits = [set[Class]() for _ in range(size)]
     for place, values in enumerate(_row_labels(batch)):
         for row, value in enumerate(values):
-            traits[row] |= {(place, value)} - set(known)
-    texts = (tensor for tensor in tensors_in(batch) if tensor.shape[0] == size and _are_padded(tensor))
-    for padding in [_padding(tensor) for tensor in texts][:1]:
+            traits[row] |= {(place, value)} if (place, value) not in known else set()
+    if (ids := _padded_texts(batch)) is not None:
+        padding = _padding(ids)
         traits[int(padding.argmax())].add((-1, 0))
         traits[int(padding.argmin())].add((-1, 1))
     order: list[int] = []
@@ -204,7 +212,7 @@ def _ignore_some(labels: Tensor) -> None:
 
     The laws of labels then say different weights than that of rows, and different ones from each other.
     """
-    rows = labels.reshape(labels.shape[0], -1)
+    rows = by_rows(labels)
     places = (rows[0] != IGNORED).nonzero().flatten().tolist()
     kept = places[:2] if places[:1] == [0] and rows.shape[1] > 1 else places[:1]
     if rows.shape[1] == 1:  # of two labels one has to stay
