@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
 from daf_core.model.caches import as_it_is, is_cache, is_left_empty, layers_of
 from daf_core.model.forward_patch import ForwardPatch
+from daf_core.snapshots.settings import Settings
 from daf_core.snapshots.step import Buffers, RandomNumbers
 
 
@@ -38,8 +39,8 @@ class RecomputedBlock:
     """A block that saves the tensors among its positional arguments and runs once more in backward, until `remove`.
 
     Hooks for saved tensors see these arguments and nothing of what is inside. The second run repeats the random numbers
-    of the first, and changes no buffers, such as running statistics. `watch` is told when a recomputation begins (True)
-    and when it ends (False).
+    of the first and has its settings, such as active adapters. It changes no buffers, such as running statistics.
+    `watch` is told when a recomputation begins (True) and when it ends (False).
     """
 
     def __init__(self, block: Block, watch: Callable[[bool], None] | None = None) -> None:
@@ -121,22 +122,26 @@ class RecomputedBlock:
         return watched
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return hook_stack.keeping_nothing(), _SecondRun(self._module)
+        # The checkpoint itself repeats the random numbers of devices.
+        return hook_stack.keeping_nothing(), SecondRun(self._module)
 
 
-class _SecondRun:
-    """Repeats the random numbers of the first run, which begins now, as often as backward runs, and restores buffers.
+class SecondRun:
+    """Repeats the random numbers and the settings of a first run, which begins now, any number of times.
 
-    The checkpoint itself replays torch's random numbers.
+    What a second run draws, sets and writes to buffers is taken back.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._first = module, RandomNumbers()
+    def __init__(self, module: nn.Module, devices: Collection[torch.device] = ()) -> None:
+        self._module, self._devices = module, devices
+        self._numbers, self._settings = RandomNumbers(devices), Settings(module)
 
     def __enter__(self) -> None:
-        self._now, self._buffers = RandomNumbers(), Buffers(self._module)
-        self._first.restore()
+        self._stack = ExitStack()
+        self._stack.callback(RandomNumbers(self._devices).restore)
+        self._stack.callback(Buffers(self._module).restore)
+        self._stack.enter_context(self._settings.again())
+        self._numbers.restore()
 
     def __exit__(self, *_: object) -> None:
-        self._buffers.restore()
-        self._now.restore()
+        self._stack.close()

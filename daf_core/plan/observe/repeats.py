@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from daf_core.model.blocks import Block
 from daf_core.model.caches import as_it_is, is_cache, layers_of
 from daf_core.model.forward_patch import ForwardPatch
+from daf_core.model.recompute import SecondRun
 from daf_core.plan.run.retry import is_out_of_memory
-from daf_core.snapshots.step import RandomNumbers, devices_of
+from daf_core.snapshots.step import devices_of
 
 ROUNDING = 1e-3  # relative difference that is none, as twice that of a type is: GPUs may add up in another order
 
@@ -59,18 +60,16 @@ def _unlike(blocks: Sequence[Block], forward_pass: Callable[[], object]) -> tupl
 def _twice(
     block: Block, found: set[str], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    layers, devices = layers_of(block.module), devices_of(block.module)
+    layers = layers_of(block.module)
 
     def before(value: Any) -> Any:
         return as_it_is(value, layers) if is_cache(value) else value
 
     args_again, kwargs_again = tree_map(before, (args, kwargs), is_leaf=is_cache)
-    numbers = RandomNumbers(devices)
+    again = SecondRun(block.module, devices_of(block.module))
     first, saved = _with_shapes_saved(partial(forward, *args, **kwargs))
-    now = RandomNumbers(devices)
-    numbers.restore()
-    second, saved_again = _with_shapes_saved(partial(forward, *args_again, **kwargs_again))
-    now.restore()
+    with again:
+        second, saved_again = _with_shapes_saved(partial(forward, *args_again, **kwargs_again))
     if saved != saved_again or not all(map(_alike, tree_leaves(first), tree_leaves(second))):
         found.add(block.name)
     return first

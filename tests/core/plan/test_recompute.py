@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -237,6 +238,82 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
     model.load_state_dict(start)
     recomputing(model)
     assert_same(gradients_of(model, both, nullcontext), expected)
+
+
+class Switched(nn.Module):
+    """A layer that has two weights, of which an attribute names the active one, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("one", "other")})
+        self.calls = 0
+
+    active = "one"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.weights[self.active](x)) * (0.5 + self.calls % 2)
+
+
+def test_attributes_are_those_of_the_first_run() -> None:
+    """As where a loss switches adapters between two calls, and where a layer reads how often it was called."""
+    model, x = nn.Sequential(Switched(), Switched()), normal(4, 16)
+
+    def both() -> Tensor:
+        total = torch.zeros(())
+        for name in ("one", "other", "one"):
+            for layer in model:
+                layer.active = name
+                layer.weights.requires_grad_(False)
+                layer.weights[name].requires_grad_(True)
+            total = total + (total + 1) * model(x).square().mean()
+        return total
+
+    expected = gradients_of(model, both, nullcontext)
+    counts = [layer.calls for layer in model]
+    for layer in model:
+        layer.calls = 0
+    applied = AppliedPolicies()
+    applied.follow({Block(name, module): RECOMPUTE for name, module in model.named_children()})
+    assert_same(gradients_of(model, both, nullcontext), expected)
+    assert [layer.calls for layer in model] == counts
+
+
+def test_hooks_are_those_of_the_first_run() -> None:
+    """As PEFT's, which are there for a forward pass alone."""
+    model, batch, loss = nets.make("encoder")
+
+    def hooked() -> Tensor:
+        layer = model.encoder.layers[1].linear1
+        handle = layer.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+        result = loss(model, batch)
+        handle.remove()
+        return result
+
+    expected = gradients_of(model, hooked, nullcontext)
+    recomputing(model)
+    assert_same(gradients_of(model, hooked, nullcontext), expected)
+
+
+def test_activated_adapters_begin_at_the_same_tokens() -> None:
+    """PEFT hands them these by hooks that are there for a forward pass alone."""
+    adapters = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "up_proj"],
+        init_lora_weights=False,
+        alora_invocation_tokens=[7],
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(nets.llama(), adapters)
+    tokens = integers(64, 2, 16)
+    tokens[:, 9] = 7
+
+    def loss() -> Tensor:
+        return model(input_ids=tokens, labels=tokens).loss
+
+    expected = gradients_of(model, loss, nullcontext)
+    recomputing(model)
+    assert_same(gradients_of(model, loss, nullcontext), expected)
 
 
 def test_error_in_forward_and_in_the_recomputation() -> None:

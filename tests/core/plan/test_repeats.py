@@ -107,7 +107,12 @@ def _wider(layer: Layer, x: Tensor) -> Tensor:
     return x * len(layer.state)
 
 
-ALIKE = [_dropped, _normalized, _noted, _python_noise, _masked_out, _differentiated]
+def _counted(layer: Layer, x: Tensor) -> Tensor:
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return x * layer.calls
+
+
+ALIKE = [_counted, _dropped, _normalized, _noted, _python_noise, _masked_out, _differentiated]
 UNLIKE = [_with_state, _with_state_in_graph, _with_mean, _own_noise, _wider]
 
 
