@@ -98,7 +98,7 @@ class PlanError(DAFError, RuntimeError):
         from humanfriendly import format_size
 
         super().__init__(
-            f"a training step takes {format_size(least)} at least beside the model, its gradients and the optimizer, "
+            f"a training step takes {enough(least)} at least beside the model, its gradients and the optimizer, "
             f"and memory_budget allows {format_size(allowed)}; tried: {tried}. Raise memory_budget, or train on "
             'smaller batches or shorter texts. budget_covers="activations" limits saved activations alone'
         )
@@ -124,7 +124,7 @@ class ActivationBudgetError(DAFError, MemoryError):
         from humanfriendly import format_size  # 10 ms that a program without the error does not pay
 
         super().__init__(
-            f"saved activations need {format_size(needed)} with everything dropped and spilled that may be, and "
+            f"saved activations need {enough(needed)} with everything dropped and spilled that may be, and "
             f"memory_budget allows {format_size(allowed)}. Raise memory_budget, {''.join(f'{way}, ' for way in ways)}"
             "or train on smaller batches or shorter texts"
         )
@@ -152,3 +152,11 @@ class PeerMemoryError(DAFError, MemoryError):
     def __reduce__(self) -> tuple[type[PeerMemoryError], tuple[int]]:
         """Pickles with its own arguments: launchers send errors of their workers on to the main process."""
         return type(self), (self.attempts,)
+
+
+def enough(size: int) -> str:
+    """Returns words for a size in bytes, rounded up, so that it is enough where a user asks for it in these words."""
+    from humanfriendly import format_size
+
+    digit = max(10 ** (3 * ((len(str(size)) - 1) // 3) - 2), 1)  # that of the second decimal place
+    return format_size(-(-size // digit) * digit)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from daf_core.config import DAFConfig, Precision, parse_size
-from daf_core.errors import ConfigError, PlanError
+from daf_core.errors import ConfigError, PlanError, enough
 from daf_core.memory.system.available import beside_reserve, device_memory
 from daf_core.plan.block_policy import BlockPolicy
 from daf_core.plan.cost.baseline import forecast_plain
@@ -259,7 +259,7 @@ def _print(sized: BuiltWorkload, planning: Planning, planned: Sequence[PlannedSt
         console.print(_figures(planned[0], planning))
     else:
         console.print(_plan_table(planned, planning))
-    console.print(f"Smallest budget that can be met: {format_size(planning.least)}", highlight=False)
+    console.print(f"Smallest budget that can be met: {enough(planning.least)}", highlight=False)
     where = f"{sized.task or 'own loss'}, {sized.dtype}, {sized.parameter.device}"
     console.print(f"{where}. {NOTE}", markup=False, highlight=False, style="dim")
 

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError, ElasticConfig
-from daf_core.errors import shown
+from daf_core.config import parse_size
+from daf_core.errors import PlanError, enough, shown
 
 PRECISIONS = r"allowed: 'auto', 'exact', 8, 4, 2, 1$"
 NAMES = (
@@ -431,6 +432,18 @@ def test_configuration_is_frozen() -> None:
     config = DAFConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.precision = 8
+
+
+@given(st.integers(min_value=1, max_value=10**15))
+def test_a_size_that_is_named_is_enough(size: int) -> None:
+    named = parse_size("memory_budget", enough(size))
+    assert isinstance(named, int)
+    assert size <= named <= max(1.01 * size, size + 10)
+
+
+def test_errors_name_budgets_that_are_enough() -> None:
+    assert "takes 1.28 MB at least" in str(PlanError(1_000_000, 1_271_000, "everything"))
+    assert "activations need 1.28 MB with" in str(ActivationBudgetError(1_271_000, 1_000_000))
 
 
 def test_budget_error_survives_pickling() -> None:
