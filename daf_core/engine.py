@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -39,8 +39,7 @@ from daf_core.snapshots.attributes import LONGEST, Attributes
 from daf_core.snapshots.measurement import Measurement
 from daf_core.telemetry import GradientError, StepRecorder, StepStatistics
 
-REHEARSED_ELEMENTS = 128
-REHEARSED_PAGE_BYTES = 128
+REHEARSED_ELEMENTS = REHEARSED_PAGE_BYTES = 128
 """A rehearsal encodes what a batch of 32 times as many rows would."""
 
 
@@ -93,21 +92,23 @@ class ActivationEngine:
         self._passes, self._own = KindsOfPasses(), _Own()
 
     @contextmanager
-    def compress(self) -> Generator[None]:
+    def compress(self, inputs: Iterable[Tensor] = ()) -> Generator[None]:
         """Compresses what autograd saves inside: wrap it around the forward pass and the loss, not around backward.
 
         Entering it again inside itself changes nothing, and neither does entering it where operators are recorded or
-        transformed, as in ``torch.jit.trace``, ``torch.export`` or `torch.func.grad`.
+        transformed, as in ``torch.jit.trace``, ``torch.export`` or `torch.func.grad`. `inputs` are tensors that
+        the model is given: of larger ones that they are views of, such as a data set, only the views count.
 
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
             GraphCaptureError: A CUDA graph is being captured.
             ActivationBudgetError: Less memory is available than activations of an earlier pass hold; inside, an
                 activation does not fit in the budget. The step may be run again.
-            SpillError: The spill file cannot be read or written, or main memory takes nothing more from a GPU; raised
-                in backward too.
+            SpillError: The spill file cannot be used, or main memory takes nothing more; raised in backward too.
         """
-        if self._own.in_scope or has_no_values(self._model):
+        if not (no_values := has_no_values(self._model)):
+            self._packer.lend(inputs)
+        if no_values or self._own.in_scope:
             yield
             return
         own = self._replays.own.pack
@@ -142,9 +143,8 @@ class ActivationEngine:
     def probe_pass(self, loss_function: Callable[[], Tensor]) -> Generator[ProbePass]:
         """Runs a forward pass whose gradient can be taken at any precision, to measure errors.
 
-        Training is not disturbed: `Measurement` says what is taken back, and gradients stay as they are. All
-        activations are kept exactly meanwhile, so it takes the memory of plain training on the rows that the function
-        uses.
+        Training is not disturbed: `Measurement` says what is taken back, and gradients stay as they are. Meanwhile all
+        activations are kept exactly, and take the memory of plain training on the rows that the function uses.
 
         Args:
             loss_function: Returns a scalar loss of a few rows of the current batch.
@@ -269,8 +269,8 @@ class ActivationEngine:
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that takes the engine back to now, for a step that ran out of memory and is run again.
 
-        To be called when what was saved since is gone, any number of times. Statistics, treatments, what was learned of
-        the model and the random numbers of rounding are then as they are now, and unused pages go back to the system.
+        To be called when what was saved since is gone, any number of times. Statistics, treatments, what was learned
+        and random numbers are then as they are now, and unused pages go back to the system.
         """
         self._packer.drain()
         pagers = self._pagers.snapshot()

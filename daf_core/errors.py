@@ -156,7 +156,10 @@ class PeerMemoryError(DAFError, MemoryError):
 
 def enough(size: int) -> str:
     """Returns words for a size in bytes, rounded up, so that it is enough where a user asks for it in these words."""
-    from humanfriendly import format_size
+    from humanfriendly import format_size, parse_size
 
     digit = max(10 ** (3 * ((len(str(size)) - 1) // 3) - 2), 1)  # that of the second decimal place
-    return format_size(-(-size // digit) * digit)
+    words = format_size(-(-size // digit) * digit)
+    return (
+        words if parse_size(words) >= size else format_size((-(-size // digit) + 1) * digit)
+    )  # 2.01 KB are 2,009 bytes

@@ -98,7 +98,8 @@ class PendingChecks:
         """
         if pager.budget is not None:
             return None
-        check = PendingCheck(values, answer, partial(self._kept.keep, values.untyped_storage(), pager), compact)
+        storage = values.untyped_storage()
+        check = PendingCheck(values, answer, partial(self._kept.keep, storage, storage.nbytes(), pager), compact)
         with self._lock:
             if self._closed:
                 return None

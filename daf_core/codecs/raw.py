@@ -39,8 +39,8 @@ class KeptStorages:
         self._kept: WeakValues[int, KeptStorage] = WeakValues()
         self._lock = forks.lock(forks.Level.KEPT)
 
-    def keep(self, storage: UntypedStorage, pager: Pager) -> KeptStorage:
-        """Returns the account of a storage, however many of its views are kept.
+    def keep(self, storage: UntypedStorage, size: int, pager: Pager) -> KeptStorage:
+        """Returns the account of a storage, of which `size` bytes count, however many of its views are kept.
 
         Raises:
             ActivationBudgetError: The storage does not fit in the budget.
@@ -49,7 +49,7 @@ class KeptStorages:
         with self._lock:
             kept = self._kept.get(number)
             if kept is None:
-                kept = self._kept[number] = KeptStorage(pager, storage.nbytes())
+                kept = self._kept[number] = KeptStorage(pager, size)
             return kept
 
 

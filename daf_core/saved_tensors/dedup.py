@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, UntypedStorage
 
-from daf_core.autograd.torch_private import storage_id
+from daf_core.autograd.torch_private import number_of, storage_id
 from daf_core.codecs import PlanesActivation, RawActivation, StoredActivation
 from daf_core.codecs.raw import KeptStorage, KeptStorages
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
@@ -18,6 +19,7 @@ from daf_core.memory.lease import Outside
 from daf_core.memory.pager import Pager
 from daf_core.readers.sharpness import SHARP
 from daf_core.readers.table import Kind, Reading
+from daf_core.saved_tensors.classify import is_plain
 
 if TYPE_CHECKING:
     from daf_core.saved_tensors.derive import Derivation
@@ -69,6 +71,7 @@ class StorageTable:
         self.met: dict[int, MetStorage] = {}  # by the `storage_id` that each had then
         self._kept = KeptStorages()
         self._small: dict[Pager, tuple[KeptStorage, Outside]] = {}
+        self._lent: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # and the bytes that were lent of it
 
     def get(self, number: int, storage: UntypedStorage) -> MetStorage | None:
         """Returns what is known of a storage with this `storage_id`; None where it was not met before."""
@@ -80,15 +83,38 @@ class StorageTable:
         met = self.met[number] = MetStorage(storage)
         return met
 
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Has views that a pass is given count in place of larger storages that were there before, as a data set's.
+
+        A view that a graph leads to may be of a storage that the pass itself has made.
+        """
+        views = [tensor for tensor in tensors if is_plain(tensor) and tensor.is_leaf]
+        sizes = Counter[int]()
+        for view in views:
+            sizes[storage_id(view)] += view.nbytes
+        known = {number: lent for number, lent in self._lent.items() if lent[0]() is not None and number not in sizes}
+        for storage in (view.untyped_storage() for view in views):
+            if (size := sizes[number_of(storage)]) < storage.nbytes():
+                known[number_of(storage)] = weakref.ref(storage), size
+        self._lent = known
+
+    def size_of(self, storage: UntypedStorage) -> int:
+        """Returns the bytes of a storage that count: of one that was there before, what the pass was given of it."""
+        if self._lent:
+            known, size = self._lent.get(number_of(storage), (None, 0))
+            if known is not None and known() is storage:
+                return size
+        return storage.nbytes()
+
     def keep(self, met: MetStorage, storage: UntypedStorage, pager: Pager) -> KeptStorage:
         """Returns the account of a storage among raw activations; the small ones of a pass have one together.
 
         Raises:
             ActivationBudgetError: The storage does not fit in the budget.
         """
-        size = storage.nbytes()
+        size = self.size_of(storage)
         if size > SMALL_BYTES or not pager.at_ease:  # under pressure, backward needs the room of what it has let go
-            return self._kept.keep(storage, pager)
+            return self._kept.keep(storage, size, pager)
         group = self._small.get(pager)
         if group is None:
             kept = KeptStorage()

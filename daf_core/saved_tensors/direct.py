@@ -53,9 +53,9 @@ class Shelf:
     def meet(self, number: int, storage: UntypedStorage) -> MetStorage:
         """Returns what is going to be known of a storage that is saved and was not met before, and counts it."""
         if self.unsaved.met and self.unsaved.get(number, storage) is not None:  # it was counted
-            self.recorder.scope_raw_bytes += storage.nbytes()
+            self.recorder.scope_raw_bytes += self.sharing.size_of(storage)
         else:
-            self.recorder.add_raw(storage.nbytes())
+            self.recorder.add_raw(self.sharing.size_of(storage))
         return self.sharing.add(number, storage)
 
     def knows(self, storage: UntypedStorage) -> bool:
@@ -66,7 +66,7 @@ class Shelf:
     def pass_by(self, storage: UntypedStorage) -> None:
         """Counts a storage that plain training would save, but not this pass, as its block is recomputed."""
         self.unsaved.add(number_of(storage), storage)
-        self.recorder.add_unsaved(storage.nbytes())
+        self.recorder.add_unsaved(self.sharing.size_of(storage))
 
 
 @dataclass(slots=True, frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -101,6 +101,11 @@ class Packer:
             yield items
         finally:
             self._store = store
+
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Takes what a forward pass is given; see `StorageTable.lend`."""
+        if (store := self.replayed_by) is not None:
+            store.shelf.sharing.lend(tensors)
 
     def pass_by(self, tensor: Tensor) -> None:
         """Counts a tensor that a block does not save, as it is recomputed."""

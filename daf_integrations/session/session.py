@@ -17,6 +17,7 @@ from daf_core import ActivationEngine, DAFConfig, ModelError, StepStatistics
 from daf_core.autograd.hook_stack import check_no_foreign_hooks
 from daf_core.autograd.torch_compile import has_no_values
 from daf_core.batch.micro_batches import Step
+from daf_core.batch.rows import tensors_in
 from daf_core.elastic.schedule import ElasticStep
 from daf_core.elastic.training import ElasticTraining
 from daf_core.plan.plan_file import open_plan_file
@@ -172,7 +173,7 @@ class DAFSession:
         audited = self._begin_pass(batch, loss_of, unmeasurable)
         audits = nullcontext() if self._audits is None else self._audits.following()
         frozen = nullcontext() if self._elastic is None else self._elastic.holding()
-        with audits, frozen, self._covering(), self._engine.compress():
+        with audits, frozen, self._covering(), self._engine.compress(tensors_in(batch)):
             yield audited
 
     def run_step(

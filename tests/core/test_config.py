@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from daf_core import ActivationBudgetError, ConfigError, DAFConfig, DAFError, ElasticConfig
@@ -435,6 +435,7 @@ def test_configuration_is_frozen() -> None:
 
 
 @given(st.integers(min_value=1, max_value=10**15))
+@example(2010)
 def test_a_size_that_is_named_is_enough(size: int) -> None:
     named = parse_size("memory_budget", enough(size))
     assert isinstance(named, int)

@@ -118,6 +118,60 @@ def test_raw_views_hold_their_whole_storage_once() -> None:
     assert_empty(engine)
 
 
+def test_views_of_what_was_there_before_count_themselves() -> None:
+    """A batch that is a part of a data set in memory does not hold all of it; 4 passes, as later ones are replayed."""
+    model, data = Scale(), normal(*LARGE)
+    engine = engine_for(model, "exact")
+    for _ in range(4):
+        with engine.compress([data[:2], data[4:5]]):
+            loss = model(data[:2])
+        assert engine.held_bytes == 3 * BYTES // LARGE[0]
+        assert engine.finish_step().raw_bytes == 3 * BYTES // LARGE[0]
+        loss.sum().backward()
+        assert_empty(engine)
+        with engine.compress([data]):  # and whole
+            loss = model(data)
+        assert engine.finish_step().raw_bytes == BYTES
+        del loss
+
+
+def test_views_that_a_pass_is_given_inside_count_themselves() -> None:
+    model, data = Scale(), normal(*LARGE)
+    engine = engine_for(model, "exact")
+    with engine.compress():
+        with engine.compress([data[:2]]):
+            loss = model(data[:2])
+        other = model(data.exp()[:2])  # nobody else holds the rest
+    assert engine.finish_step().raw_bytes == 2 * BYTES // LARGE[0] + BYTES
+    del loss, other
+
+
+def test_views_with_a_graph_hold_their_storage() -> None:
+    """It may be one that the pass has made."""
+    model, data = Scale(), normal(*LARGE).requires_grad_().exp()
+    engine = engine_for(model, "exact")
+    with engine.compress([data[:2]]):
+        loss = model(data[:2])
+    assert engine.finish_step().raw_bytes == BYTES
+    del loss
+
+
+def test_a_storage_at_the_address_of_one_that_was_lent_counts_whole() -> None:
+    model = Scale()
+    engine = engine_for(model, "exact")
+    for _ in range(5):
+        data = normal(*LARGE)
+        with engine.compress([data[:2]]):
+            loss = model(data[:2])
+        assert engine.finish_step().raw_bytes == 2 * BYTES // LARGE[0]
+        del data, loss
+        other = normal(*LARGE)
+        with engine.compress():
+            loss = model(other[:2])
+        assert engine.finish_step().raw_bytes == BYTES
+        del other, loss
+
+
 def test_narrowed_indices_are_counted_narrow() -> None:
     """Indices below 256 take a byte each, in whole pages."""
     model = nn.Embedding(100, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BatchEncoding, MixtralConfig, MixtralForCausalLM, default_data_collator
+from transformers import (
+    BatchEncoding,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+    default_data_collator,
+)
 
-from daf_core import MicroBatchError
+import daf_integrations as daf
+from daf_core import MicroBatchError, PlanError
 from daf_core.batch.infer_reduction import LossFunction, matching_laws
 from daf_core.batch.loss_reduction import LossReduction, safest, weights
 from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.table import Context, unsupported_reasons
+from tests.core.harness import integers, normal
 from tests.integrations.hf_parts import MODELS, causal, made, masked, padded_rows, padded_trainer, run_in_parts, tagger
 from tests.integrations.hf_runs import lora, losses, resnet, rows_for, run
 from tests.integrations.hf_runs import weights as weights_of
@@ -199,3 +209,21 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 def _largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name].float() - other[name].float()).abs().max()) for name in other)
+
+
+def test_the_least_budget_is_enough_for_images() -> None:
+    """Parts of a batch are views, whose storage is all of it: each counted as much as the whole batch."""
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    image = {"image_size": 32, "patch_size": 8, "num_labels": 3}
+    plain = ViTForImageClassification(ViTConfig(**config, **image)).train()
+    batch = {"pixel_values": normal(16, 3, 32, 32), "labels": integers(3, 16)}
+    plain(**batch).loss.backward()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    for model in models:
+        model.zero_grad()
+    daf.prepare(models[0], precision="exact", memory_budget=1000)
+    with pytest.raises(PlanError) as error:
+        daf.step(models[0], batch)
+    daf.prepare(models[1], precision="exact", memory_budget=error.value.least)
+    daf.step(models[1], batch)
+    assert _distance(_gradients(models[1]), _gradients(plain)) < 1e-6
