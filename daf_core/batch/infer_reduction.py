@@ -9,18 +9,18 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.batch.loss_reduction import Law, LossReduction, counts_of, safest, weights
-from daf_core.batch.rows import by_rows, named_tensors, rows_of, take, tensors_in
-from daf_core.batch.unlike_rows import Class, classes, laws_of, unlike_rows, weighing
+from daf_core.batch.row_gradients import RowGradients, as_vectors, gradients_of
+from daf_core.batch.rows import named_tensors, rows_of, take, tensors_in
+from daf_core.batch.samples import length_of_texts
+from daf_core.batch.unlike_rows import LENGTH, Class, classes, laws_of, unlike_rows, weighing
+from daf_core.batch.without_dropout import WithoutDropout
 from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
-from daf_core.model.blocks import Block, layers_of
-from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.measurement import measuring
-from daf_core.snapshots.step import backward_beside, gradients_aside
+from daf_core.snapshots.step import RandomNumbers, devices_of
 
 MOST_TESTS = 10
 """Tests up to which the law is looked for again where a batch brings new classes: what looks like classes may be
@@ -30,13 +30,17 @@ FINE, COARSE = 1e-5, 1e-3
 """Relative differences between losses that rounding explains: in float32 on a CPU, and where a module computes in half
 precision or a GPU in TF32, as it does in convolutions by default."""
 
-GRADIENTS = {FINE: 1e-3, COARSE: 5e-2}  # the same of gradients
+GRADIENTS = {
+    FINE: 1e-4,
+    COARSE: 5e-2,
+}  # the same of gradients: of 230 classes of transformers they were 4e-7 at the most
 
 ALIKE = 30
 """Times the allowed difference: the spread of the rows' losses up to which gradients are compared as well. A mean of
 such losses does not show weights of rows that are off by .03."""
 
-ELEMENTS = 4096  # of the gradient of each parameter that are compared
+NEARLY = 3
+"""Times the least error of a gradient: laws with larger ones are others. Rounding of bfloat16 makes errors of .004."""
 
 TINY = 1e-300  # what a gradient of zeros is divided by
 
@@ -69,16 +73,26 @@ class MicroBatchWeights:
         Raises:
             MicroBatchError: No law agrees, or the loss cannot be computed for a few rows.
         """
-        kind = frozenset((name, tensor.dim()) for name, tensor in named_tensors(batch))
-        seen = self._seen.setdefault(kind, _Seen())
+        seen = self._seen_of(batch)
         others = weighing(batch, seen.weighing)
         disagree = len(seen.laws) > 1 and len({tuple(weights(law, batch, parts)) for law in seen.laws}) > 1
         if others or disagree or seen.has_new_classes(batch):
-            with _evaluating(self._model):
-                seen.add(_Test(self._model, batch, loss_function, seen.classes), others)
+            with _evaluating(self._model) as modes:
+                seen.add(_Test(self._model, modes, batch, loss_function, seen.classes), others)
                 while seen.has_new_classes(batch):
-                    seen.add(_Test(self._model, batch, loss_function, seen.classes))
+                    seen.add(_Test(self._model, modes, batch, loss_function, seen.classes))
         return weights(safest(seen.laws, batch), batch, parts)
+
+    def look_again(self, batch: Any, loss_function: LossFunction) -> None:
+        """Looks for the law of a batch of two rows or more, whatever was seen of others; raises what `of` does."""
+        if (rows_of(batch) or 0) > 1:
+            seen = self._seen_of(batch)
+            with _evaluating(self._model) as modes:
+                seen.add(_Test(self._model, modes, batch, loss_function), weighing(batch, seen.weighing))
+
+    def _seen_of(self, batch: Any) -> _Seen:
+        kind = frozenset((name, tensor.dim()) for name, tensor in named_tensors(batch))
+        return self._seen.setdefault(kind, _Seen())
 
 
 class _Seen:
@@ -110,16 +124,24 @@ def matching_laws(model: nn.Module, batch: Any, loss_function: LossFunction) -> 
     Raises:
         MicroBatchError: No law agrees, the batch has one row, or the loss cannot be computed for a few rows.
     """
-    with _evaluating(model):
-        return _Test(model, batch, loss_function).matching(frozenset[Law](LossReduction))
+    with _evaluating(model) as modes:
+        return _Test(model, modes, batch, loss_function).matching(frozenset[Law](LossReduction))
+
+
+Modes = list[tuple[nn.Module, bool]]
+"""Modules, and whether they are in training mode."""
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
-    """Puts a model in evaluation mode, as the loss function calls it; nothing leaves a trace of what runs inside."""
+def _evaluating(model: nn.Module) -> Generator[Modes]:
+    """Puts a model in evaluation mode, as the loss function calls it; nothing leaves a trace of what runs inside.
+
+    Gives the modes that its modules had.
+    """
+    modes = [(module, module.training) for module in model.modules()]
     with measuring(model), apart(model):
         model.eval()  # no dropout tells rows and batch apart; `measuring` puts the modes back
-        yield
+        yield modes
 
 
 class _Tried(NamedTuple):
@@ -130,13 +152,6 @@ class _Tried(NamedTuple):
     single: list[Tensor]
 
 
-class _Gradients(NamedTuple):
-    """Some elements of those of parameters, and of what the last block gives, for each of its rows."""
-
-    parameters: Tensor
-    outputs: list[Tensor | None]
-
-
 class _Test:
     """Tries a few rows of a batch, which have classes that are not known yet if there are any.
 
@@ -144,9 +159,10 @@ class _Test:
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss_function: LossFunction, known: Collection[Class] = ()
+        self, model: nn.Module, modes: Modes, batch: Any, loss_function: LossFunction, known: Collection[Class] = ()
     ) -> None:
         self._model, self.batch, self._loss_function, self._known = model, batch, loss_function, known
+        self._modes = modes
         self._size = rows_of(batch) or 0
         if self._size < 2:
             raise MicroBatchError(
@@ -157,14 +173,33 @@ class _Test:
     def matching(self, laws: frozenset[Law]) -> frozenset[Law]:
         """Returns the laws, of those that may be, that the loss follows.
 
-        Where losses of rows are nearly the same, as those of a head of zeros are, gradients have to follow them, too.
+        Gradients have to follow them, too, in training mode, where losses of rows are nearly the same, as those of a
+        head of zeros are, and where laws agree that say different weights.
         """
         with _tolerance(self._model) as tolerances, torch.no_grad():
             changed = weighing(self.batch)
             tried = [each for each in (self._changed(changed), self._tried(set[str]())) if each is not None]
         for each in tried:
-            laws = self._matching(laws, each, max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps))
+            allowed = max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps)
+            laws = self._matching(laws, each, allowed)
+            allowed = GRADIENTS[FINE if allowed == FINE else COARSE]
+            if not any(is_compiled(module) for module in self._model.modules()):
+                self._check_training(laws, each, allowed)
         return laws
+
+    def _check_training(self, laws: frozenset[Law], tried: _Tried, allowed: float) -> None:
+        """Has gradients follow one of some laws in training mode, too, unless chance decides them there."""
+        for module, training in self._modes:
+            module.training = training
+        numbers = RandomNumbers(devices_of(self._model))
+        try:
+            with WithoutDropout():
+                self._by_gradients(laws, tried, allowed)
+        except MicroBatchError:
+            if not numbers.have_changed():
+                raise
+        finally:
+            self._model.eval()
 
     def _changed(self, names: set[str]) -> _Tried | None:
         """Returns what was tried with other weights; None where there are none, or the loss does not bear them."""
@@ -175,9 +210,17 @@ class _Test:
         return tried if tried is not None and tried.whole.isfinite() else None
 
     def _tried(self, names: set[str]) -> _Tried:
-        sample, rows = unlike_rows(self.batch, self._size, names, self._known)
-        self.classes |= classes(take(self.batch, rows, self._size))
-        return _Tried(sample, *_each(lambda part: _loss(self._loss_function, part), sample, len(rows)))
+        def tried(length: int | None) -> _Tried:
+            sample, rows = unlike_rows(self.batch, self._size, names, self._known, length)
+            self.classes |= classes(take(self.batch, rows, self._size))
+            return _Tried(sample, *_each(lambda part: _loss(self._loss_function, part), sample, len(rows)))
+
+        try:
+            return tried(LENGTH)
+        except MicroBatchError:
+            if (length_of_texts(self.batch) or 0) <= LENGTH:
+                raise
+        return tried(None)  # a model may need the ends of its texts
 
     def _matching(self, laws: frozenset[Law], tried: _Tried, allowed: float) -> frozenset[Law]:
         sample, target, losses = tried.sample, float(tried.whole), [float(loss) for loss in tried.single]
@@ -185,36 +228,29 @@ class _Test:
         matching = laws & {law for law, loss in together.items() if abs(loss - target) <= allowed * abs(target)}
         if not matching or not target or not math.isfinite(target):  # to which every number is near
             raise _no_law(target, together, allowed, len(losses))
-        if max(losses) - min(losses) > ALIKE * allowed * abs(target):
+        shares = {tuple(_shares(law, sample, len(losses))) for law in matching}
+        if len(shares) == 1 and max(losses) - min(losses) > ALIKE * allowed * abs(target):
             return matching
-        return self._by_gradients(matching, sample, len(losses), GRADIENTS[FINE if allowed == FINE else COARSE])
+        return self._by_gradients(matching, tried, GRADIENTS[FINE if allowed == FINE else COARSE])
 
-    def _by_gradients(self, laws: frozenset[Law], sample: Any, count: int, allowed: float) -> frozenset[Law]:
-        """Returns the laws by which the gradients of single rows make that of the rows together.
+    def _by_gradients(self, laws: frozenset[Law], tried: _Tried, allowed: float) -> frozenset[Law]:
+        """Returns the laws by which the gradients of single rows make that of the rows together."""
+        sample, count = tried.sample, len(tried.single)
 
-        They are those of parameters outside of blocks, and of what the last block gives. In blocks nothing is kept for
-        backward: no plan has room for the activations of so many rows.
-        """
-        trained = [each for each in self._model.parameters() if each.requires_grad]
+        def gradients(rows: Any) -> RowGradients:
+            with _computing():
+                return gradients_of(self._model, lambda: _loss(self._loss_function, rows))
 
-        def gradients(rows: Any) -> _Gradients:
-            with gradients_aside(self._model), _without_graph(layers_of(self._model)) as outputs:
-                loss = _loss(self._loss_function, rows)
-                with _computing():
-                    if loss.requires_grad:
-                        backward_beside(loss, (*trained, *outputs))
-                found = [_some_elements(each.grad.reshape(1, -1)) for each in trained if each.grad is not None]
-                of_rows = [None if each.grad is None else _some_elements(by_rows(each.grad)) for each in outputs]
-            return _Gradients(torch.cat([*found, torch.zeros(1, 0, device="cpu")], 1).flatten(), of_rows)
-
-        whole, single = _vectors(*_each(gradients, sample, count))
+        whole, single = as_vectors(*_each(gradients, sample, count))
         errors = {law: self._error(law, sample, whole, single) for law in _sorted(laws)}
-        matching = frozenset(law for law, error in errors.items() if error <= allowed)
+        best = min(errors.values())
+        matching = frozenset(law for law, error in errors.items() if error <= min(allowed, max(NEARLY * best, FINE)))
         if not matching:
             measured = ", ".join(f"{error:.2g} by the law of {law.value}" for law, error in errors.items())
+            mode = "training" if self._model.training else "evaluation"
             raise MicroBatchError(
-                f"the gradients of {count} rows one by one, whose losses are nearly the same, do not make that of the "
-                f"rows together: it is off by {measured}, and {allowed:.1g} is allowed. {OTHER_LOSS}"
+                f"the gradients of {count} rows one by one do not make that of the rows together in {mode} mode: it is "
+                f"off by {measured}, and {allowed:.1g} is allowed. {OTHER_LOSS}"
             )
         return matching
 
@@ -231,57 +267,6 @@ def _each(of: Callable[[Any], Result], sample: Any, count: int) -> tuple[Result,
     return whole, [of(take(sample, [row], count)) for row in range(count)]
 
 
-def _vectors(whole: _Gradients, single: list[_Gradients]) -> tuple[Tensor, list[Tensor]]:
-    """Returns gradients as one vector each: in those of single rows what a block gives for others has none."""
-    count = len(single)
-
-    def is_of_rows(*gradients: Tensor | None) -> bool:
-        sizes = {None if each is None else each.shape[1] for each in gradients}
-        return len(sizes) == 1 and [None if each is None else len(each) for each in gradients] == [count, *[1] * count]
-
-    outputs = [each.outputs for each in (whole, *single)]
-    alike = len({len(each) for each in outputs}) == 1
-    places = [place for place, each in enumerate(zip(*outputs, strict=alike)) if alike and is_of_rows(*each)]
-    found: list[list[Tensor]] = [[each.parameters] for each in (whole, *single)]
-    for place in places:
-        rows = [cast("Tensor", each[place]) for each in outputs]
-        found[0].append(rows[0].flatten())
-        for row, each in enumerate(rows[1:]):
-            alone = torch.zeros_like(rows[0])
-            alone[row] = each[0]
-            found[1 + row].append(alone.flatten())
-    first, *others = map(torch.cat, found)
-    return first, others
-
-
-@contextmanager
-def _without_graph(blocks: Collection[Block]) -> Generator[list[Tensor]]:
-    """Gives a list of leaves for what the last of some blocks gives inside; none keeps how it came to that."""
-    leaves: list[Tensor] = []
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim():
-            return value
-        leaves.append(value.detach().requires_grad_())
-        return leaves[-1].clone()  # of a leaf nothing may be written to
-
-    def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves.clear()
-        with torch.no_grad():
-            output = forward(*args, **kwargs)
-        return tree_map(leaf, output) if torch.is_grad_enabled() else output
-
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.callback(ForwardPatch(block.module, around).remove)
-        yield leaves
-
-
-def _some_elements(rows: Tensor) -> Tensor:
-    """Returns up to `ELEMENTS` of each row, evenly spaced, in float64 on the CPU."""
-    return rows[:, :: math.ceil(rows.shape[1] / ELEMENTS) or 1].to("cpu", torch.float64)
-
-
 def _sorted(laws: Collection[Law]) -> list[Law]:
     """Returns laws in the order of messages: those by tensors of a batch come last."""
     known = list[Law](LossReduction)
@@ -290,9 +275,14 @@ def _sorted(laws: Collection[Law]) -> list[Law]:
 
 def _together(law: Law, sample: Any, single: Sequence[Value]) -> Value:
     """Returns what the losses or gradients of single rows make by a law."""
-    counts = [1] * len(single) if law is LossReduction.SUM else counts_of(law, sample, len(single))
-    summed = cast("Value", sum(count * each for count, each in zip(counts, single, strict=True) if count))
-    return summed if law is LossReduction.SUM else summed / sum(counts)
+    shares = _shares(law, sample, len(single))
+    return cast("Value", sum(share * each for share, each in zip(shares, single, strict=True) if share))
+
+
+def _shares(law: Law, sample: Any, rows: int) -> list[float]:
+    """Returns what the losses of single rows are multiplied by."""
+    counts = counts_of(law, sample, rows)
+    return [1.0] * rows if law is LossReduction.SUM else [count / sum(counts) for count in counts]
 
 
 def _loss(loss_function: LossFunction, batch: Any) -> Tensor:
@@ -316,7 +306,7 @@ def _computing() -> Generator[None]:
         ) from error
 
 
-def _no_law(whole: float, together: Mapping[Law, float], allowed: float, rows: int) -> MicroBatchError:
+def _no_law(whole: float, together: Mapping[Law, float], allowed: float, rows: int, mode: str = "") -> MicroBatchError:
     measured = ", ".join(f"{loss:.8g} by the law of {law.value}" for law, loss in together.items())
     return MicroBatchError(
         f"the loss of {rows} rows is {whole:.8g}, and their losses one by one give {measured}; one of these must be "

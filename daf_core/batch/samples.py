@@ -64,11 +64,12 @@ def few_rows(batch: Any, share: float = SHARE) -> Any:
 def short_texts(batch: Any, length: int, beside: Sequence[int] = ()) -> Any:
     """Returns a batch of texts cut to the `length` tokens, at least `LEAST_LENGTH`, where most labels count.
 
-    Among these are the ones at the places `beside`, unless rows hold several texts. Any other batch stays as it is.
+    Among these are the ones at the places `beside`, unless rows hold several texts. Any other batch stays as it is, and
+    so does one whose rows each have a place in their text, as that of an answer, if it may be cut off.
     """
     tensors, size, whole = list(tensors_in(batch)), rows_of(batch), length_of_texts(batch)
     kept = max(length, LEAST_LENGTH)
-    if whole is None or whole <= kept:
+    if whole is None or whole <= kept or any(_are_places(tensor, kept, whole) for tensor in tensors):
         return batch
     starts = _text_starts(batch)
     beside = () if starts else beside
@@ -156,6 +157,13 @@ def _with_longest(longest: int, cut: Callable[[Any], Any], value: Any) -> Any:
         if _LONGEST.match(key):
             new[key] = old.new_tensor(longest) if isinstance(old, Tensor) else longest
     return new
+
+
+def _are_places(tensor: Tensor, kept: int, whole: int) -> bool:
+    """Says whether there is an integer for each row that may be a place in a text, and is none in one that is cut."""
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        return False
+    return kept <= int(tensor.max()) < whole and int(tensor.min()) >= 0
 
 
 def _start(tensors: list[Tensor], kept: int, starts: list[int]) -> int:

@@ -27,6 +27,8 @@ MOST_CLASSES = 1000
 LEAST_PADDING = 4  # tokens that a text is padded by at the least: other texts end with a few that are the same
 LEAST_RATIO = 1.5  # of the weights of two rows: where rows differ by little, rounding hides how laws differ
 
+VOID = 255  # the label of pixels that segmentations leave out
+
 INTEGERS = (torch.int64, torch.int32)  # types of tokens, classes and lengths
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # types of weights
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *INTEGERS, *FLOATS)
@@ -36,9 +38,9 @@ Class = tuple[int, int]
 
 
 def unlike_rows(
-    batch: Any, size: int, weighing: Collection[str], known: Collection[Class] = ()
+    batch: Any, size: int, weighing: Collection[str], known: Collection[Class] = (), length: int | None = LENGTH
 ) -> tuple[Any, list[int]]:
-    """Returns copies of a few of the `size` rows of a batch, and which these are.
+    """Returns copies of a few of the `size` rows of a batch, with up to `length` tokens each, and which these are.
 
     They are the rows with the most labels, or such with classes that are not known yet. Some labels of two rows are
     ignored where labels are ignored in the batch. Of the tensors named `weighing` one row counts half. Lengths become
@@ -54,7 +56,7 @@ def unlike_rows(
     # Packed sequences need the longest first.
     rows = order[:MOST_ROWS] if labels else sorted(order[:MOST_ROWS])
     whole = take(batch, rows, size)
-    sample = short_texts(whole, LENGTH, _ends(whole))
+    sample = whole if length is None else short_texts(whole, length, _ends(whole))
     before, after = length_of_texts(whole) or 0, length_of_texts(sample) or 0
     # By their names: what is left of longer texts may have no label that is ignored.
     ignored = {name for name, tensor in named_tensors(batch) if any(tensor is each for each in labels)}
@@ -72,15 +74,15 @@ def unlike_rows(
 def weighing(batch: Any, known: Collection[str] = ()) -> set[str]:
     """Returns the names, but for known ones, of what may weigh rows or places in them, and not all rows the same.
 
-    That is a one or a zero for each place, a number that is not negative for each row or place, or the tokens of texts
-    if some are padded.
+    That is a one or a zero for each place, a number that is not negative for each row or place, the tokens of texts if
+    some are padded, or the labels of pixels if some are `VOID`.
     """
     size, found = rows_of(batch), set[str]()
     for name, tensor in named_tensors(batch):
         if tensor.shape[0] != size or name in known:
             continue
-        if _is_mask(tensor) or _is_weight(tensor) or _is_count(tensor):
-            sums = by_rows(tensor).sum(1)
+        if _is_mask(tensor) or _is_weight(tensor) or _is_count(tensor) or _has_void(tensor):
+            sums = by_rows(tensor == VOID if _has_void(tensor) else tensor).sum(1)
             found |= {name} if bool((sums != sums[0]).any()) else set()
         elif _are_padded(tensor):
             found.add(name)
@@ -94,7 +96,8 @@ def laws_of(names: Collection[str], batch: Any) -> frozenset[Law]:
         if name not in names:
             continue
         ignored = [_token_of_padding(tensor)] if _are_texts(tensor) else [None, 1] if _is_mask(tensor) else [None]
-        shifts = [False, True] if tensor.dim() > 1 and tensor.shape[1] > 1 else [False]
+        ignored = [VOID] if _has_void(tensor) else ignored
+        shifts = [False, True] if tensor.dim() > 1 and tensor.shape[1] > 1 and ignored != [VOID] else [False]
         found |= {WeightedMean(name, *each) for each in product(ignored, shifts)}
     return frozenset(found)
 
@@ -110,6 +113,11 @@ def _is_mask(tensor: Tensor) -> bool:
         return False
     # Most of what is none shows it in its first row.
     return all(bool(((rows == 0) | (rows == 1)).all()) for rows in (tensor[:1], tensor))
+
+
+def _has_void(tensor: Tensor) -> bool:
+    integers = tensor.dtype in (*INTEGERS, torch.uint8)
+    return integers and tensor.dim() > 2 and bool((tensor == VOID).any())
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from copy import copy
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from daf_core.errors import ProfileError
 from daf_core.model.module_hooks import InstanceHook
 
-_given, _left_empty = WeakSet[Any](), WeakSet[Any]()
-"""The caches that models were called with, and those that blocks have left empty."""
+_given = WeakSet[Any]()
+"""The caches that models were called with."""
+
+_left_empty = WeakKeyDictionary[Any, WeakSet[nn.Module]]()
+"""The caches that blocks have left empty, and these blocks."""
 
 _filling = WeakSet[nn.Module]()
 """Modules whose blocks fill every cache, as an earlier call's was given to a later one."""
@@ -59,9 +62,10 @@ def watch_callers(model: nn.Module, blocks: Collection[nn.Module]) -> ExitStack:
 
 def _note_given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for cache in filter(is_cache, (*args, *kwargs.values()) if torch.is_grad_enabled() else ()):
-        if cache in _left_empty:
+        # Another block of the same call may have left it empty, as where layers are blocks or hold such.
+        if any(block in _left_empty.get(cache, ()) for block in model.modules()):
             _filling.update(model.modules())
-            _left_empty.discard(cache)
+            del _left_empty[cache]
             raise LeftEmptyError(
                 f"the loss gives the model a {type(cache).__name__} that an earlier call has made, and layers that are "
                 "recomputed have left it empty. They fill such caches from now on: run the step again"
@@ -74,7 +78,7 @@ def is_left_empty(cache: Any, block: nn.Module, layers: Collection[int]) -> bool
     read = block in _filling or any(part in _given for part in (cache, *filter(is_cache, vars(cache).values())))
     if read or holds_state(cache, layers):
         return False
-    _left_empty.add(cache)
+    _left_empty.setdefault(cache, WeakSet()).add(block)
     return True
 
 

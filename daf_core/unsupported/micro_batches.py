@@ -98,6 +98,10 @@ MICRO_BATCHES = Feature(
             "the router's auxiliary loss is a product of means over the whole batch, so parts have another; "
             "output_router_logits=False leaves it out",
         ),
+        (
+            kind_of_first(lambda module: hasattr(module, "moe_eval_capacity_token_fraction")),  # NLLB's experts
+            "{} drops tokens of the batch for which there is no room in training, and parts have more",
+        ),
         (lambda context: without_rows(context.batch), NO_ROWS),
         (
             lambda context: min(PACKED & set(_keys(context.batch)), default=None),

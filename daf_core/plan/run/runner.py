@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from daf_core.batch.rows import rows_of, split, take, tensors_in
 from daf_core.batch.samples import copied
 from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
-from daf_core.errors import MicroBatchError, ProfileError
+from daf_core.errors import DAFError, MicroBatchError, PlanError, ProfileError
 from daf_core.memory.system.release import release_memory
 from daf_core.plan.plan_file import PlanFile
 from daf_core.plan.run.retry import is_out_of_memory, with_retries
@@ -95,23 +96,26 @@ class StepRunner:
         context = Context(self._model, batch=batch)
         once = unsupported_reasons(RERUNS, context)
         reasons = once or unsupported_reasons(MICRO_BATCHES, context)
+        snapshot = None if once else Snapshot(self._inner, self._engine.snapshot)
 
         def attempt() -> Tensor:
             if begin is not None:
                 begin()
-            known = described(self._model, batch, loss_function)
-            parts = self.planner.prepare(known, self._unsplittable or next(iter(reasons), None)).parts
+            parts, weights = self._divided(batch, loss_function, next(iter(reasons), None))
             try:
-                weights = [1.0] if parts == 1 else self._weighting.of(batch, parts, loss_function)
-            except MicroBatchError as error:
-                self._unsplittable = str(error)
-                parts, weights = self.planner.prepare(known, self._unsplittable).parts, [1.0]
-            with self._engine.accumulating():
-                return run_parts(self._model, split(batch, parts), weights, step)
-
-        if once:
+                with self._engine.accumulating():
+                    return run_parts(self._model, split(batch, parts), weights, step)
+            except Exception as error:
+                if parts == 1 or snapshot is None or isinstance(error, DAFError) or is_out_of_memory(error):
+                    raise
+                if self._has_law(batch, loss_function):
+                    raise
+            gc.collect()  # so that activations are gone
+            snapshot.restore()
             return attempt()
-        snapshot = Snapshot(self._inner, self._engine.snapshot)
+
+        if snapshot is None:
+            return attempt()
         retrying = partial(with_retries, attempt, snapshot, self.planner.tighten, look_again=self._engine.look_again)
         if not distributed.exchanging(self._model):
             return retrying(together=False)
@@ -121,6 +125,30 @@ class StepRunner:
         if exchanges:
             distributed.reduce_gradients(self._model)
         return loss
+
+    def _divided(self, batch: Any, loss_function: LossFunction, whole: str | None) -> tuple[int, list[float]]:
+        """Returns the number of parts that the plan has a batch run in, and their weights.
+
+        `whole` is a reason why it stays whole, None where there is none.
+        """
+        known = described(self._model, batch, loss_function)
+        try:
+            parts = self.planner.prepare(known, self._unsplittable or whole).parts
+            return parts, [1.0] if parts == 1 else self._weighting.of(batch, parts, loss_function)
+        except MicroBatchError as error:
+            self._unsplittable = str(error)
+        except PlanError:  # names a budget for parts, which the loss may not have
+            if self._unsplittable or whole or self._has_law(batch, loss_function):
+                raise
+        return self.planner.prepare(known, self._unsplittable).parts, [1.0]
+
+    def _has_law(self, batch: Any, loss_function: LossFunction) -> bool:
+        """Says whether the loss of this batch follows from those of its parts; if not, no batch is cut from now on."""
+        try:
+            self._weighting.look_again(batch, loss_function)
+        except MicroBatchError as error:
+            self._unsplittable = str(error)
+        return self._unsplittable is None
 
     def finish_step(self) -> None:
         """Ends an optimizer step."""

@@ -630,15 +630,153 @@ def test_the_law_is_looked_for_again_where_it_matters() -> None:
     assert weighting.of(_tokens([LENGTH] * 4), 1, loss) == [1.0]
     assert calls == []
     assert weighting.of(_tokens([LENGTH] * 4), 4, loss) == [0.25] * 4
-    assert calls == [4, 1, 1, 1, 1]
+    assert calls == [4, 1, 1, 1, 1] * 2  # in evaluation mode, and in training mode
     assert weighting.of(_tokens([LENGTH] * 4), 2, loss) == [0.5] * 2
-    assert len(calls) == 5
+    assert len(calls) == 10
     assert weighting.of(_tokens([8, 2, 4, 6]), 2, loss) == [0.5, 0.5]
-    assert len(calls) == 5
+    assert len(calls) == 10
     assert weighting.of(_tokens([8, 2, 5, 1]), 2, loss) == [10 / 16, 6 / 16]
-    assert len(calls) == 10
+    assert len(calls) == 20
     assert weighting.of(_tokens([8, 2, 1, 1]), 2, loss) == [10 / 12, 2 / 12]
-    assert len(calls) == 10
+    assert len(calls) == 20
+
+
+class _InTraining(nn.Module):
+    """Computes otherwise in training mode."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self._compute = nn.Linear(4, 4), compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self._compute(x) if self.training else x
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - 0.01 * x.mean(0)
+
+
+def _with_noise(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+def _dropped(x: Tensor) -> Tensor:
+    attended = F.scaled_dot_product_attention(x[None], x[None], x[None], torch.eye(len(x)).bool(), 0.5)
+    return F.dropout(attended[0], 0.5) + torch.dropout(x, 0.5, True)
+
+
+@pytest.mark.parametrize(("compute", "refused"), [(_centred, True), (_with_noise, False), (_dropped, False)])
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_that_read_others_in_training_alone_are_seen(
+    compute: Callable[[Tensor], Tensor], refused: bool, training: bool
+) -> None:
+    """Unless chance decides there; dropouts are left out. Modules that are never trained say nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), _InTraining(compute), nn.Linear(4, 3))
+    model[1].train(training)
+    batch = {"x": normal(8, 4), "labels": integers(3, 8)}
+
+    def loss(part: Any) -> Tensor:
+        return F.cross_entropy(model(part["x"]), part["labels"])
+
+    before, numbers = [module.training for module in model.modules()], torch.get_rng_state()
+    if refused and training:
+        with pytest.raises(MicroBatchError, match="in training mode"):
+            infer_reduction(model, batch, loss)
+    else:
+        assert infer_reduction(model, batch, loss) is LossReduction.ROWS
+    assert [module.training for module in model.modules()] == before
+    assert torch.equal(numbers, torch.get_rng_state())
+
+
+def test_gradients_tell_laws_apart_that_agree_by_chance() -> None:
+    """Where half precision hides what they say of the loss; in evaluation the tokens' losses are nearly the same."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model, batch = Tagger(), _tokens([8, 2, 5, 1], seed=seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+        def loss(part: Any, model: nn.Module = model) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return _token_mean(model, part)
+
+        assert matching_laws(model, batch, loss) == {LossReduction.LABELS}
+
+
+def test_a_model_may_need_the_ends_of_its_texts() -> None:
+    """As BART, which classifies by the state of the last token."""
+    model = nn.Embedding(50, 3)
+    ids = integers(49, 8, 3 * LENGTH)
+    ids[:, -1] = 49
+
+    def loss(part: Any) -> Tensor:
+        if not bool((part["ids"] == 49).any(1).all()):
+            raise ValueError("all examples must have one end")
+        return F.cross_entropy(model(part["ids"]).mean(1), part["labels"])
+
+    assert infer_reduction(model, {"ids": ids, "labels": integers(3, 8)}, loss) is LossReduction.ROWS
+
+
+def test_places_in_texts_are_not_cut_off() -> None:
+    """The loss of an answer that lies outside is ignored, and that of the row is NaN then."""
+    model = nn.Embedding(50, 1)
+    batch = {"ids": integers(50, 8, 64), "start": torch.tensor([0, 20, 40, 63, 30, 5, 17, 50])}
+
+    def loss(part: Any) -> Tensor:
+        logits = model(part["ids"])[..., 0]
+        return F.cross_entropy(logits, part["start"].clamp(max=logits.shape[1]), ignore_index=logits.shape[1])
+
+    assert infer_reduction(model, batch, loss) is LossReduction.ROWS
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_parts_weigh_by_pixels_that_have_a_label(order: tuple[int, int], dtype: torch.dtype) -> None:
+    """Those that a segmentation leaves out are 255; a first batch may have none."""
+    model, images = nn.Conv2d(2, 3, 1), normal(4, 2, 6, 6)
+    labels = [integers(3, 4, 6, 6) for _ in range(2)]
+    for row in range(4):
+        labels[1][row, : row + 1] = 255
+
+    def loss(part: Any) -> Tensor:
+        return F.cross_entropy(model(part["images"]), part["labels"].long(), ignore_index=255)
+
+    weighting, expected = MicroBatchWeights(model), ([0.5, 0.5], [9 / 14, 5 / 14])
+    for place in order:
+        batch = {"images": images, "labels": labels[place].to(dtype)}
+        assert weighting.of(batch, 2, loss) == expected[place]
+
+
+def test_tokens_of_the_number_255_are_tokens() -> None:
+    model, ids = nn.Embedding(300, 3), integers(300, 8, LENGTH)
+    ids[:3, :4] = 255
+    batch = {"ids": ids, "labels": integers(3, 8)}
+    assert infer_reduction(model, batch, lambda part: F.cross_entropy(model(part["ids"]).mean(1), part["labels"]))
+
+
+def test_a_law_is_looked_for_again_on_demand() -> None:
+    """A later batch may be another one, though it looks the same."""
+    model = nn.Linear(4, 3)
+
+    def loss(part: Any) -> Tensor:
+        if bool((part["x"][:, 0] > 0).any()):
+            raise ValueError("rows do not belong together")
+        return F.cross_entropy(model(part["x"]), part["labels"])
+
+    weighting = MicroBatchWeights(model)
+    batch = {"x": normal(8, 4), "labels": integers(3, 8)}
+    batch["x"][:, 0] = -1
+    assert weighting.of(batch, 2, loss) == [0.5, 0.5]
+    weighting.look_again(batch, loss)
+    other = {**batch, "x": batch["x"].clone()}
+    other["x"][:, 0] = 1
+    assert weighting.of(other, 2, loss) == [0.5, 0.5]
+    with pytest.raises(MicroBatchError, match="do not belong together"):
+        weighting.look_again(other, loss)
+    weighting.look_again({name: tensor[:1] for name, tensor in other.items()}, loss)  # one row says nothing
 
 
 def test_a_loss_that_weighs_classes_is_no_mean_over_rows() -> None:

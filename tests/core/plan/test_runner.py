@@ -177,6 +177,36 @@ def test_a_cache_that_was_left_empty_is_refused_once() -> None:
     watched.close()
 
 
+class _Hybrid(nn.Module):
+    """Hands a cache on, as layers do that hold a block which layers share."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        return self.shared(self.own(hidden), **kwargs)
+
+
+@nets.takes_caches
+def test_a_cache_that_layers_hand_on_is_the_models_own() -> None:
+    """No earlier call has left it empty, but a layer before; where layers share one, they fill it instead."""
+    model, batch, _ = nets.make("llama", 1)
+    blocks = blocks_of(model)
+    model.model.layers[1] = _Hybrid(model.model.layers[1])
+    model.model.layers.append(_Hybrid(model.model.layers[1].shared))
+    watched = watch_callers(model, {block.module for block in blocks})
+    applied = AppliedPolicies()
+    applied.follow(dict.fromkeys(blocks, RECOMPUTE))
+    for attempt in range(2):
+        try:
+            model(batch["input_ids"], use_cache=True).logits.sum().backward()
+            break
+        except ProfileError:
+            assert not attempt
+    watched.close()
+
+
 @nets.takes_caches
 def test_a_cache_inside_of_another_is_somebodys_too() -> None:
     model, batch, _ = nets.make("t5", 2)
@@ -339,3 +369,39 @@ def test_closing_undoes_everything() -> None:
     training.engine.close()
     assert [set(vars(module)) for module in training.model.modules()] == before
     training.loss(training.model, training.batch).backward()
+
+
+def test_the_least_budget_is_that_of_a_loss_without_parts() -> None:
+    """What is named first counts on micro-batches, which the loss does not have."""
+    training = Training("encoder", rows=8, loss=_contrastive, memory_budget=1000)
+    with pytest.raises(PlanError, match="no micro-batches") as info:
+        training.run()
+    enough = Training("encoder", rows=8, loss=_contrastive, memory_budget=info.value.least)
+    assert_close(enough.run(), plain(enough))
+    assert {plan.parts for plan in enough.plans} == {1}
+
+
+def _with_images(model: nn.Module, batch: nets.Batch) -> Tensor:
+    """As a model does that looks for a row's images among those of all rows."""
+    if int(batch["count"].sum()) != len(batch["images"]):
+        raise ValueError("images and texts do not match")
+    return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+def test_a_batch_whose_parts_do_not_belong_together_stays_whole() -> None:
+    """Which an earlier batch of the same tensors did not show. Any other error is the user's."""
+    training = Training(loss=_with_images)
+    training.batch = {**training.batch, "count": torch.ones(8, dtype=torch.int64), "images": torch.zeros(8, 2)}
+    training.tighten()
+    training.run()
+    assert training.plans[-1].parts > 1
+    training.batch["count"][:3] = torch.tensor([1, 2, 0])
+    expected, before = plain(training), [copy.deepcopy(p.grad) for p in training.model.parameters()]
+    training.plans.clear()
+    loss, *found = training.run()
+    assert_close([loss], expected[:1])
+    assert_close([one - other for one, other in zip(found, before, strict=True)], expected[1:])
+    assert training.plans[-1].parts == 1
+    training.batch["count"][:] = 0
+    with pytest.raises(ValueError, match="do not match"):
+        training.run()

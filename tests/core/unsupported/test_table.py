@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import NllbMoeConfig
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeTop2Router
 
 import daf_core
 import daf_integrations
@@ -150,6 +152,7 @@ CASES: dict[str, tuple[Feature, Callable[[], Any], list[tuple[Callable[[], Any],
             (lambda: on(DeepSpeedEngine(4, 4)), "DeepSpeed takes"),
             (lambda: on(nn.Sequential(nn.BatchNorm1d(4))), "BatchNorm1d '0' normalizes"),
             (lambda: configured(num_experts=8, aux_loss_coef=0.1), "router's auxiliary loss"),
+            (lambda: on(nn.Sequential(NllbMoeTop2Router(NllbMoeConfig(d_model=4)))), "NllbMoeTop2Router drops tokens"),
             (lambda: plain(batch=[]), "type list"),
             (lambda: plain(batch={"input_ids": IDS, "max_seqlen": 4}), "max_seqlen says"),
             (lambda: plain(batch={"position_ids": torch.tensor([[0, 1, 0, 1]])}), "position_ids begin anew"),
