@@ -108,10 +108,12 @@ class StepRunner:
             except Exception as error:
                 if parts == 1 or snapshot is None or isinstance(error, DAFError) or is_out_of_memory(error):
                     raise
-                if self._has_law(batch, loss_function):
+                whole = self._lawless(batch, loss_function)
+                if whole is None:
                     raise
             gc.collect()  # so that activations are gone
             snapshot.restore()
+            reasons.append(whole)
             return attempt()
 
         if snapshot is None:
@@ -136,19 +138,20 @@ class StepRunner:
             parts = self.planner.prepare(known, self._unsplittable or whole).parts
             return parts, [1.0] if parts == 1 else self._weighting.of(batch, parts, loss_function)
         except MicroBatchError as error:
-            self._unsplittable = str(error)
+            whole = self._unsplittable = str(error)
         except PlanError:  # names a budget for parts, which the loss may not have
-            if self._unsplittable or whole or self._has_law(batch, loss_function):
+            whole = None if self._unsplittable or whole else self._lawless(batch, loss_function)
+            if whole is None:
                 raise
-        return self.planner.prepare(known, self._unsplittable).parts, [1.0]
+        return self.planner.prepare(known, whole).parts, [1.0]
 
-    def _has_law(self, batch: Any, loss_function: LossFunction) -> bool:
-        """Says whether the loss of this batch follows from those of its parts; if not, no batch is cut from now on."""
+    def _lawless(self, batch: Any, loss_function: LossFunction) -> str | None:
+        """Returns why the loss of this batch does not follow from those of its parts; None if it does."""
         try:
             self._weighting.look_again(batch, loss_function)
         except MicroBatchError as error:
-            self._unsplittable = str(error)
-        return self._unsplittable is None
+            return str(error)
+        return None
 
     def finish_step(self) -> None:
         """Ends an optimizer step."""

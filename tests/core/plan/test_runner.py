@@ -381,27 +381,43 @@ def test_the_least_budget_is_that_of_a_loss_without_parts() -> None:
     assert {plan.parts for plan in enough.plans} == {1}
 
 
+IMAGE = nets.VOCABULARY - 1  # the token that stands for one
+
+
 def _with_images(model: nn.Module, batch: nets.Batch) -> Tensor:
     """As a model does that looks for a row's images among those of all rows."""
-    if int(batch["count"].sum()) != len(batch["images"]):
+    if int((batch["input_ids"] == IMAGE).sum()) != len(batch["images"]):
         raise ValueError("images and texts do not match")
     return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 
 
-def test_a_batch_whose_parts_do_not_belong_together_stays_whole() -> None:
+def test_a_batch_whose_parts_do_not_belong_together_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which an earlier batch of the same tensors did not show. Any other error is the user's."""
     training = Training(loss=_with_images)
-    training.batch = {**training.batch, "count": torch.ones(8, dtype=torch.int64), "images": torch.zeros(8, 2)}
+    ids = training.batch["input_ids"].clamp(max=IMAGE - 1)
+    ids[:, 0] = IMAGE
+    training.batch = {**training.batch, "input_ids": ids, "images": torch.zeros(8, 2)}
     training.tighten()
     training.run()
     assert training.plans[-1].parts > 1
-    training.batch["count"][:3] = torch.tensor([1, 2, 0])
+    ids[1, 1], ids[2, 0] = IMAGE, 0
     expected, before = plain(training), [copy.deepcopy(p.grad) for p in training.model.parameters()]
     training.plans.clear()
     loss, *found = training.run()
     assert_close([loss], expected[:1])
     assert_close([one - other for one, other in zip(found, before, strict=True)], expected[1:])
     assert training.plans[-1].parts == 1
-    training.batch["count"][:] = 0
+    reasons = list[str | None]()
+    prepare = training.runner.planner.prepare
+
+    def note(batch: Any, whole: str | None = None) -> Plan:
+        reasons.append(whole)
+        return prepare(batch, whole)
+
+    monkeypatch.setattr(training.runner.planner, "prepare", note)
+    ids[1, 1], ids[2, 0] = 0, IMAGE
+    training.run()
+    assert reasons == [None]  # it says nothing of other batches
+    ids[0, 0] = 0
     with pytest.raises(ValueError, match="do not match"):
         training.run()
