@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -37,7 +37,23 @@ class WeightedMean:
         return of if self.ignored is None else f"{of} != {self.ignored}"
 
 
-Law = LossReduction | WeightedMean
+@dataclass(frozen=True)
+class ClassMean:
+    """A part's share of the weights of classes that a tensor of the batch names, as in torch's cross entropy."""
+
+    name: str
+    number: int  # tells weights apart, which may change
+    ignored: int  # the label that does not count
+    shifted: bool  # without the first place of each row
+    weights: Tensor = field(compare=False, repr=False)
+
+    @property
+    def value(self) -> str:
+        """What it is called in messages."""
+        return f"weights of the classes in {self.name}{'[:, 1:]' if self.shifted else ''}"
+
+
+Law = LossReduction | WeightedMean | ClassMean
 
 
 def weights(law: Law, batch: Any, parts: int) -> list[float]:
@@ -71,13 +87,13 @@ def safest(laws: Collection[Law], batch: Any) -> Law:
     order = [shifted, by_labels, rows] if labels else [rows, shifted, by_labels]
     if labels and labels[0].dim() == 1:
         order = [by_labels, rows, shifted]
-    others = sorted((law for law in laws if isinstance(law, WeightedMean)), key=lambda law: law.value)
+    others = sorted((law for law in laws if not isinstance(law, LossReduction)), key=lambda law: law.value)
     return next(law for law in (*order, LossReduction.SUM, *others) if law in laws)
 
 
 def counts_of(law: Law, batch: Any, rows: int) -> list[float]:
     """Returns how many losses a mean counts in each row, or their weight; 1 for each where that is 0 in all rows."""
-    if isinstance(law, WeightedMean):
+    if not isinstance(law, LossReduction):
         return _sums_of(law, batch)
     labels = ignoring(batch, rows)
     if law in (LossReduction.SUM, LossReduction.ROWS) or not labels:
@@ -89,10 +105,14 @@ def counts_of(law: Law, batch: Any, rows: int) -> list[float]:
     return counts if any(counts) else [1] * rows
 
 
-def _sums_of(law: WeightedMean, batch: Any) -> list[float]:
+def _sums_of(law: WeightedMean | ClassMean, batch: Any) -> list[float]:
     tensor = next(tensor for name, tensor in named_tensors(batch) if name == law.name)
-    tensor = tensor if law.ignored is None else tensor != law.ignored
     tensor = tensor[:, 1:] if law.shifted else tensor
+    if isinstance(law, ClassMean):
+        counted = (tensor != law.ignored) & (tensor >= 0) & (tensor < len(law.weights))
+        tensor = law.weights.to(tensor.device, torch.float64)[tensor.where(counted, 0)] * counted
+    elif law.ignored is not None:
+        tensor = tensor != law.ignored
     sums: list[float] = by_rows(tensor).sum(1, dtype=torch.float64).tolist()
     return sums if any(sums) else [1] * len(sums)
 

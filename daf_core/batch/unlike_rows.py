@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import product
 from typing import Any
 
@@ -38,14 +38,19 @@ Class = tuple[int, int]
 
 
 def unlike_rows(
-    batch: Any, size: int, weighing: Collection[str], known: Collection[Class] = (), length: int | None = LENGTH
+    batch: Any,
+    size: int,
+    weighing: Collection[str],
+    known: Collection[Class] = (),
+    length: int | None = LENGTH,
+    first: Sequence[int] = (),
 ) -> tuple[Any, list[int]]:
     """Returns copies of a few of the `size` rows of a batch, with up to `length` tokens each, and which these are.
 
-    They are the rows with the most labels, or such with classes that are not known yet. Some labels of two rows are
-    ignored where labels are ignored in the batch. Of the tensors named `weighing` one row counts half. Lengths become
-    shorter as texts do, those that may be classes only if they are named. No other label is changed: which values a
-    loss bears, only its own batches tell.
+    They are those of `first`, rows with the most labels, and such with classes that are not known yet. Some labels of
+    two rows are ignored where labels are ignored in the batch. Of the tensors named `weighing` one row counts half.
+    Lengths become shorter as texts do, those that may be classes only if they are named. No other label is changed:
+    which values a loss bears, only its own batches tell.
     """
     labels = ignoring(batch, size)
     order = _unlike_first(batch, size, known)
@@ -53,6 +58,7 @@ def unlike_rows(
         counted = by_rows(labels[0] != IGNORED)
         keys: list[tuple[bool, int]] = list(zip(counted[:, 0].tolist(), counted.sum(1).tolist(), strict=True))
         order.sort(key=keys.__getitem__, reverse=True)
+    order = list(dict.fromkeys([*first, *order]))
     # Packed sequences need the longest first.
     rows = order[:MOST_ROWS] if labels else sorted(order[:MOST_ROWS])
     whole = take(batch, rows, size)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
 from daf_core.model.caches import as_it_is, is_cache, is_left_empty, layers_of
 from daf_core.model.forward_patch import ForwardPatch
-from daf_core.snapshots.settings import Settings
+from daf_core.snapshots.settings import Settings, Written
 from daf_core.snapshots.step import Buffers, RandomNumbers
 
 
@@ -47,6 +48,8 @@ class RecomputedBlock:
         self._module = block.module
         self._layers = layers_of(block.module)
         self._writes_caches = not getattr(block.module, "_can_checkpoint_with_cache", False)  # of transformers
+        self._written: Written = set()
+        self._waiting = WeakSet[SecondRun]()  # those that backward may still ask for
         self._watch = watch
         self._patch = ForwardPatch(block.module, self._around)
 
@@ -60,7 +63,11 @@ class RecomputedBlock:
         Keywords that need no gradient stay where they are: blocks share masks and the angles of rotary embeddings.
         """
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            settings = Settings(self._module, self._written) if self._waiting else None
+            output = forward(*args, **kwargs)
+            if settings is not None:
+                settings.end_pass()
+            return output
         args, kwargs = self._without_empty_caches(args, kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=is_cache)
         inputs = len(tree_flatten(args, is_leaf=is_cache)[0])
@@ -123,18 +130,27 @@ class RecomputedBlock:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         # The checkpoint itself repeats the random numbers of devices.
-        return hook_stack.keeping_nothing(), SecondRun(self._module)
+        again = SecondRun(self._module, self._written)
+        self._waiting.add(again)
+        return again.after(hook_stack.keeping_nothing()), again
 
 
 class SecondRun:
     """Repeats the random numbers and the settings of a first run, which begins now, any number of times.
 
-    What a second run draws, sets and writes to buffers is taken back.
+    What a second run draws, and what it writes to buffers, is taken back. For `written` see `Settings`.
     """
 
-    def __init__(self, module: nn.Module, devices: Collection[torch.device] = ()) -> None:
+    def __init__(self, module: nn.Module, written: Written, devices: Collection[torch.device] = ()) -> None:
         self._module, self._devices = module, devices
-        self._numbers, self._settings = RandomNumbers(devices), Settings(module)
+        self._numbers, self._settings = RandomNumbers(devices), Settings(module, written)
+
+    @contextmanager
+    def after(self, scope: AbstractContextManager[None]) -> Generator[None]:
+        """The scope of the first run, inside of another one."""
+        with scope:
+            yield
+        self._settings.end_pass()
 
     def __enter__(self) -> None:
         self._stack = ExitStack()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, UntypedStorage
 
 from daf_core.autograd.torch_private import number_of, storage_id
@@ -84,16 +86,17 @@ class StorageTable:
         return met
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
-        """Has views that a pass is given count in place of larger storages that were there before, as a data set's.
+        """Has views that a pass is given count in place of larger storages that others keep, as those of a data set.
 
         A view that a graph leads to may be of a storage that the pass itself has made.
         """
-        views = [tensor for tensor in tensors if is_plain(tensor) and tensor.is_leaf]
+        given = [(tensor, tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)]
         sizes = Counter[int]()
-        for view in views:
-            sizes[storage_id(view)] += view.nbytes
+        for tensor, storage in given:
+            kept = tensor.is_leaf and _owners(tensor) > _NO_OWNER
+            sizes[number_of(storage)] += tensor.nbytes if kept else storage.nbytes()
         known = {number: lent for number, lent in self._lent.items() if lent[0]() is not None and number not in sizes}
-        for storage in (view.untyped_storage() for view in views):
+        for _, storage in given:
             if (size := sizes[number_of(storage)]) < storage.nbytes():
                 known[number_of(storage)] = weakref.ref(storage), size
         self._lent = known
@@ -128,6 +131,16 @@ class StorageTable:
         """Forgets all tensors. Storages that raw activations keep alive stay accounted for."""
         self.met.clear()
         self._small.clear()
+
+
+def _owners(view: Tensor) -> int:
+    """Returns how many references there are to the tensor that another one is a view of; 0 where that is unknown."""
+    base = view._base
+    return 0 if base is None else sys.getrefcount(base)
+
+
+_NO_OWNER = _owners(torch.empty(2, device="cpu")[:1])
+"""What `_owners` returns where nobody has the tensor itself: what Python itself refers to depends on its version."""
 
 
 class Arguments:

@@ -1,8 +1,8 @@
-"""How modules are set: what their forward passes read besides tensors."""
+"""How modules are set: what their forward passes read and do not write, such as the names of active adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,104 +15,115 @@ LARGEST = 100  # items of a collection up to which it is no data
 
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
 
-_COLLECTIONS = {list, dict}
-
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ABOUT_HOOKS = (*_HOOKS, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
+Written = set[tuple[int, str]]
+"""What passes write themselves: by the identity of a module's attributes, and the name of one of them."""
+
 
 class Settings:
-    """How the modules of a model are set now, such as which of their adapters are active.
+    """How the modules of a model are set as a pass begins.
 
-    That is: attributes that are plain values or small lists and dictionaries of these, which parameters need gradients,
-    and hooks of forward passes, but for DAF's own, which are switched on and off beside them. An attribute that has
-    become something else, such as a tensor, is a state rather than a setting.
+    That is: attributes that are plain values, or lists or dictionaries of a few of these, which parameters need
+    gradients, and hooks of forward passes, but for DAF's own, which are switched on and off beside them. What passes
+    change themselves, such as caches, counts and the flags of a first call, is no setting; `written` collects it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, written: Written) -> None:
         # What torch.jit has made keeps its attributes elsewhere.
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._modules = [_ModuleSettings(vars(module)) for module in modules]
+        self._written = written
+
+    def end_pass(self) -> None:
+        """The pass has ended."""
+        for module in self._modules:
+            self._written.update((id(module.attributes), name) for name in module.changed())
 
     @contextmanager
     def again(self) -> Generator[None]:
-        """Sets the modules so inside, and afterwards as they were just before."""
-        before = [module.set_again() for module in self._modules]
+        """Sets the modules inside as they were, and afterwards as they were just before."""
+        undo = list[Callable[[], None]]()
         try:
+            for module in self._modules:
+                changed = [name for name in module.changed() if (id(module.attributes), name) not in self._written]
+                undo += [module.set_again(name) for name in changed]
             yield
         finally:
-            for module in before:
-                module.put_back()
+            for each in undo:
+                each()
 
 
 class _ModuleSettings:
     """How a module with these attributes is set now."""
 
-    __slots__ = ("_attributes", "_contents", "_hooks", "_known", "_need_gradients", "_values")
+    __slots__ = ("_hooks", "_need_gradients", "_values", "attributes")
 
     def __init__(self, attributes: dict[str, Any]) -> None:
-        values, contents = dict[str, Any](), dict[str, Any]()
-        for name, value in attributes.items():  # some 30
-            if _is_setting(name, value):
-                values[name] = value
-                if type(value) in _COLLECTIONS:
-                    contents[name] = value.copy()
-        self._attributes, self._known, self._values, self._contents = attributes, list(attributes), values, contents
-        self._hooks = dict[str, Any]()
-        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
-            self._hooks = {name: dict(attributes[name]) for name in _ABOUT_HOOKS}
+        self.attributes = attributes
+        self._values = {name: value for name, value in attributes.items() if _is_setting(name, value)}
+        self._hooks = _hooks(attributes)
         parameters = attributes["_parameters"].items()
         self._need_gradients = {name: each.requires_grad for name, each in parameters if each is not None}
 
-    def set_again(self) -> _ModuleSettings:
-        """Sets the module so, but for attributes that are no settings now; returns how it was set.
-
-        Collections are copies: what is written to them is gone with them.
-        """
-        now = _ModuleSettings(self._attributes)
-        values = self._values | {name: content.copy() for name, content in self._contents.items()}
-        others = self._attributes.keys() - now._values.keys()
-        self._write({name: value for name, value in values.items() if name not in others})
-        return now
-
-    def put_back(self) -> None:
-        """Sets the module so, with the collections themselves."""
-        self._write(self._values)
-
-    def _write(self, values: dict[str, Any]) -> None:
-        attributes = self._attributes
-        for name in attributes.keys() - self._known:
-            if _is_setting(name, attributes[name]):
-                del attributes[name]  # its class may have another value
-        attributes.update(values)
-        if self._hooks or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
-            self._write_hooks()
+    def changed(self) -> Iterator[str]:
+        """Yields the names of what is set otherwise now."""
+        attributes = self.attributes
+        for name, value in self._values.items():
+            if (now := attributes.get(name, attributes)) is not value and _is_setting(name, now) and now != value:
+                yield name
+        if (self._hooks or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]) and (
+            self._hooks != _hooks(attributes)
+        ):
+            yield _HOOKS[0]
         for name, needs_gradient in self._need_gradients.items():
             parameter = attributes["_parameters"].get(name)
             if parameter is not None and parameter.requires_grad is not needs_gradient and parameter.is_leaf:
-                parameter.requires_grad_(needs_gradient)
+                yield name
 
-    def _write_hooks(self) -> None:
-        hooks = [self._attributes[name] for name in _ABOUT_HOOKS]
-        before = [self._hooks.get(name, {}) for name in _ABOUT_HOOKS]
-        called = [*hooks[: len(_HOOKS)], *before[: len(_HOOKS)]]
-        own = {number for each in called for number, hook in each.items() if _is_own(hook)}
-        for now, then in zip(hooks, before, strict=True):
-            kept = {number: hook for number, hook in now.items() if number in own}
-            now.clear()
-            now.update({number: hook for number, hook in then.items() if number not in own} | kept)
+    def set_again(self, name: str) -> Callable[[], None]:
+        """Sets what has a name as it was, and returns what sets it as it is now."""
+        attributes = self.attributes
+        if name == _HOOKS[0]:
+            now = _hooks(attributes)
+            _set_hooks(attributes, self._hooks)
+            return lambda: _set_hooks(attributes, now)
+        if name in self._need_gradients:
+            parameter = attributes["_parameters"][name]
+            parameter.requires_grad_(self._need_gradients[name])
+            return lambda: parameter.requires_grad_(not self._need_gradients[name])
+        value = attributes[name]
+        attributes[name] = self._values[name]
+        return lambda: attributes.update({name: value})
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if (kind is not list and kind is not dict) or name in REGISTERED or len(value) > LARGEST:
+        return False
+    return not value or all(type(each) in _PLAIN for each in (value if kind is list else value.values()))
+
+
+def _hooks(attributes: dict[str, Any]) -> dict[str, dict[int, Any]]:
+    """Returns all about the hooks of a module but DAF's own; nothing where there are none."""
+    if not (attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):
+        return {}
+    own = {number for name in _HOOKS for number, hook in attributes[name].items() if _is_own(hook)}
+    found = {name: {n: hook for n, hook in attributes[name].items() if n not in own} for name in _ABOUT_HOOKS}
+    return found if any(found.values()) else {}
+
+
+def _set_hooks(attributes: dict[str, Any], hooks: dict[str, dict[int, Any]]) -> None:
+    own = {number for name in _HOOKS for number, hook in attributes[name].items() if _is_own(hook)}
+    for name in _ABOUT_HOOKS:
+        kept = {number: hook for number, hook in attributes[name].items() if number in own}
+        attributes[name].clear()
+        attributes[name].update(hooks.get(name, {}) | kept)
 
 
 def _is_own(hook: object) -> bool:
     """Says whether a hook is DAF's."""
     return (getattr(getattr(hook, "func", hook), "__module__", None) or "").partition(".")[0] == "daf_core"
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    """Says whether an attribute is a plain value, or a collection of few such values."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return True
-    if kind not in _COLLECTIONS or name in REGISTERED or len(value) > LARGEST:
-        return False
-    return not value or all(type(each) in _PLAIN for each in (value if kind is list else value.values()))

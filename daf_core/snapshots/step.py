@@ -37,15 +37,6 @@ class RandomNumbers:
         for device, state in self._devices:
             _module(device).set_rng_state(state, *_place(device))
 
-    def have_changed(self) -> bool:
-        """Whether a number was drawn from any of them since."""
-        name, keys, *place = np.random.get_state()
-        before, keys_before, *place_before = self._numpy
-        states = [(self._cpu, torch.get_rng_state())]
-        states += [(state, _module(device).get_rng_state(*_place(device))) for device, state in self._devices]
-        same = (name, place) == (before, place_before) and np.array_equal(keys, keys_before)
-        return not same or self._python != random.getstate() or not all(torch.equal(*pair) for pair in states)
-
 
 NORMALIZATION = _NormBase
 """What batch and instance normalizations have in common: running statistics, which no pass of training reads."""

@@ -146,6 +146,21 @@ def test_views_that_a_pass_is_given_inside_count_themselves() -> None:
     del loss, other
 
 
+def test_views_of_what_nobody_else_has_hold_their_storage() -> None:
+    model = Scale()
+    engine = engine_for(model, "exact")
+    for make in (
+        lambda: normal(*LARGE)[:2],
+        lambda: normal(*LARGE).split(2)[0],
+        lambda: normal(2 * LARGE[0], 32).T[:, :2],
+    ):
+        view = make()
+        with engine.compress([view]):
+            loss = model(view)
+        assert engine.finish_step().raw_bytes == BYTES
+        del loss
+
+
 def test_views_with_a_graph_hold_their_storage() -> None:
     """It may be one that the pass has made."""
     model, data = Scale(), normal(*LARGE).requires_grad_().exp()

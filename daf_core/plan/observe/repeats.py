@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -66,8 +66,9 @@ def _twice(
         return as_it_is(value, layers) if is_cache(value) else value
 
     args_again, kwargs_again = tree_map(before, (args, kwargs), is_leaf=is_cache)
-    again = SecondRun(block.module, devices_of(block.module))
-    first, saved = _with_shapes_saved(partial(forward, *args, **kwargs))
+    again = SecondRun(block.module, set(), devices_of(block.module))
+    with again.after(nullcontext()):
+        first, saved = _with_shapes_saved(partial(forward, *args, **kwargs))
     with again:
         second, saved_again = _with_shapes_saved(partial(forward, *args_again, **kwargs_again))
     if saved != saved_again or not all(map(_alike, tree_leaves(first), tree_leaves(second))):

@@ -234,9 +234,13 @@ def _without_padding(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _by_class(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(
-        model(batch["input_ids"]).float().mean(1), batch["classes"], weight=torch.arange(1.0, CLASSES + 1)
-    )
+    return _by_hand(model(batch["input_ids"]).float().mean(1), batch["classes"], torch.arange(1.0, CLASSES + 1))
+
+
+def _by_hand(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
+    """Returns a mean by weights of classes of which nobody is told."""
+    of_rows = weights[classes]
+    return (of_rows * F.cross_entropy(logits, classes, reduction="none")).sum() / of_rows.sum()
 
 
 def _unlike(longest: int) -> dict[str, Tensor]:
@@ -348,7 +352,7 @@ def test_classes_are_no_lengths() -> None:
     weight = torch.where(torch.arange(65) > 32, 9.0, 1.0)
 
     def loss(part: Any) -> Tensor:
-        return F.cross_entropy(model(part["input_ids"]).mean(1), part["classes"], weight=weight)
+        return _by_hand(model(part["input_ids"]).mean(1), part["classes"], weight)
 
     with pytest.raises(MicroBatchError, match="by the law of rows"):
         MicroBatchWeights(model).of(batch, 2, loss)
@@ -378,7 +382,7 @@ def test_each_class_is_tried_once() -> None:
     weight[9] = 8
 
     def loss(part: Any) -> Tensor:
-        return F.cross_entropy(model(part["x"]), part["classes"], weight=weight)
+        return _by_hand(model(part["x"]), part["classes"], weight)
 
     with pytest.raises(MicroBatchError, match="by the law of rows"):
         MicroBatchWeights(model).of(batch, 2, loss)
@@ -446,7 +450,7 @@ def test_gradients_are_compared_beside_blocks(frozen: bool) -> None:
 
     def loss(part: Any, weight: Tensor | None = None) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return F.cross_entropy(model(part["x"]), part["classes"], weight=weight)
+            return _by_hand(model(part["x"]), part["classes"], torch.ones(CLASSES) if weight is None else weight)
 
     assert MicroBatchWeights(model).of(batch, 2, loss) == [0.5, 0.5]
     assert saved
@@ -499,6 +503,62 @@ def test_means_by_weights_of_classes_are_refused(dtype: torch.dtype, zeros: bool
         nn.init.zeros_(model.head.bias)
     with pytest.raises(MicroBatchError, match="by the law of rows"):
         MicroBatchWeights(model).of(batch, 2, lambda part: _by_class(model, part))
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["random head", "head of zeros"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_parts_weigh_by_classes_as_torchs_cross_entropy_does(dtype: torch.dtype, zeros: bool, smoothing: float) -> None:
+    """Later batches may have other classes, and the weights may change."""
+    model, batch = Tagger(dtype=dtype), _unlike(LENGTH)
+    if zeros:
+        nn.init.zeros_(model.head.weight)
+        nn.init.zeros_(model.head.bias)
+    of_classes = torch.arange(1.0, CLASSES + 1)
+    criterion = nn.CrossEntropyLoss(of_classes, label_smoothing=smoothing)
+
+    def loss(part: Any) -> Tensor:
+        return criterion(model(part["input_ids"]).float().mean(1), part["classes"])
+
+    weighting = MicroBatchWeights(model)
+    assert weighting.of(batch, 2, loss) == pytest.approx([3 / 18, 15 / 18])
+    batch["classes"] = torch.tensor([4, 4, 1, 1, 1, 1])
+    assert weighting.of(batch, 3, loss) == pytest.approx([10 / 18, 4 / 18, 4 / 18])
+    of_classes[4] = 1
+    assert weighting.of(batch, 3, loss) == pytest.approx([2 / 10, 4 / 10, 4 / 10])
+
+
+def test_classes_may_all_be_the_same_at_first() -> None:
+    """Weights are made anew in each call here."""
+    model = nn.Linear(4, 2)
+
+    def loss(part: Any) -> Tensor:
+        return F.cross_entropy(model(part["x"]), part["labels"], torch.tensor([1.0, 9.0]))
+
+    one = {"x": normal(8, 4), "labels": torch.zeros(8, dtype=torch.int64)}
+    weighting = MicroBatchWeights(model)
+    assert weighting.of(one, 2, loss) == [0.5, 0.5]
+    both = {**one, "labels": torch.tensor([0, 0, 0, 0, 0, 0, 0, 1])}
+    assert weighting.of(both, 2, loss) == [4 / 16, 12 / 16]
+    assert MicroBatchWeights(model).of(both, 2, loss) == [4 / 16, 12 / 16]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("ignored", [IGNORED, 0])
+def test_parts_weigh_by_the_classes_of_tokens(ignored: int, shifted: bool) -> None:
+    model, batch, of_classes = Tagger(), _tokens(PADDED), torch.arange(1.0, CLASSES + 1)
+    batch["labels"] = batch["labels"].where(batch["labels"] != IGNORED, ignored)
+
+    def loss(part: Any) -> Tensor:
+        logits, labels = model(part["input_ids"]), part["labels"]
+        if shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=of_classes, ignore_index=ignored)
+
+    labels = batch["labels"][:, 1:] if shifted else batch["labels"]
+    of_rows = torch.where(labels == ignored, 0, of_classes[labels.clamp(min=0)]).sum(1)
+    expected = torch.stack([each.sum() for each in of_rows.chunk(3)]) / of_rows.sum()
+    assert MicroBatchWeights(model).of(batch, 3, loss) == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -666,7 +726,36 @@ def _dropped(x: Tensor) -> Tensor:
     return F.dropout(attended[0], 0.5) + torch.dropout(x, 0.5, True)
 
 
-@pytest.mark.parametrize(("compute", "refused"), [(_centred, True), (_with_noise, False), (_dropped, False)])
+OWN_NUMBERS = torch.Generator()
+
+
+def _with_noise_of_its_own(x: Tensor) -> Tensor:
+    return x + torch.randn(x.shape, generator=OWN_NUMBERS)
+
+
+def _of_several_rows(x: Tensor) -> Tensor:
+    if len(x) < 2:
+        raise ValueError("more than one row is needed")
+    return x
+
+
+def _differentiated(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        inner = x.detach().requires_grad_()
+        return x * torch.autograd.grad(inner.square().sum(), inner)[0]
+
+
+@pytest.mark.parametrize(
+    ("compute", "refused"),
+    [
+        (_centred, True),
+        (_with_noise, False),
+        (_with_noise_of_its_own, False),
+        (_dropped, False),
+        (_of_several_rows, False),
+        (_differentiated, False),
+    ],
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_rows_that_read_others_in_training_alone_are_seen(
     compute: Callable[[Tensor], Tensor], refused: bool, training: bool
@@ -784,7 +873,7 @@ def test_a_loss_that_weighs_classes_is_no_mean_over_rows() -> None:
     model = nn.Linear(4, 2)
 
     def loss(part: Any) -> Tensor:
-        return F.cross_entropy(model(part["x"]), part["labels"], weight=torch.tensor([1.0, 9.0]))
+        return _by_hand(model(part["x"]), part["labels"], torch.tensor([1.0, 9.0]))
 
     generator = torch.Generator().manual_seed(0)
     one = {"x": torch.randn(8, 4, generator=generator), "labels": torch.zeros(8, dtype=torch.int64)}

@@ -241,7 +241,7 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
 
 
 class Switched(nn.Module):
-    """A layer that has two weights, of which an attribute names the active one, and counts its calls."""
+    """A layer that has two weights, of which an attribute names the active one; it counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,11 +252,11 @@ class Switched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return torch.tanh(self.weights[self.active](x)) * (0.5 + self.calls % 2)
+        return torch.tanh(self.weights[self.active](x))
 
 
 def test_attributes_are_those_of_the_first_run() -> None:
-    """As where a loss switches adapters between two calls, and where a layer reads how often it was called."""
+    """As where a loss switches adapters between two calls. What a layer itself writes is not touched."""
     model, x = nn.Sequential(Switched(), Switched()), normal(4, 16)
 
     def both() -> Tensor:
@@ -270,13 +270,94 @@ def test_attributes_are_those_of_the_first_run() -> None:
         return total
 
     expected = gradients_of(model, both, nullcontext)
-    counts = [layer.calls for layer in model]
     for layer in model:
         layer.calls = 0
     applied = AppliedPolicies()
     applied.follow({Block(name, module): RECOMPUTE for name, module in model.named_children()})
     assert_same(gradients_of(model, both, nullcontext), expected)
-    assert [layer.calls for layer in model] == counts
+    assert [layer.calls for layer in model] == [6, 6]
+    assert {layer.active for layer in model} == {"one"}
+
+
+class Growing(nn.Module):
+    """A layer with a table as long as the last text, as rotary embeddings have; its first call changes a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.length, self.begun = nn.Linear(16, 16), 0, False
+        self.table: Tensor | None = None
+        self.seen: dict[str, int] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.begun = True
+            self.linear.weight.data.mul_(0.5)
+        if self.length != len(x):
+            self.table, self.length = torch.arange(len(x))[:, None].cos(), len(x)
+        self.seen["length"] = len(x)
+        assert self.table is not None
+        return torch.tanh(self.linear(x)) * self.table
+
+
+def test_what_an_evaluation_writes_stays() -> None:
+    """Though it comes between a forward pass and its backward pass."""
+    plain, texts = nn.Sequential(Growing(), Growing()), [normal(length, 16) for length in (4, 6)]
+    with torch.no_grad():
+        plain(texts[0])
+    model = copy.deepcopy(plain)
+    plain(texts[0]).sum().backward()
+    applied = AppliedPolicies()
+    applied.follow({Block(name, module): RECOMPUTE for name, module in model.named_children()})
+    loss = model(texts[0]).sum()
+    with torch.no_grad():
+        model(texts[1])
+    loss.backward()
+    assert_same([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])
+
+
+def test_what_a_layer_writes_itself_stays() -> None:
+    """Attributes that belong together would not match otherwise, and what a first call begins would begin again."""
+    texts = [normal(length, 16) for length in (4, 6, 4)]
+    plain = nn.Sequential(Growing(), Growing())
+    model = copy.deepcopy(plain)
+    torch.stack([plain(text).square().mean() for text in texts]).sum().backward()
+    applied = AppliedPolicies()
+    applied.follow({Block(name, module): RECOMPUTE for name, module in model.named_children()})
+    torch.stack([model(text).square().mean() for text in texts]).sum().backward()
+    assert_same([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])
+    assert_same(list(model.parameters()), list(plain.parameters()))
+    model(texts[1])
+
+
+class Sharing(nn.Module):
+    """Two layers of which the first tells the second something in a dictionary that both have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Told(told := {}), Told(told)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.told["scale"] = float(x.detach().abs().sum())
+        return self.second(self.first(x))
+
+
+class Told(nn.Module):
+    def __init__(self, told: dict[str, float]) -> None:
+        super().__init__()
+        self.linear, self.told = nn.Linear(16, 16), told
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.told["scale"]
+
+
+def test_collections_that_layers_share_stay_one() -> None:
+    plain, x = Sharing(), normal(4, 16)
+    model = copy.deepcopy(plain)
+    plain(x).sum().backward()
+    applied = AppliedPolicies()
+    applied.follow({Block("", model): RECOMPUTE})
+    model(x).sum().backward()
+    assert_same([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])
 
 
 def test_hooks_are_those_of_the_first_run() -> None:

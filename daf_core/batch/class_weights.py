@@ -1,0 +1,49 @@
+"""Weights that a loss gives to classes, seen as it asks torch for a cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from daf_core.batch.loss_reduction import ClassMean
+from daf_core.batch.rows import IGNORED, named_tensors
+
+_WEIGHT, _IGNORE_INDEX = 2, 4  # places of arguments
+
+
+class ClassWeights(TorchFunctionMode):
+    """Notes the weights of classes, and the label that is ignored, of the cross entropies inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[tuple[Tensor, int]] = []
+
+    def laws(self, batch: Any) -> frozenset[ClassMean]:
+        """Returns the laws by which the classes in tensors of a batch may weigh its rows."""
+        integers = [(name, each) for name, each in named_tensors(batch) if each.dtype in (torch.int64, torch.int32)]
+        return frozenset(
+            ClassMean(name, id(weights), ignored, shifted, weights)
+            for weights, ignored in self._found
+            for name, each in integers
+            for shifted in ([False, True] if each.dim() > 1 else [False])
+        )
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss):
+            weights = args[_WEIGHT] if len(args) > _WEIGHT else kwargs.get("weight")
+            ignored = args[_IGNORE_INDEX] if len(args) > _IGNORE_INDEX else kwargs.get("ignore_index", IGNORED)
+            self._note(weights, ignored)
+        return func(*args, **kwargs)
+
+    def _note(self, weights: Tensor | None, ignored: int) -> None:
+        if weights is None or weights.requires_grad:  # what is learned has a gradient of its own in each part
+            return
+        if not any(number == ignored and torch.equal(known, weights) for known, number in self._found):
+            self._found.append((weights, ignored))
