@@ -56,6 +56,10 @@ BATCHES: dict[str, tuple[Any, Any]] = {
     "other values": ({"x": IMAGES, "name": "a", "none": None}, {"x": (2, 3, 8, 8), "name": "a", "none": None}),
     "another first dimension": ((IMAGES, LABELS, _numbered(7, 2)), [(2, 3, 8, 8), (2,), (7, 2)]),
     "texts": (_texts(16, 40), {"input_ids": (2, 40), "attention_mask": (2, 40), "labels": (2,)}),
+    "texts with numbers of samples": (
+        {**_texts(16, 40), "number": _numbered(16).to(torch.uint32)},
+        {"input_ids": (2, 40), "attention_mask": (2, 40), "labels": (2,), "number": (2,)},
+    ),
     "fewer rows than eight": ((torch.randn(3, 5, 5), _numbered(3)), [(2, 5, 5), (2,)]),
     "no rows": ((torch.randn(0, 5, 5), _numbered(0)), [(0, 5, 5), (0,)]),
 }  # fmt: skip
