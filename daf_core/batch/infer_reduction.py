@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from daf_core.autograd.torch_private import is_compiled
 from daf_core.batch.class_weights import ClassWeights
-from daf_core.batch.loss_reduction import Law, LossReduction, counts_of, safest, weights
+from daf_core.batch.loss_reduction import Law, LossReduction, counts_of, ignoring, safest, weights
 from daf_core.batch.row_gradients import RowGradients, as_vectors, gradients_of
 from daf_core.batch.rows import named_tensors, rows_of, take, tensors_in
 from daf_core.batch.samples import length_of_texts
@@ -230,10 +230,14 @@ class _Test:
             self.classes |= classes(take(self.batch, rows, self._size))
             return _Tried(sample, *_each(lambda part: _loss(self._loss_function, part), sample, len(rows)))
 
+        cut = (length_of_texts(self.batch) or 0) > LENGTH
         try:
-            return tried(LENGTH)
+            found = tried(LENGTH)
+            # A row without a label that counts has no loss; any other one may have it where it was cut off.
+            if not cut or ignoring(self.batch, self._size) or all(loss.isfinite() for loss in found.single):
+                return found
         except MicroBatchError:
-            if (length_of_texts(self.batch) or 0) <= LENGTH:
+            if not cut:
                 raise
         return tried(None)  # a model may need the ends of its texts
 

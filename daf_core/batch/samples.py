@@ -36,6 +36,9 @@ LEAST_LENGTH = 16  # tokens that are left of a text at the least
 _LONGEST = re.compile(r"^max_?(len|seq)", re.IGNORECASE)
 """Names of the length of the longest of several texts in one row."""
 
+_PLACE = re.compile(r"(^|[._])(start|end|answer|span|pos)", re.IGNORECASE)
+"""Names of the place in a text where something is, as an answer; other integers may be the numbers of samples."""
+
 _NESTED = 4  # objects inside of objects of a batch that are copied
 
 
@@ -69,7 +72,9 @@ def short_texts(batch: Any, length: int, beside: Sequence[int] = ()) -> Any:
     """
     tensors, size, whole = list(tensors_in(batch)), rows_of(batch), length_of_texts(batch)
     kept = max(length, LEAST_LENGTH)
-    if whole is None or whole <= kept or any(_are_places(tensor, kept, whole) for tensor in tensors):
+    if whole is None or whole <= kept:
+        return batch
+    if any(_PLACE.search(name) and _are_places(tensor, kept, whole) for name, tensor in named_tensors(batch)):
         return batch
     starts = _text_starts(batch)
     beside = () if starts else beside

@@ -809,16 +809,32 @@ def test_a_model_may_need_the_ends_of_its_texts() -> None:
     assert infer_reduction(model, {"ids": ids, "labels": integers(3, 8)}, loss) is LossReduction.ROWS
 
 
-def test_places_in_texts_are_not_cut_off() -> None:
+@pytest.mark.parametrize(("name", "lengths"), [("start_positions", [64]), ("where", [16, 64])])
+def test_places_in_texts_are_not_cut_off(name: str, lengths: list[int]) -> None:
     """The loss of an answer that lies outside is ignored, and that of the row is NaN then."""
-    model = nn.Embedding(50, 1)
-    batch = {"ids": integers(50, 8, 64), "start": torch.tensor([0, 20, 40, 63, 30, 5, 17, 50])}
+    model, tried = nn.Embedding(50, 1), list[int]()
+    batch = {"ids": integers(50, 8, 64), name: torch.tensor([0, 20, 40, 63, 30, 5, 17, 50])}
 
     def loss(part: Any) -> Tensor:
+        tried.append(part["ids"].shape[1])
         logits = model(part["ids"])[..., 0]
-        return F.cross_entropy(logits, part["start"].clamp(max=logits.shape[1]), ignore_index=logits.shape[1])
+        return F.cross_entropy(logits, part[name].clamp(max=logits.shape[1]), ignore_index=logits.shape[1])
 
     assert infer_reduction(model, batch, loss) is LossReduction.ROWS
+    assert list(dict.fromkeys(tried)) == lengths
+
+
+def test_numbers_of_samples_are_no_places() -> None:
+    """The logits of whole texts would take too much."""
+    model, tried = nn.Embedding(50, 3), list[int]()
+    batch = {"ids": integers(50, 8, 64), "labels": integers(3, 8), "index": torch.arange(30, 38)}
+
+    def loss(part: Any) -> Tensor:
+        tried.append(part["ids"].shape[1])
+        return F.cross_entropy(model(part["ids"]).mean(1), part["labels"])
+
+    assert infer_reduction(model, batch, loss) is LossReduction.ROWS
+    assert set(tried) == {16}
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
