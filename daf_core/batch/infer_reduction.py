@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -15,7 +15,7 @@ from daf_core.batch.class_weights import ClassWeights
 from daf_core.batch.loss_reduction import Law, LossReduction, counts_of, ignoring, safest, weights
 from daf_core.batch.row_gradients import RowGradients, as_vectors, gradients_of
 from daf_core.batch.rows import named_tensors, rows_of, take, tensors_in
-from daf_core.batch.samples import length_of_texts
+from daf_core.batch.samples import copied, length_of_texts
 from daf_core.batch.unlike_rows import LENGTH, Class, classes, laws_of, unlike_rows, weighing
 from daf_core.batch.without_dropout import WithoutDropout
 from daf_core.distributed import apart
@@ -58,11 +58,14 @@ class MicroBatchWeights:
     The law is looked for at the first batch. Where several agree with what was seen, that is done again at the first
     batch for which they say different weights, at each batch with new classes, and where masks, weights, lengths or
     padding of rows differ for the first time: a loss that weighs classes, or counts what a mask does, is a mean over
-    rows as long as all rows are alike. Batches of other tensors have a law of their own.
+    rows as long as all rows are alike. Batches of other tensors have a law of their own. `everything` returns a context
+    in which all is trained, as laws are looked for there.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, everything: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self._model, self._everything = model, everything
         self._seen: dict[frozenset[tuple[str, int]], _Seen] = {}
 
     def of(self, batch: Any, parts: int, loss_function: LossFunction) -> list[float]:
@@ -74,8 +77,9 @@ class MicroBatchWeights:
         seen = self._seen_of(batch)
         others = weighing(batch, seen.weighing)
         if others or seen.disagree(batch, parts) or seen.has_new_classes(batch):
-            with _evaluating(self._model) as modes:
+            with self._everything(), _evaluating(self._model) as modes:
                 seen.add(_Test(self._model, modes, batch, loss_function, seen.classes), others)
+                modes.clear()  # once is enough
                 while seen.has_new_classes(batch):
                     seen.add(_Test(self._model, modes, batch, loss_function, seen.classes))
                 if seen.disagree(batch, parts):
@@ -87,8 +91,15 @@ class MicroBatchWeights:
         """Looks for the law of a batch of two rows or more, whatever was seen of others; raises what `of` does."""
         if (rows_of(batch) or 0) > 1:
             seen = self._seen_of(batch)
-            with _evaluating(self._model) as modes:
+            with self._everything(), _evaluating(self._model) as modes:
                 seen.add(_Test(self._model, modes, batch, loss_function), weighing(batch, seen.weighing))
+
+    def has_loss(self, batch: Any, loss_function: LossFunction) -> bool:
+        """Says whether a batch as a whole has a loss; nothing is left of it."""
+        with self._everything(), _evaluating(self._model), torch.no_grad(), suppress(MicroBatchError):
+            _loss(loss_function, copied(batch))
+            return True
+        return False
 
     def _seen_of(self, batch: Any) -> _Seen:
         kind = frozenset((name, tensor.dim()) for name, tensor in named_tensors(batch))
@@ -195,7 +206,7 @@ class _Test:
         for each in tried:
             allowed = max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps)
             laws = self._matching(laws, each, allowed)
-            if not compiled:
+            if self._modes and not compiled:
                 self._check_training(laws, each, GRADIENTS[FINE if allowed == FINE else COARSE])
         return laws
 

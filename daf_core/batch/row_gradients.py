@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from daf_core.batch.rows import by_rows
+from daf_core.batch.rows import by_rows, tensors_in
 from daf_core.model.blocks import Block, layers_of
 from daf_core.model.forward_patch import ForwardPatch
-from daf_core.snapshots.step import backward_beside, gradients_aside
 
 ELEMENTS = 4096  # of the gradient of each parameter that are compared
+
+
+LARGE = 1 << 22
+"""Elements of a parameter from which on its gradient is left out: that of GPT-2's embedding takes 154 MB."""
 
 
 class RowGradients(NamedTuple):
@@ -29,16 +33,30 @@ class RowGradients(NamedTuple):
 def gradients_of(model: nn.Module, loss_of: Callable[[], Tensor]) -> RowGradients:
     """Returns those of parameters outside of blocks, and of what the last block gives.
 
-    In blocks nothing is kept for backward: no plan has room for the activations of so many rows.
+    In blocks nothing is kept for backward: no plan has room for the activations of so many rows. Those of large
+    parameters, as of embeddings, are left at zero unless all others are zero, as those of a head of zeros are.
     """
-    trained = [each for each in model.parameters() if each.requires_grad]
-    with gradients_aside(model), _without_graph(layers_of(model)) as outputs:
+    blocks = layers_of(model)
+    inside = {id(each) for block in blocks for each in block.module.parameters()}
+    outside = [each for each in model.parameters() if each.requires_grad and id(each) not in inside]
+    small = [each for each in outside if each.numel() <= LARGE]
+    with _without_graph(blocks) as outputs:
         loss = loss_of()
-        if loss.requires_grad:
-            backward_beside(loss, (*trained, *outputs))
-        found = [_some_elements(each.grad.reshape(1, -1)) for each in trained if each.grad is not None]
-        of_rows = [None if each.grad is None else _some_elements(by_rows(each.grad)) for each in outputs]
-    return RowGradients(torch.cat([*found, torch.zeros(1, 0, device="cpu")], 1).flatten(), of_rows)
+        of_outputs, of_small = _gradients(loss, outputs), _gradients(loss, small)
+        nothing = not any(each is not None and bool(each.any()) for each in (*of_outputs, *of_small))
+        of_outside = _gradients(loss, outside) if nothing else [None] * len(outside)
+    known = dict(zip(map(id, outside), of_outside, strict=True)) | dict(zip(map(id, small), of_small, strict=True))
+    found = [_some_elements(each, known[id(each)]) for each in outside]
+    of_rows = [None if each is None else _spaced(by_rows(each)) for each in of_outputs]
+    return RowGradients(torch.cat([*found, torch.zeros(0, device="cpu")]), of_rows)
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Returns those of a loss, None where it does not depend on a leaf; `grad` of the leaves stays."""
+    if not leaves or not loss.requires_grad:
+        return [None] * len(leaves)
+    found = cast("Sequence[Tensor | None]", torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True))
+    return [each if each is None or each.layout is torch.strided else each.to_dense() for each in found]
 
 
 def as_vectors(whole: RowGradients, single: list[RowGradients]) -> tuple[Tensor, list[Tensor]]:
@@ -75,18 +93,31 @@ def _without_graph(blocks: Collection[Block]) -> Generator[list[Tensor]]:
         leaves.append(value.detach().requires_grad_())
         return leaves[-1].clone()  # of a leaf nothing may be written to
 
-    def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves.clear()
         with torch.no_grad():
             output = forward(*args, **kwargs)
-        return tree_map(leaf, output) if torch.is_grad_enabled() else output
+        # Elastic training looks for graphs that begin where nothing is trained.
+        needs_gradient = any(each.requires_grad for each in (*module.parameters(), *tensors_in((args, kwargs))))
+        return tree_map(leaf, output) if needs_gradient and torch.is_grad_enabled() else output
 
     with ExitStack() as stack:
         for block in blocks:
-            stack.callback(ForwardPatch(block.module, around).remove)
+            stack.callback(ForwardPatch(block.module, partial(around, block.module)).remove)
         yield leaves
 
 
-def _some_elements(rows: Tensor) -> Tensor:
+def _some_elements(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """Returns some elements of the gradient of a parameter, zeros where it has none."""
+    if gradient is None:
+        return torch.zeros(-(-parameter.numel() // _step(parameter.numel())), dtype=torch.float64, device="cpu")
+    return _spaced(gradient.reshape(1, -1)).flatten()
+
+
+def _spaced(rows: Tensor) -> Tensor:
     """Returns up to `ELEMENTS` of each row, evenly spaced, in float64 on the CPU."""
-    return rows[:, :: math.ceil(rows.shape[1] / ELEMENTS) or 1].to("cpu", torch.float64)
+    return rows[:, :: _step(rows.shape[1])].to("cpu", torch.float64)
+
+
+def _step(size: int) -> int:
+    return math.ceil(size / ELEMENTS) or 1

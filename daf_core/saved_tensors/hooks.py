@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import ModuleScopes
-from daf_core.autograd.torch_private import Node, in_backward, running_node, skip_dynamo
+from daf_core.autograd.torch_private import Node, in_backward, is_transforming, running_node, skip_dynamo
 from daf_core.codecs import (
     AttendedActivation,
     GeluDerivativeActivation,
@@ -104,7 +104,7 @@ class Packer:
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """Takes what a forward pass is given; see `StorageTable.lend`."""
-        if (store := self.replayed_by) is not None:
+        if (store := self.replayed_by) is not None and not is_transforming():  # a mapped batch has no storage
             store.shelf.sharing.lend(tensors)
 
     def pass_by(self, tensor: Tensor) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from logging import getLogger
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from daf_core.unsupported.table import Context, check_supported, unsupported_rea
 
 LossFunction = Callable[[Any], Tensor]
 
+log = getLogger("daf")
+
 
 class StepRunner:
     """Runs a model's training steps so that they keep `memory_budget`.
@@ -54,7 +58,7 @@ class StepRunner:
         check_supported(PLANS, Context(model, inner))
         self._model, self._inner, self._engine = model, inner, engine
         self._unsplittable: str | None = None
-        self._weighting = MicroBatchWeights(model)
+        self._weighting = MicroBatchWeights(model, nullcontext if elastic is None else elastic.everything)
         self._rewrites = OperatorRewrites(inner, KINDS - {LOSS} if config.chunked_loss is False else KINDS)
         if config.precision != "exact":
             self._rewrites.apply()
@@ -108,12 +112,12 @@ class StepRunner:
             except Exception as error:
                 if parts == 1 or snapshot is None or isinstance(error, DAFError) or is_out_of_memory(error):
                     raise
-                whole = self._lawless(batch, loss_function)
-                if whole is None:
+                if not self._weighting.has_loss(batch, loss_function):
                     raise
+                reasons.append(f"a part of the batch has no loss: {error!r}")
+            log.warning("DAF runs a batch as a whole, from the state before it: %s", reasons[-1])
             gc.collect()  # so that activations are gone
             snapshot.restore()
-            reasons.append(whole)
             return attempt()
 
         if snapshot is None:
