@@ -159,7 +159,7 @@ def enough(size: int) -> str:
     from humanfriendly import format_size, parse_size
 
     digit = max(10 ** (3 * ((len(str(size)) - 1) // 3) - 2), 1)  # that of the second decimal place
-    words = format_size(-(-size // digit) * digit)
-    return (
-        words if parse_size(words) >= size else format_size((-(-size // digit) + 1) * digit)
-    )  # 2.01 KB are 2,009 bytes
+    digits = -(-size // digit)
+    if parse_size(format_size(digits * digit)) < size:  # it reads "2.01 KB" as 2,009 bytes
+        digits += 1
+    return format_size(digits * digit)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from daf_core.batch.loss_reduction import ClassMean
-from daf_core.batch.rows import IGNORED, named_tensors
+from daf_core.batch.rows import IGNORED, INTEGERS, named_tensors
 
 _WEIGHT, _IGNORE_INDEX = 2, 4  # places of arguments
 
@@ -25,7 +25,7 @@ class ClassWeights(TorchFunctionMode):
 
     def laws(self, batch: Any) -> frozenset[ClassMean]:
         """Returns the laws by which the classes in tensors of a batch may weigh its rows."""
-        integers = [(name, each) for name, each in named_tensors(batch) if each.dtype in (torch.int64, torch.int32)]
+        integers = [(name, each) for name, each in named_tensors(batch) if each.dtype in INTEGERS]
         return frozenset(
             ClassMean(name, id(weights), ignored, shifted, weights)
             for weights, ignored in self._found

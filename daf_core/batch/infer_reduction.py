@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -78,13 +79,12 @@ class MicroBatchWeights:
         others = weighing(batch, seen.weighing)
         if others or seen.disagree(batch, parts) or seen.has_new_classes(batch):
             with self._everything(), _evaluating(self._model) as modes:
-                seen.add(_Test(self._model, modes, batch, loss_function, seen.classes), others)
-                modes.clear()  # once is enough
+                test = partial(_Test, self._model, batch, loss_function, known=seen.classes)
+                seen.add(test(modes), others)  # once in training mode, too, is enough
                 while seen.has_new_classes(batch):
-                    seen.add(_Test(self._model, modes, batch, loss_function, seen.classes))
+                    seen.add(test())
                 if seen.disagree(batch, parts):
-                    rows = _telling_rows(seen.laws, batch)
-                    seen.add(_Test(self._model, modes, batch, loss_function, seen.classes, rows))
+                    seen.add(test(first=_telling_rows(seen.laws, batch)))
         return weights(safest(seen.laws, batch), batch, parts)
 
     def look_again(self, batch: Any, loss_function: LossFunction) -> None:
@@ -92,7 +92,7 @@ class MicroBatchWeights:
         if (rows_of(batch) or 0) > 1:
             seen = self._seen_of(batch)
             with self._everything(), _evaluating(self._model) as modes:
-                seen.add(_Test(self._model, modes, batch, loss_function), weighing(batch, seen.weighing))
+                seen.add(_Test(self._model, batch, loss_function, modes), weighing(batch, seen.weighing))
 
     def has_loss(self, batch: Any, loss_function: LossFunction) -> bool:
         """Says whether a batch as a whole has a loss; nothing is left of it."""
@@ -140,10 +140,10 @@ def matching_laws(model: nn.Module, batch: Any, loss_function: LossFunction) -> 
         MicroBatchError: No law agrees, the batch has one row, or the loss cannot be computed for a few rows.
     """
     with _evaluating(model) as modes:
-        return _Test(model, modes, batch, loss_function).matching(frozenset[Law](LossReduction))
+        return _Test(model, batch, loss_function, modes).matching(frozenset[Law](LossReduction))
 
 
-Modes = list[tuple[nn.Module, bool]]
+Modes = Sequence[tuple[nn.Module, bool]]
 """Modules, and whether they are in training mode."""
 
 
@@ -170,20 +170,21 @@ class _Tried(NamedTuple):
 class _Test:
     """Tries a few rows of a batch, some of them first, which have classes that are not known yet if there are any.
 
-    What counts in the rows differs: see `unlike_rows`. What was changed for that is tried as it is, too.
+    What counts in the rows differs: see `unlike_rows`. What was changed for that is tried as it is, too. Training mode
+    is tried where `modes` says which modules are in it.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        modes: Modes,
         batch: Any,
         loss_function: LossFunction,
+        modes: Modes = (),
         known: Collection[Class] = (),
-        rows: Sequence[int] = (),
+        first: Sequence[int] = (),
     ) -> None:
         self._model, self.batch, self._loss_function, self._known = model, batch, loss_function, known
-        self._modes, self._first = modes, rows
+        self._modes, self._first = modes, first
         self._size = rows_of(batch) or 0
         if self._size < 2:
             raise MicroBatchError(
@@ -199,15 +200,16 @@ class _Test:
         """
         compiled = any(is_compiled(module) for module in self._model.modules())  # anew, where a function mode is active
         weights = ClassWeights()
-        with _tolerance(self._model) as tolerances, torch.no_grad(), nullcontext() if compiled else weights:
+        with _tolerance(self._model, compiled) as tolerances, torch.no_grad(), nullcontext() if compiled else weights:
             changed = weighing(self.batch)
             tried = [each for each in (self._changed(changed), self._tried(set[str]())) if each is not None]
         laws |= weights.laws(self.batch)
         for each in tried:
             allowed = max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps)
-            laws = self._matching(laws, each, allowed)
+            of_gradients = GRADIENTS[FINE if allowed == FINE else COARSE]
+            laws = self._matching(laws, each, allowed, of_gradients)
             if self._modes and not compiled:
-                self._check_training(laws, each, GRADIENTS[FINE if allowed == FINE else COARSE])
+                self._check_training(laws, each, of_gradients)
         return laws
 
     def _check_training(self, laws: frozenset[Law], tried: _Tried, allowed: float) -> None:
@@ -252,7 +254,7 @@ class _Test:
                 raise
         return tried(None)  # a model may need the ends of its texts
 
-    def _matching(self, laws: frozenset[Law], tried: _Tried, allowed: float) -> frozenset[Law]:
+    def _matching(self, laws: frozenset[Law], tried: _Tried, allowed: float, of_gradients: float) -> frozenset[Law]:
         sample, target, losses = tried.sample, float(tried.whole), [float(loss) for loss in tried.single]
         together = {law: _together(law, sample, losses) for law in _sorted(laws | frozenset(LossReduction))}
         matching = laws & {law for law, loss in together.items() if abs(loss - target) <= allowed * abs(target)}
@@ -261,7 +263,7 @@ class _Test:
         shares = {tuple(_shares(law, sample, len(losses))) for law in matching}
         if len(shares) == 1 and max(losses) - min(losses) > ALIKE * allowed * abs(target):
             return matching
-        return self._by_gradients(matching, tried, GRADIENTS[FINE if allowed == FINE else COARSE])
+        return self._by_gradients(matching, tried, of_gradients)
 
     def _by_gradients(self, laws: frozenset[Law], tried: _Tried, allowed: float) -> frozenset[Law]:
         """Returns the laws by which the gradients of single rows make that of the rows together."""
@@ -362,13 +364,16 @@ def _no_law(whole: float, together: Mapping[Law, float], allowed: float, rows: i
 
 
 @contextmanager
-def _tolerance(model: nn.Module) -> Generator[list[float]]:
-    """Gives a list of the relative differences that what was run inside may show by rounding."""
+def _tolerance(model: nn.Module, compiled: bool) -> Generator[list[float]]:
+    """Gives a list of the relative differences that what was run inside may show by rounding.
+
+    `compiled` says whether a part of the model is.
+    """
     found = [FINE]
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if device != "cpu" or torch.get_float32_matmul_precision() != "highest":
         found.append(COARSE)
-    if any(is_compiled(module) for module in model.modules()):  # hooks would have it compiled again
+    if compiled:  # hooks would have it compiled again
         found.append(COARSE)
 
     def note(_module: nn.Module, _inputs: object, output: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf_core.batch.rows import IGNORED, bounds_of, by_rows, named_tensors, rows_of
+from daf_core.batch.rows import IGNORED, INTEGERS, bounds_of, by_rows, named_tensors, rows_of
 
 
 class LossReduction(Enum):
@@ -122,6 +122,6 @@ def ignoring(batch: Any, rows: int) -> list[Tensor]:
     found = [
         (name, tensor)
         for name, tensor in named_tensors(batch)
-        if tensor.shape[0] == rows and tensor.dtype in (torch.int64, torch.int32) and bool((tensor == IGNORED).any())
+        if tensor.shape[0] == rows and tensor.dtype in INTEGERS and bool((tensor == IGNORED).any())
     ]
     return [tensor for _, tensor in sorted(found, key=lambda pair: pair[0] != "labels")]

@@ -18,7 +18,6 @@ from daf_core.model.forward_patch import ForwardPatch
 
 ELEMENTS = 4096  # of the gradient of each parameter that are compared
 
-
 LARGE = 1 << 22
 """Elements of a parameter from which on its gradient is left out: that of GPT-2's embedding takes 154 MB."""
 
@@ -42,21 +41,21 @@ def gradients_of(model: nn.Module, loss_of: Callable[[], Tensor]) -> RowGradient
     small = [each for each in outside if each.numel() <= LARGE]
     with _without_graph(blocks) as outputs:
         loss = loss_of()
-        of_outputs, of_small = _gradients(loss, outputs), _gradients(loss, small)
-        nothing = not any(each is not None and bool(each.any()) for each in (*of_outputs, *of_small))
-        of_outside = _gradients(loss, outside) if nothing else [None] * len(outside)
-    known = dict(zip(map(id, outside), of_outside, strict=True)) | dict(zip(map(id, small), of_small, strict=True))
-    found = [_some_elements(each, known[id(each)]) for each in outside]
-    of_rows = [None if each is None else _spaced(by_rows(each)) for each in of_outputs]
+        gradients = _gradients(loss, [*outputs, *small])
+        if len(small) < len(outside) and not any(bool(each.any()) for each in gradients.values()):
+            gradients |= _gradients(loss, outside)
+    found = [_some_elements(each, gradients.get(id(each))) for each in outside]
+    of_rows = [_spaced(by_rows(gradients[id(each)])) if id(each) in gradients else None for each in outputs]
     return RowGradients(torch.cat([*found, torch.zeros(0, device="cpu")]), of_rows)
 
 
-def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns those of a loss, None where it does not depend on a leaf; `grad` of the leaves stays."""
+def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Returns those of the leaves that a loss depends on, by their `id`; `grad` of the leaves stays."""
     if not leaves or not loss.requires_grad:
-        return [None] * len(leaves)
+        return {}
     found = cast("Sequence[Tensor | None]", torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True))
-    return [each if each is None or each.layout is torch.strided else each.to_dense() for each in found]
+    known = {id(leaf): each for leaf, each in zip(leaves, found, strict=True) if each is not None}
+    return {key: each if each.layout is torch.strided else each.to_dense() for key, each in known.items()}
 
 
 def as_vectors(whole: RowGradients, single: list[RowGradients]) -> tuple[Tensor, list[Tensor]]:

@@ -10,10 +10,12 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from daf_core.errors import MicroBatchError
 
+INTEGERS = (torch.int64, torch.int32)  # types of tokens, classes and lengths
 IGNORED = -100  # the label of a token that a loss leaves out
 
 _BOUNDS = re.compile(r"(^|\.)cu_?seq", re.IGNORECASE)

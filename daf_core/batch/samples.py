@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from daf_core.batch.rows import (
     IGNORED,
+    INTEGERS,
     attributes_of,
     has_rows,
     map_values,
@@ -166,7 +167,7 @@ def _with_longest(longest: int, cut: Callable[[Any], Any], value: Any) -> Any:
 
 def _are_places(tensor: Tensor, kept: int, whole: int) -> bool:
     """Says whether there is an integer for each row that may be a place in a text, and is none in one that is cut."""
-    if tensor.dim() != 1 or tensor.dtype not in (torch.int64, torch.int32) or not tensor.numel():
+    if tensor.dim() != 1 or tensor.dtype not in INTEGERS or not tensor.numel():
         return False
     return kept <= int(tensor.max()) < whole and int(tensor.min()) >= 0
 

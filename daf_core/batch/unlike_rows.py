@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daf_core.batch.loss_reduction import Law, WeightedMean, ignoring
-from daf_core.batch.rows import IGNORED, by_rows, named_tensors, rows_of, take, tensors_in
+from daf_core.batch.rows import IGNORED, INTEGERS, by_rows, named_tensors, rows_of, take, tensors_in
 from daf_core.batch.samples import length_of_texts, short_texts
 
 MOST_ROWS = 4  # rows that are tried
@@ -29,7 +29,6 @@ LEAST_RATIO = 1.5  # of the weights of two rows: where rows differ by little, ro
 
 VOID = 255  # the label of pixels that segmentations leave out
 
-INTEGERS = (torch.int64, torch.int32)  # types of tokens, classes and lengths
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # types of weights
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *INTEGERS, *FLOATS)
 
@@ -87,11 +86,13 @@ def weighing(batch: Any, known: Collection[str] = ()) -> set[str]:
     for name, tensor in named_tensors(batch):
         if tensor.shape[0] != size or name in known:
             continue
-        if _is_mask(tensor) or _is_weight(tensor) or _is_count(tensor) or _has_void(tensor):
-            sums = by_rows(tensor == VOID if _has_void(tensor) else tensor).sum(1)
-            found |= {name} if bool((sums != sums[0]).any()) else set()
-        elif _are_padded(tensor):
-            found.add(name)
+        weights = _weights_in(tensor)
+        if weights is None:
+            differ = _are_padded(tensor)
+        else:
+            sums = by_rows(weights).sum(1)
+            differ = bool((sums != sums[0]).any())
+        found |= {name} if differ else set()
     return found
 
 
@@ -101,9 +102,11 @@ def laws_of(names: Collection[str], batch: Any) -> frozenset[Law]:
     for name, tensor in named_tensors(batch):
         if name not in names:
             continue
+        if _has_void(tensor):
+            found.add(WeightedMean(name, VOID))
+            continue
         ignored = [_token_of_padding(tensor)] if _are_texts(tensor) else [None, 1] if _is_mask(tensor) else [None]
-        ignored = [VOID] if _has_void(tensor) else ignored
-        shifts = [False, True] if tensor.dim() > 1 and tensor.shape[1] > 1 and ignored != [VOID] else [False]
+        shifts = [False, True] if tensor.dim() > 1 and tensor.shape[1] > 1 else [False]
         found |= {WeightedMean(name, *each) for each in product(ignored, shifts)}
     return frozenset(found)
 
@@ -112,6 +115,13 @@ def classes(batch: Any) -> set[Class]:
     """Returns the classes in a batch, if they are few: a loss may weigh each of them in its own way."""
     found = {(place, value) for place, values in enumerate(_row_labels(batch)) for value in values}
     return found if len(found) <= MOST_CLASSES else set()
+
+
+def _weights_in(tensor: Tensor) -> Tensor | None:
+    """Returns what of a tensor may weigh rows by its sum; None where nothing may."""
+    if _is_mask(tensor) or _is_weight(tensor) or _is_count(tensor):
+        return tensor
+    return tensor == VOID if _has_void(tensor) else None
 
 
 def _is_mask(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from daf_core.batch.rows import tensors_in
 from daf_core.errors import ElasticError
 from daf_core.model.blocks import Block
 from daf_core.model.module_hooks import CallHooks, is_training_pass
+from daf_core.snapshots.settings import is_of_daf
 
 
 class ForwardTracer:
@@ -48,9 +49,9 @@ class ForwardTracer:
         if origin is None:
             where = f"{found} is given an input that requires a gradient"
         else:
-            found = [getattr(hook, "func", hook) for hook in hooks_of(self._model.get_submodule(origin))]
-            foreign = [each for each in found if not getattr(each, "__module__", "").startswith("daf_core")]
-            hooks = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in foreign)
+            foreign = [hook for hook in hooks_of(self._model.get_submodule(origin)) if not is_of_daf(hook)]
+            functions = [getattr(hook, "func", hook) for hook in foreign]
+            hooks = ", ".join(getattr(function, "__qualname__", repr(function)) for function in functions)
             where = f"what {origin or 'the model'} returns requires a gradient"
             where += f" (its hooks: {hooks})" * bool(hooks)
         raise ElasticError(

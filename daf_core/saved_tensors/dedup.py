@@ -90,16 +90,15 @@ class StorageTable:
 
         A view that a graph leads to may be of a storage that the pass itself has made.
         """
-        given = [(tensor, tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)]
-        sizes = Counter[int]()
-        for tensor, storage in given:
+        sizes, storages = Counter[int](), dict[int, UntypedStorage]()
+        for tensor in filter(is_plain, tensors):
+            number, storage = storage_id(tensor), tensor.untyped_storage()
             kept = tensor.is_leaf and _owners(tensor) > _NO_OWNER
-            sizes[number_of(storage)] += tensor.nbytes if kept else storage.nbytes()
+            sizes[number] += tensor.nbytes if kept else storage.nbytes()
+            storages[number] = storage
         known = {number: lent for number, lent in self._lent.items() if lent[0]() is not None and number not in sizes}
-        for _, storage in given:
-            if (size := sizes[number_of(storage)]) < storage.nbytes():
-                known[number_of(storage)] = weakref.ref(storage), size
-        self._lent = known
+        views = {number: storage for number, storage in storages.items() if sizes[number] < storage.nbytes()}
+        self._lent = known | {number: (weakref.ref(storage), sizes[number]) for number, storage in views.items()}
 
     def size_of(self, storage: UntypedStorage) -> int:
         """Returns the bytes of a storage that count: of one that was there before, what the pass was given of it."""

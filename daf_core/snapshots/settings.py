@@ -73,9 +73,7 @@ class _ModuleSettings:
         for name, value in self._values.items():
             if (now := attributes.get(name, attributes)) is not value and _is_setting(name, now) and now != value:
                 yield name
-        if (self._hooks or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]) and (
-            self._hooks != _hooks(attributes)
-        ):
+        if self._hooks != _hooks(attributes):
             yield _HOOKS[0]
         for name, needs_gradient in self._need_gradients.items():
             parameter = attributes["_parameters"].get(name)
@@ -111,19 +109,24 @@ def _hooks(attributes: dict[str, Any]) -> dict[str, dict[int, Any]]:
     """Returns all about the hooks of a module but DAF's own; nothing where there are none."""
     if not (attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):
         return {}
-    own = {number for name in _HOOKS for number, hook in attributes[name].items() if _is_own(hook)}
+    own = _own_hooks(attributes)
     found = {name: {n: hook for n, hook in attributes[name].items() if n not in own} for name in _ABOUT_HOOKS}
     return found if any(found.values()) else {}
 
 
 def _set_hooks(attributes: dict[str, Any], hooks: dict[str, dict[int, Any]]) -> None:
-    own = {number for name in _HOOKS for number, hook in attributes[name].items() if _is_own(hook)}
+    own = _own_hooks(attributes)
     for name in _ABOUT_HOOKS:
         kept = {number: hook for number, hook in attributes[name].items() if number in own}
         attributes[name].clear()
         attributes[name].update(hooks.get(name, {}) | kept)
 
 
-def _is_own(hook: object) -> bool:
+def _own_hooks(attributes: dict[str, Any]) -> set[int]:
+    """Returns the numbers of DAF's hooks of forward passes."""
+    return {number for name in _HOOKS for number, hook in attributes[name].items() if is_of_daf(hook)}
+
+
+def is_of_daf(hook: object) -> bool:
     """Says whether a hook is DAF's."""
     return (getattr(getattr(hook, "func", hook), "__module__", None) or "").partition(".")[0] == "daf_core"
