@@ -105,6 +105,12 @@ def counts_of(law: Law, batch: Any, rows: int) -> list[float]:
     return counts if any(counts) else [1] * rows
 
 
+def shares(law: Law, batch: Any, rows: int) -> list[float]:
+    """Returns what the losses of single rows are multiplied by, so that their sum is the loss of the rows."""
+    counts = counts_of(law, batch, rows)
+    return [1.0] * rows if law is LossReduction.SUM else [count / sum(counts) for count in counts]
+
+
 def _sums_of(law: WeightedMean | ClassMean, batch: Any) -> list[float]:
     tensor = next(tensor for name, tensor in named_tensors(batch) if name == law.name)
     tensor = tensor[:, 1:] if law.shifted else tensor

@@ -57,7 +57,6 @@ class StepRunner:
     ) -> None:
         check_supported(PLANS, Context(model, inner))
         self._model, self._inner, self._engine = model, inner, engine
-        self._unsplittable: str | None = None
         self._weighting = MicroBatchWeights(model, nullcontext if elastic is None else elastic.everything)
         self._rewrites = OperatorRewrites(inner, KINDS - {LOSS} if config.chunked_loss is False else KINDS)
         if config.precision != "exact":
@@ -138,13 +137,14 @@ class StepRunner:
         `whole` is a reason why it stays whole, None where there is none.
         """
         known = described(self._model, batch, loss_function)
+        whole = whole or self._weighting.refusal(batch)
         try:
-            parts = self.planner.prepare(known, self._unsplittable or whole).parts
+            parts = self.planner.prepare(known, whole).parts
             return parts, [1.0] if parts == 1 else self._weighting.of(batch, parts, loss_function)
         except MicroBatchError as error:
-            whole = self._unsplittable = str(error)
+            whole = str(error)
         except PlanError:  # names a budget for parts, which the loss may not have
-            whole = None if self._unsplittable or whole else self._lawless(batch, loss_function)
+            whole = None if whole else self._lawless(batch, loss_function)
             if whole is None:
                 raise
         return self.planner.prepare(known, whole).parts, [1.0]

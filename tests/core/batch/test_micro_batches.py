@@ -884,6 +884,62 @@ def test_a_law_is_looked_for_again_on_demand() -> None:
     weighting.look_again({name: tensor[:1] for name, tensor in other.items()}, loss)  # one row says nothing
 
 
+@pytest.mark.parametrize("message", ["cannot be computed", "compares rows"])
+def test_batches_after_one_that_cannot_be_cut(message: str) -> None:
+    """Rows without a loss say nothing of other batches, until three had none; a loss that compares rows says all."""
+    model = nn.Linear(4, 3)
+
+    def loss(part: Any) -> Tensor:
+        x, labels = part["x"], part["labels"]
+        if int(labels.max()) < 2:
+            return F.cross_entropy(model(x), labels)
+        if message == "compares rows":
+            return model(x).var(0, correction=0).sum()
+        raise ValueError("no loss")
+
+    good = {"x": normal(8, 4), "labels": torch.tensor([0, 1] * 4)}
+    bad = {**good, "labels": torch.tensor([2, 1] * 4)}
+    tries = 3 if message == "cannot be computed" else 1
+    weighting = MicroBatchWeights(model)
+    for _ in range(tries):
+        assert weighting.refusal(good) is None
+        assert weighting.of(good, 2, loss) == [0.5, 0.5]
+        with pytest.raises(MicroBatchError, match=message):
+            weighting.of(bad, 2, loss)
+    refusal = weighting.refusal(good)
+    assert refusal is not None
+    for batch in (good, bad):
+        with pytest.raises(MicroBatchError) as error:
+            weighting.of(batch, 2, loss)
+        assert str(error.value) == refusal
+    assert weighting.refusal({**good, "more": normal(8)}) is None  # other tensors, another loss
+
+
+def test_after_rows_without_a_loss_the_next_batch_is_tried() -> None:
+    """Its rows alone may show that the loss compares rows."""
+    model, compares = nn.Linear(4, 3), [False]
+
+    def loss(part: Any) -> Tensor:
+        if int(part["labels"].max()) == 2:
+            raise ValueError("no loss")
+        return (
+            model(part["x"]).var(0, correction=0).sum()
+            if compares
+            else F.cross_entropy(model(part["x"]), part["labels"])
+        )
+
+    good = {"x": normal(8, 4), "labels": torch.tensor([0, 1] * 4)}
+    weighting = MicroBatchWeights(model)
+    compares.clear()
+    assert weighting.of(good, 2, loss) == [0.5, 0.5]
+    compares.append(True)
+    assert weighting.of(good, 2, loss) == [0.5, 0.5]  # nothing is new
+    with pytest.raises(MicroBatchError, match="no loss"):
+        weighting.of({**good, "labels": torch.tensor([2, 1] * 4)}, 2, loss)
+    with pytest.raises(MicroBatchError, match="compares rows"):
+        weighting.of(good, 2, loss)
+
+
 def test_a_loss_that_weighs_classes_is_no_mean_over_rows() -> None:
     """It looks like one in a batch of one class."""
     model = nn.Linear(4, 2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from daf_core import ActivationEngine, DAFConfig
+from daf_core.batch.rows import tensors_in
 from daf_core.errors import PlanError, ProfileError
 from daf_core.model.blocks import blocks_of
 from daf_core.model.caches import watch_callers
@@ -53,7 +54,7 @@ class Training:
         assert self.runner.plan is not None
         self.plans.append(self.runner.plan)
         place = self.fails.pop(0) if self.fails else ""
-        with self.engine.compress():
+        with self.engine.compress(tensors_in(part)):
             loss = weight * self.loss(self.model, part)
             self._burn(place == "forward")
         first = next(self.model.parameters())
@@ -300,6 +301,35 @@ def test_contrastive_loss_keeps_a_batch_whole() -> None:
     training.tighten(1)
     assert_close(training.run(), expected)
     assert {plan.parts for plan in training.plans} == {1}
+
+
+def test_batches_after_one_whose_rows_have_no_loss_are_cut() -> None:
+    """A new padding has the law looked for again, where single rows of this batch have no loss."""
+
+    def loss(model: nn.Module, batch: nets.Batch) -> Tensor:
+        if not bool(batch["mask"].all()) and len(batch["mask"]) < 8:
+            raise ValueError("not without the others")
+        return nets._squares(model, batch)
+
+    def made(budget: int) -> Training:
+        training = Training("encoder", loss=loss, memory_budget=budget)
+        training.batch["mask"] = torch.ones(8, dtype=torch.bool)
+        return training
+
+    with pytest.raises(PlanError) as error:
+        made(1000).run()
+    training = made(int(1.1 * error.value.least))
+    good, bad = training.batch, {**training.batch, "mask": torch.arange(8) != 3}
+    for _ in range(2):
+        training.batch = bad
+        with pytest.raises(PlanError, match="not without the others"):
+            training.run()
+        training.batch = good
+        training.model.zero_grad()
+        expected = plain(training)
+        training.model.zero_grad()
+        assert_close(training.run(), expected)
+        assert training.plans[-1].parts > 1
 
 
 def test_lack_of_a_plan_is_not_taken_for_lack_of_memory() -> None:
