@@ -128,16 +128,6 @@ class _Seen:
         self._tests += 1
 
 
-def matching_laws(model: nn.Module, batch: Any, loss_function: LossFunction) -> frozenset[Law]:
-    """Returns the laws of `LossReduction` that a loss follows on at most `MOST_ROWS` rows of a batch.
-
-    Raises:
-        MicroBatchError: No law agrees, the batch has one row, or the loss cannot be computed for a few rows.
-    """
-    with evaluating(model) as modes:
-        return Trial(model, batch, loss_function, modes).matching(frozenset[Law](LossReduction))
-
-
 def _telling_rows(laws: Collection[Law], batch: Any) -> list[int]:
     """Returns the rows of a batch that weigh more by some laws than by others, those first where this is most so."""
     by_law = [shares(law, batch, rows_of(batch) or 0) for law in laws if law is not LossReduction.SUM]

@@ -22,13 +22,13 @@ from transformers import (
 
 import daf_integrations as daf
 from daf_core import MicroBatchError, PlanError
-from daf_core.batch.infer_reduction import LossFunction, matching_laws
-from daf_core.batch.loss_reduction import LossReduction, safest, weights
+from daf_core.batch.loss_reduction import LossReduction, weights
 from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.table import Context, unsupported_reasons
 from tests.core.harness import integers, normal
+from tests.core.laws import infer_reduction, matching_laws
 from tests.integrations.hf_parts import MODELS, causal, made, masked, padded_rows, padded_trainer, run_in_parts, tagger
 from tests.integrations.hf_runs import lora, losses, resnet, rows_for, run
 from tests.integrations.hf_runs import weights as weights_of
@@ -44,10 +44,6 @@ LAWS = {
     "regressor": {LossReduction.ROWS, LossReduction.LABELS, LossReduction.SHIFTED_LABELS},
     "translator": {LossReduction.LABELS},
 }
-
-
-def infer_reduction(model: nn.Module, batch: Any, loss_function: LossFunction) -> LossReduction:
-    return safest(matching_laws(model, batch, loss_function), batch)
 
 
 def _batch(model: nn.Module) -> dict[str, Tensor]:

@@ -16,19 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from daf_core import MicroBatchError
-from daf_core.batch.infer_reduction import LossFunction, MicroBatchWeights, matching_laws
-from daf_core.batch.loss_reduction import LossReduction, safest, weights
+from daf_core.batch.infer_reduction import MicroBatchWeights
+from daf_core.batch.loss_reduction import LossReduction, weights
 from daf_core.batch.micro_batches import run_parts
 from daf_core.batch.rows import IGNORED, split
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.table import Context, unsupported_reasons
 from tests.core.harness import integers, normal
+from tests.core.laws import infer_reduction, matching_laws
 
 ROWS, LENGTH, CLASSES = 6, 8, 11
-
-
-def infer_reduction(model: nn.Module, batch: Any, loss_function: LossFunction) -> LossReduction:
-    return safest(matching_laws(model, batch, loss_function), batch)
 
 
 class Tagger(nn.Module):
