@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -71,22 +71,26 @@ class RecomputedBlock:
         args, kwargs = self._without_empty_caches(args, kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=is_cache)
         inputs = len(tree_flatten(args, is_leaf=is_cache)[0])
-        # The first run writes to the caches that the caller reads afterwards, later ones to copies of what was there.
-        first = {place: leaf for place, leaf in enumerate(leaves) if self._writes_caches and is_cache(leaf)}
-        caches = tuple(first)
+        # The first run writes to the lists and caches that the caller reads afterwards, later ones to copies of what
+        # was there.
+        first = [(args, kwargs)]
+        caches = [place for place, leaf in enumerate(leaves) if self._writes_caches and is_cache(leaf)]
         places = [
             place
             for place, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and (place < inputs or leaf.requires_grad)
         ]
 
-        def with_tensors(*tensors: Tensor) -> Any:
+        def again(tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             filled = list(leaves)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             for place in caches:
-                filled[place] = first.pop(place) if place in first else as_it_is(leaves[place], self._layers)
-            inner_args, inner_kwargs = tree_unflatten(filled, structure)
+                filled[place] = as_it_is(leaves[place], self._layers)
+            return tree_unflatten(filled, structure)
+
+        def with_tensors(*tensors: Tensor) -> Any:
+            inner_args, inner_kwargs = first.pop() if first else again(tensors)
             outside, _running.in_block = _running.in_block, True
             try:
                 return forward(*inner_args, **inner_kwargs)

@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -193,6 +194,68 @@ def test_containers_and_all_random_generators(kind: str) -> None:
     recomputing(model)
     assert_same(step(), expected)
     assert counts == [2, 2, 2]
+
+
+def _appends(shared: Any, x: Tensor) -> None:
+    shared["losses"].append(x.square().mean())
+
+
+def _carries(shared: Any, x: Tensor) -> None:
+    shared["state"] = shared["state"] * x.mean(1, keepdim=True).exp()
+
+
+def _fills_first(shared: Any, x: Tensor) -> None:
+    shared.setdefault("first", x.sin())
+
+
+def _takes(shared: Any, x: Tensor) -> None:
+    shared["losses"].append(x.square().mean() * shared["left"].pop())
+
+
+class Writing(nn.Module):
+    """A layer that reads the containers that it is given, and writes to them."""
+
+    def __init__(self, writes: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.first, self.second, self.writes = nn.Linear(4, 4), nn.Linear(4, 4), writes
+
+    def forward(self, x: Tensor, shared: Any) -> Tensor:
+        y = self.second(self.first(x).tanh()) * shared["state"] + shared.get("first", 0)
+        self.writes(shared, y)
+        return y
+
+
+class WritingModel(nn.Module):
+    """Hands the same containers to all of its layers, and reads them in the end."""
+
+    def __init__(self, writes: Callable[[Any, Tensor], None], keyword: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Writing(writes) for _ in range(3))
+        self.keyword = keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = {"losses": list[Tensor](), "state": torch.ones(1), "left": deque([x[:, 0], x[:, 1], x[:, 2]])}
+        for layer in self.layers:
+            x = layer(x, shared=shared) if self.keyword else layer(x, shared)
+        return x.sum() + sum(shared["losses"]) + shared["state"].sum() + shared.get("first", torch.zeros(1)).sum()
+
+
+@pytest.mark.parametrize("keyword", [False, True], ids=["argument", "keyword"])
+@pytest.mark.parametrize("writes", [_appends, _carries, _fills_first, _takes])
+def test_what_layers_write_to_containers_is_read_by_those_who_share_them(
+    writes: Callable[[Any, Tensor], None], keyword: bool
+) -> None:
+    model, x = WritingModel(writes, keyword), normal(6, 4)
+
+    def loss() -> Tensor:
+        return (model(x) + model(2 * x).square()).sum()  # two passes before a backward pass
+
+    expected = [loss().detach(), *gradients_of(model, loss, nullcontext)]
+    counts = recomputed_times(model)
+    recomputing(model)
+    assert_same([loss().detach(), *gradients_of(model, loss, nullcontext)], expected)
+    assert counts == [6] * 3
 
 
 def test_batch_norm_counts_each_batch_once() -> None:
