@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -13,6 +14,8 @@ from daf_core.autograd.torch_private import hooks_of
 from daf_core.model.forward_patch import runs_own_forward
 
 Undo = Callable[[], None]
+
+_OF_ANY_MODULE = {*vars(nn.Module()), "forward"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ def is_bare(module: nn.Module) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether a module has hooks that are not DAF's."""
     return not all(map(is_own_hook, hooks_of(module)))
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes that a module has beside those of any module: its formula may depend on them."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
 
 
 def autocast_device(tensor: Tensor) -> str:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from daf_core.autograd.functions import apply, once_differentiable
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.model.recompute import in_recomputed_block
-from daf_core.rewrites.base import Undo, is_bare
+from daf_core.rewrites.base import Undo, is_bare, own_attributes
 
 WIDTH, INNER, ROWS = 3, 5, 7  # sizes of the small layers with which a module's formula is checked
 TOLERANCE = 1e-9  # largest difference in float64 of values and gradients
@@ -53,7 +53,8 @@ def gated_product(gate: Tensor, up: Tensor, form: Gate) -> Tensor:
 def find_gate(module: nn.Module) -> Gate | None:
     """Returns the activation of a module that computes ``down(act(gate(x)) * up(x))``; None for all others.
 
-    The module's forward is run with small layers in place of its own.
+    A copy of it is run with small layers in place of its own, in training and in evaluation, with random numbers of its
+    own, so that nothing of that is left behind.
     """
     children = dict(module.named_children())
     if children.keys() != _CHILDREN or not is_bare(module) or not is_bare(children["act_fn"]):
@@ -62,28 +63,33 @@ def find_gate(module: nn.Module) -> Gate | None:
     if own_tensors or any(True for _ in children["act_fn"].parameters()):
         return None
     layers = {"gate_proj": _layer(WIDTH, INNER), "up_proj": _layer(WIDTH, INNER), "down_proj": _layer(INNER, WIDTH)}
-    twin = copy.copy(module)
-    vars(twin)["_modules"] = {**children, **layers}
     try:
-        own = _probe(partial(type(module).forward, twin), layers)
+        own = [_probe_copy(module, layers, training) for training in (True, False)]
     except Exception:  # whatever a stranger's module raises, it is none that takes a tensor alone
         return None
 
     def agrees(form: Gate) -> bool:
         gate, up, down = layers.values()
         other = _probe(lambda inputs: down(gated_product(gate(inputs), up(inputs), form)), layers)
-        pairs = list(zip(own, other, strict=True))
+        pairs = [pair for each in own for pair in zip(each, other, strict=True)]
         return all(a.shape == b.shape and torch.allclose(a, b, TOLERANCE, TOLERANCE) for a, b in pairs)
 
     return next(filter(agrees, GATES), None)
 
 
 def rewrite_gated(module: nn.Module, form: Gate) -> Undo:
-    """Makes a gated MLP save two tensors instead of three where autograd records it; returns what undoes it."""
+    """Makes a gated MLP save two tensors instead of three where autograd records it; returns what undoes it.
+
+    As long as its activation and its attributes are those with which it was found to be one.
+    """
     layers: Any = module
+    known = _formula(module)
 
     def around(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if kwargs or len(args) != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        formula = _formula(module)
+        if formula.keys() != known.keys() or any(formula[name] is not value for name, value in known.items()):
             return forward(*args, **kwargs)
         parts = _parts(args[0], layers.gate_proj) if in_recomputed_block() else 1
         if parts == 1:
@@ -134,6 +140,25 @@ def _layer(width: int, outputs: int) -> nn.Linear:
 def _numbers(first: float, last: float, rows: int, columns: int) -> Tensor:
     numbers = torch.linspace(first, last, rows * columns, dtype=torch.float64, device="cpu")
     return numbers.view(rows, columns)
+
+
+def _formula(module: nn.Module) -> dict[str, object]:
+    """Returns what the formula of a gated MLP depends on."""
+    activation = module.get_submodule("act_fn")
+    return {
+        "act_fn": activation,
+        **own_attributes(module),
+        **{f".{k}": v for k, v in own_attributes(activation).items()},
+    }
+
+
+def _probe_copy(module: nn.Module, layers: dict[str, nn.Linear], training: bool) -> list[Tensor]:
+    """Returns what `_probe` does of a copy of a module with other layers."""
+    twin = copy.copy(module)
+    vars(twin)["_modules"] = {"act_fn": copy.deepcopy(module.get_submodule("act_fn")), **layers}
+    twin.train(training)
+    with torch.random.fork_rng(devices=[]):
+        return _probe(partial(type(module).forward, twin), layers)
 
 
 def _probe(function: Callable[[Tensor], Tensor], layers: dict[str, nn.Linear]) -> list[Tensor]:

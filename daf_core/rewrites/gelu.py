@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from daf_core.model.forward_patch import ForwardPatch
-from daf_core.rewrites.base import Undo, is_bare
+from daf_core.rewrites.base import Undo, is_bare, own_attributes
 
 Activation = Callable[[Tensor], Tensor]
 
 QUICK = 1.702  # the factor of the approximation ``x * sigmoid(1.702 * x)``
 REACH, SAMPLES = 8.0, 257  # inputs that are compared: from minus to plus 8, beyond which GELU is 0 or its input to 1e-9
-
-_OF_ANY_MODULE = {*vars(nn.Module()), "forward"}
 
 _CONSTANT = (int, float, str, type(None))
 
@@ -65,21 +63,16 @@ def rewrite_gelu(module: nn.Module, form: Activation) -> Undo:
 
     As long as its attributes are those with which it was found to do so.
     """
-    known = _attributes(module)
+    known = own_attributes(module)
 
     def around(forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if kwargs or len(args) != 1 or not torch.is_grad_enabled() or _attributes(module) != known:
+        if kwargs or len(args) != 1 or not torch.is_grad_enabled() or own_attributes(module) != known:
             return forward(*args, **kwargs)
         inputs = args[0]
         overflows = form is quick_gelu and inputs.dtype is torch.float16  # from 38,000 on
         return form(inputs) if inputs.is_floating_point() and not overflows else forward(inputs)
 
     return ForwardPatch(module, around).remove
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's own attributes, which its formula may depend on."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
 
 
 def _probe_copy(module: nn.Module, training: bool) -> tuple[Tensor, Tensor, int]:
@@ -89,12 +82,12 @@ def _probe_copy(module: nn.Module, training: bool) -> tuple[Tensor, Tensor, int]
         ValueError: It may change when it is called, and somebody read that.
     """
     twin = copy.deepcopy(module).train(training)
-    before = _attributes(twin)
+    before = own_attributes(twin)
     with torch.random.fork_rng(devices=[]):
         found = _probe(twin.forward)
     if not all(callable(value) or isinstance(value, _CONSTANT) for value in before.values()):
         raise ValueError(f"{type(module).__name__} has attributes that may change")
-    if _attributes(twin) != before:
+    if own_attributes(twin) != before:
         raise ValueError(f"{type(module).__name__} changes when it is called")
     return found
 

@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from daf_core.model.blocks import blocks_of
 from daf_core.model.recompute import RecomputedBlock
 from daf_core.rewrites import gated
-from daf_core.rewrites.gated import find_gate, gated_product
+from daf_core.rewrites.gated import find_gate, gated_product, rewrite_gated
 from daf_core.rewrites.registry import OperatorRewrites
+from tests.core.harness import normal
 from tests.core.rewrites.steps import batch, step
 from tests.core.rewrites.test_operators import kinds, saved_elements
 
@@ -68,6 +69,15 @@ class WithoutGradient(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)).detach() * self.up_proj(x))
 
 
+class Dropping(LlamaMLP):
+    """As that of SeedOss."""
+
+    rate = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(super().forward(x), self.rate, self.training)
+
+
 def only_gated(model: nn.Module, run: Any) -> tuple[Any, Any]:
     """Returns what `run` returns before and after the rewrite of gated MLPs alone."""
     plain, rewrites = run(), OperatorRewrites(model)
@@ -109,6 +119,43 @@ def test_other_activations_are_left_alone(activation: str) -> None:
 @pytest.mark.parametrize("other", [Doubled, Swapped, WithoutGradient])
 def test_other_formulas_are_left_alone(other: type[LlamaMLP]) -> None:
     assert find_gate(other(LlamaConfig(**SIZES))) is None
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_dropout_is_found_in_whatever_mode_a_module_is(training: bool) -> None:
+    module = Dropping(LlamaConfig(**SIZES)).train(training)
+    before = torch.get_rng_state()
+    assert find_gate(module) is None
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {each.training for each in module.modules()} == {training}
+
+
+def _with_a_dropout(module: Any) -> None:
+    module.rate = 0.1
+
+
+def _with_another_activation(module: Any) -> None:
+    module.act_fn = nn.Tanh()
+
+
+def _with_another_form(module: Any) -> None:
+    module.act_fn.approximate = "tanh"
+
+
+@pytest.mark.parametrize("change", [_with_a_dropout, _with_another_activation, _with_another_form])
+def test_a_formula_that_changes_is_followed(change: Callable[[Any], None]) -> None:
+    module = Dropping(LlamaConfig(**SIZES))
+    module.rate, module.act_fn = 0.0, nn.GELU()
+    form, x = find_gate(module), normal(6, SIZES["hidden_size"])
+    assert form is not None
+    undo = rewrite_gated(module, form)
+    assert module(x).grad_fn.next_functions[0][0].name() == "_GatedProductBackward"
+    change(module)
+    torch.manual_seed(0)
+    found = module(x)
+    undo()
+    torch.manual_seed(0)
+    assert torch.equal(found, module(x))
 
 
 def test_modules_with_more_in_them_are_left_alone() -> None:
