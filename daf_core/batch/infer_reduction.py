@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from daf_core.batch.loss_reduction import Law, LossReduction, safest, shares, we
 from daf_core.batch.rows import named_tensors, rows_of
 from daf_core.batch.samples import copied
 from daf_core.batch.trial import ComparesRowsError, LossFunction, Trial, evaluating, loss_of
-from daf_core.batch.unlike_rows import Class, classes, laws_of, weighing
+from daf_core.batch.unlike_rows import Alike, Class, alike_rows, classes, laws_of, row_without, weighing
 from daf_core.errors import MicroBatchError
 
 MOST_TESTS = 10
@@ -30,10 +30,11 @@ class MicroBatchWeights:
     """The weights of a batch's parts, by the law that the loss has been seen to follow.
 
     The law is looked for at the first batch. Where several agree with what was seen, that is done again at the first
-    batch for which they say different weights, at each batch with new classes, and where masks, weights, lengths or
-    padding of rows differ for the first time: a loss that weighs classes, or counts what a mask does, is a mean over
-    rows as long as all rows are alike. Batches of other tensors have a law of their own. `everything` returns a context
-    in which all is trained, as laws are looked for there.
+    batch for which they say different weights, at each batch with new classes, where two rows are alike or one has no
+    label for the first time, and where masks, weights, lengths or padding of rows differ for the first time: a loss
+    that weighs classes, or counts what a mask does, is a mean over rows as long as all rows weigh the same. Batches of
+    other tensors have a law of their own. `everything` returns a context in which all is trained, as laws are looked
+    for there.
     """
 
     def __init__(
@@ -50,23 +51,23 @@ class MicroBatchWeights:
                 the next batch of this kind is tested, too.
         """
         seen = self._seen_of(batch)
-        others = weighing(batch, seen.weighing)
-        if seen.doubted or others or seen.disagree(batch, parts) or seen.has_new_classes(batch):
-            with seen.testing(), self._everything(), evaluating(self._model) as modes:
-                test = partial(Trial, self._model, batch, loss_function, known=seen.classes)
-                seen.add(test(modes), others)  # once in training mode, too, is enough
-                while seen.has_new_classes(batch):
-                    seen.add(test())
-                if seen.disagree(batch, parts):
-                    seen.add(test(first=_telling_rows(seen.laws, batch)))
+        if seen.doubted or seen.is_new(batch) or seen.disagree(batch, parts):
+            self._look(seen, batch, loss_function)
+            if seen.disagree(batch, parts):
+                self._look(seen, batch, loss_function, _telling_rows(seen.laws, batch))
         return weights(safest(seen.laws, batch), batch, parts)
 
     def look_again(self, batch: Any, loss_function: LossFunction) -> None:
         """Looks for the law of a batch of two rows or more, whatever was seen of others; raises what `of` does."""
         if (rows_of(batch) or 0) > 1:
-            seen = self._seen_of(batch)
-            with seen.testing(), self._everything(), evaluating(self._model) as modes:
-                seen.add(Trial(self._model, batch, loss_function, modes), weighing(batch, seen.weighing))
+            self._look(self._seen_of(batch), batch, loss_function)
+
+    def _look(self, seen: _Seen, batch: Any, loss_function: LossFunction, first: Sequence[int] = ()) -> None:
+        with seen.testing(), self._everything(), evaluating(self._model) as modes:
+            test = partial(Trial, self._model, batch, loss_function, first=first)
+            seen.add(partial(test, modes), batch)  # once in training mode, too, is enough
+            while seen.has_new_rows(batch):
+                seen.add(test, batch, alike_rows(batch, seen.alike))
 
     def refusal(self, batch: Any) -> str | None:
         """Returns why batches of this kind are not cut any more; None where they may be."""
@@ -90,6 +91,8 @@ class _Seen:
     def __init__(self) -> None:
         self.laws = frozenset[Law](LossReduction)
         self.classes: set[Class] = set()
+        self.alike: set[tuple[str, float]] = set()  # values that two rows had
+        self.without: set[str] = set()  # tensors of which a row had nothing that counts
         self.weighing: set[str] = set()
         self.refusal: str | None = None  # why no more batches are cut
         self.doubted = False  # after a batch that was not tried, until one is
@@ -114,17 +117,29 @@ class _Seen:
         """Whether laws say different weights for the parts of a batch."""
         return len(self.laws) > 1 and len({tuple(weights(law, batch, parts)) for law in self.laws}) > 1
 
-    def has_new_classes(self, batch: Any) -> bool:
-        """Whether there are classes to be tried in a batch."""
-        return self._tests < MOST_TESTS and bool(classes(batch) - self.classes)
+    def is_new(self, batch: Any) -> bool:
+        """Whether a batch has rows to be tried, or something that differs between rows for the first time."""
+        return bool(weighing(batch, self.weighing)) or self.has_new_rows(batch)
 
-    def add(self, test: Trial, others: Collection[str] = ()) -> None:
-        """Runs a test; `others` are names of what differs between rows for the first time."""
+    def has_new_rows(self, batch: Any) -> bool:
+        """Whether a batch has rows to be tried: of new classes, that are alike, or in which nothing counts."""
+        if self._tests >= MOST_TESTS:
+            return False
+        special = alike_rows(batch, self.alike) or row_without(batch, self.without)
+        return special is not None or bool(classes(batch) - self.classes)
+
+    def add(self, trial: Callable[..., Trial], batch: Any, alike: Alike | None = None) -> None:
+        """Tries rows of a batch."""
+        others, without = weighing(batch, self.weighing), row_without(batch, self.without)
+        rows = {} if alike is None else {"first": alike.rows}
+        test = trial(known=self.classes, last=() if without is None else without[1:], **rows)
         # Where rows weighed the same so far, a mean by weights was one over rows.
-        possible = laws_of(others, test.batch) if LossReduction.ROWS in self.laws else frozenset[Law]()
+        possible = laws_of(others, batch) if LossReduction.ROWS in self.laws else frozenset[Law]()
         self.laws = test.matching(self.laws | possible)
         self.classes |= test.classes
-        self.weighing |= {*others}
+        self.alike |= set() if alike is None else {(alike.name, alike.value)}
+        self.without |= set() if without is None else {without[0]}
+        self.weighing |= others
         self._tests += 1
 
 

@@ -79,8 +79,9 @@ class _Tried(NamedTuple):
 class Trial:
     """Tries a few rows of a batch, some of them first, which have classes that are not known yet if there are any.
 
-    What counts in the rows differs: see `unlike_rows`. What was changed for that is tried as it is, too. Training mode
-    is tried where `modes` says which modules are in it.
+    What counts in the rows differs: see `unlike_rows`. What was changed for that is tried as it is, too, and so are
+    they with the rows of `last`, if the loss bears these. Training mode is tried where `modes` says which modules are
+    in it.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class Trial:
         modes: Modes = (),
         known: Collection[Class] = (),
         first: Sequence[int] = (),
+        last: Sequence[int] = (),
     ) -> None:
         self._model, self.batch, self._loss_function, self._known = model, batch, loss_function, known
-        self._modes, self._first = modes, first
+        self._modes, self._first, self._last = modes, first, last
         self._size = rows_of(batch) or 0
         if self._size < 2:
             raise MicroBatchError(
@@ -111,13 +113,19 @@ class Trial:
         weights = ClassWeights()
         with _tolerance(self._model, compiled) as tolerances, torch.no_grad(), nullcontext() if compiled else weights:
             changed = weighing(self.batch)
-            tried = [each for each in (self._changed(changed), self._tried(set[str]())) if each is not None]
+            some = self._if_borne(set(), self._last)
+            tried = [each for each in (self._if_borne(changed), self._tried(set()), some) if each is not None]
         laws |= weights.laws(self.batch)
         for each in tried:
             allowed = max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps)
             of_gradients = GRADIENTS[FINE if allowed == FINE else COARSE]
-            laws = self._matching(laws, each, allowed, of_gradients)
-            if self._modes and not compiled:
+            try:
+                laws = self._matching(laws, each, allowed, of_gradients)
+            except MicroBatchError as error:
+                if each is some and not isinstance(error, ComparesRowsError):
+                    continue
+                raise
+            if self._modes and not compiled and each is not some:
                 self._check_training(laws, each, of_gradients)
         return laws
 
@@ -138,17 +146,17 @@ class Trial:
         if wrong and again.shape == whole.shape and (again - whole).norm() <= allowed * whole.norm():
             raise _not_made(len(single), errors, allowed, " in training mode")
 
-    def _changed(self, names: set[str]) -> _Tried | None:
-        """Returns what was tried with other weights; None where there are none, or the loss does not bear them."""
+    def _if_borne(self, names: set[str], last: Sequence[int] = ()) -> _Tried | None:
+        """Returns what was tried with other weights or rows; None where there are none or the loss has none."""
         try:
-            tried = self._tried(names) if names else None
+            tried = self._tried(names, last) if names or last else None
         except MicroBatchError:  # what a mask says may be bound to something else
             return None
         return tried if tried is not None and tried.whole.isfinite() else None
 
-    def _tried(self, names: set[str]) -> _Tried:
+    def _tried(self, names: set[str], last: Sequence[int] = ()) -> _Tried:
         def tried(length: int | None) -> _Tried:
-            sample, rows = unlike_rows(self.batch, self._size, names, self._known, length, self._first)
+            sample, rows = unlike_rows(self.batch, self._size, names, self._known, length, self._first, last)
             self.classes |= classes(take(self.batch, rows, self._size))
             return _Tried(sample, *_each(lambda part: loss_of(self._loss_function, part), sample, len(rows)))
 
@@ -170,7 +178,8 @@ class Trial:
         if not matching or not target or not math.isfinite(target):  # to which every number is near
             raise _no_law(target, together, allowed, len(losses))
         different = {tuple(shares(law, sample, len(losses))) for law in matching}
-        if len(different) == 1 and max(losses) - min(losses) > ALIKE * allowed * abs(target):
+        finite = list(filter(math.isfinite, losses))  # all but those of rows without a label
+        if len(different) == 1 and max(finite) - min(finite) > ALIKE * allowed * abs(target):
             return matching
         return self._by_gradients(matching, tried, of_gradients)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ ENDS = 6  # of these the ones that are padding in some rows and not in others
 MOST_CLASSES = 1000
 """Classes that a batch may have: what looks like more of them may be numbers of samples, new in every batch."""
 
+MOST_ALIKE = 2
+"""Values of a tensor of which two rows are tried together: of zeros and ones a loss may compare the ones alone."""
+
 LEAST_PADDING = 4  # tokens that a text is padded by at the least: other texts end with a few that are the same
 LEAST_RATIO = 1.5  # of the weights of two rows: where rows differ by little, rounding hides how laws differ
 
@@ -36,6 +40,14 @@ Class = tuple[int, int]
 """A class of rows: the number of the tensor that has one for each row, and its value there."""
 
 
+class Alike(NamedTuple):
+    """Two rows that have the same value in a tensor."""
+
+    name: str
+    value: float
+    rows: list[int]
+
+
 def unlike_rows(
     batch: Any,
     size: int,
@@ -43,13 +55,14 @@ def unlike_rows(
     known: Collection[Class] = (),
     length: int | None = LENGTH,
     first: Sequence[int] = (),
+    last: Sequence[int] = (),
 ) -> tuple[Any, list[int]]:
     """Returns copies of a few of the `size` rows of a batch, with up to `length` tokens each, and which these are.
 
-    They are those of `first`, rows with the most labels, and such with classes that are not known yet. Some labels of
-    two rows are ignored where labels are ignored in the batch. Of the tensors named `weighing` one row counts half.
-    Lengths become shorter as texts do, those that may be classes only if they are named. No other label is changed:
-    which values a loss bears, only its own batches tell.
+    They are those of `first`, rows with the most labels, such with classes that are not known yet, and those of `last`.
+    Some labels of two rows are ignored where labels are ignored in the batch. Of the tensors named `weighing` one row
+    counts half. Lengths become shorter as texts do, those that may be classes only if they are named. No other label is
+    changed: which values a loss bears, only its own batches tell.
     """
     labels = ignoring(batch, size)
     order = _unlike_first(batch, size, known)
@@ -58,8 +71,8 @@ def unlike_rows(
         keys: list[tuple[bool, int]] = list(zip(counted[:, 0].tolist(), counted.sum(1).tolist(), strict=True))
         order.sort(key=keys.__getitem__, reverse=True)
     order = list(dict.fromkeys([*first, *order]))
-    # Packed sequences need the longest first.
-    rows = order[:MOST_ROWS] if labels else sorted(order[:MOST_ROWS])
+    order = [*[row for row in order if row not in last][: MOST_ROWS - len(last)], *last]
+    rows = order if labels else sorted(order)  # packed sequences need the longest first
     whole = take(batch, rows, size)
     sample = whole if length is None else short_texts(whole, length, _ends(whole))
     before, after = length_of_texts(whole) or 0, length_of_texts(sample) or 0
@@ -115,6 +128,43 @@ def classes(batch: Any) -> set[Class]:
     """Returns the classes in a batch, if they are few: a loss may weigh each of them in its own way."""
     found = {(place, value) for place, values in enumerate(_row_labels(batch)) for value in values}
     return found if len(found) <= MOST_CLASSES else set()
+
+
+def alike_rows(batch: Any, known: Collection[tuple[str, float]] = ()) -> Alike | None:
+    """Returns two rows of one class, query or the like, which a loss may compare; None where all of them are known.
+
+    `known` has names and values. Of the rows with a value two are taken that differ in most other tensors of one number
+    for each row: rankings compare texts of one query that do not have the same grade.
+    """
+    size = rows_of(batch)
+    whole = [(name, tensor) for name, tensor in named_tensors(batch) if tensor.dim() == 1 and tensor.shape[0] == size]
+    values: dict[str, list[float]] = {name: tensor.tolist() for name, tensor in whole if not tensor.is_complex()}
+    for name, own in values.items():
+        tried = [value for other, value in known if other == name]
+        for value, count in Counter(own).most_common() if len(tried) < MOST_ALIKE else ():
+            if count > 1 and value != IGNORED and value not in tried:
+                first, *others = (row for row, each in enumerate(own) if each == value)
+                differing = [sum(each[row] != each[first] for each in values.values()) for row in others]
+                return Alike(name, value, [first, others[differing.index(max(differing))]])
+    return None
+
+
+def row_without(batch: Any, known: Collection[str] = ()) -> tuple[str, int] | None:
+    """Returns a row in which nothing counts, and the name of the tensor that says so; None where all are known.
+
+    That is a row without a label, or with zeros alone in a mask or in weights that have others: a part of such rows
+    weighs nothing by some laws, and a loss may have terms in it.
+    """
+    size = rows_of(batch)
+    for name, tensor in named_tensors(batch):
+        if tensor.shape[0] != size or name in known:
+            continue
+        ignores = tensor.dtype in INTEGERS and bool((tensor == IGNORED).any())
+        counted = tensor != IGNORED if ignores else _weights_in(tensor) if tensor.dim() > 1 else None
+        counts: list[bool] = [] if counted is None else by_rows(counted).any(1).tolist()
+        if {*counts} == {False, True}:
+            return name, counts.index(False)
+    return None
 
 
 def _weights_in(tensor: Tensor) -> Tensor | None:
