@@ -10,10 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from daf_core.distributed import exchanging, several
+from daf_core.model.layer_drop import layer_drops
 from daf_core.unsupported.models import SHARDED, compiled, kind_of_first, missing, sharded
 from daf_core.unsupported.table import Context, Feature
-
-LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # options of models of transformers
 
 _ERROR = "elastic training is not possible here: {}"
 
@@ -27,9 +26,11 @@ class FirstStep(NamedTuple):
 
 
 def _drops_layers(context: Context) -> tuple[str, float, str] | None:
-    configs = [(getattr(each, "config", None), type(each).__name__) for each in context.model.modules()]
-    rates = ((name, getattr(config, name, 0.0), kind) for config, kind in configs for name in LAYER_DROPS)
-    return next((found for found in rates if found[1]), None)
+    found = next(layer_drops(context.model), None)
+    if found is None:
+        return None
+    own = "" if found.owner is found.module else "config."
+    return own + found.name, found.rate, type(found.module).__name__
 
 
 def _reentrant(module: nn.Module) -> bool:
@@ -63,7 +64,7 @@ ELASTIC = Feature(
         ),
         (
             _drops_layers,
-            "config.{}={} of {} skips layers at random, and a step may train what is skipped; set it to 0",
+            "{}={} of {} skips layers at random, and a step may train what is skipped; set it to 0",
         ),
         (sharded, f"{SHARDED}; use DistributedDataParallel, or leave out elastic"),
         (compiled, "{} is compiled, and would be again for each part that is trained; leave out torch.compile"),

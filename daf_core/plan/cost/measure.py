@@ -18,6 +18,7 @@ from daf_core.errors import ProfileError
 from daf_core.memory.system.release import release_memory
 from daf_core.model.blocks import BATCH_NORMS, Block, blocks_of
 from daf_core.model.caches import LeftEmptyError, holds_state, is_cache, layers_of
+from daf_core.model.layer_drop import all_layers
 from daf_core.model.treatments import Treatments
 from daf_core.plan.cost.profile import Observed, Profile, planned_bits
 from daf_core.plan.observe.meter import meter_on
@@ -38,7 +39,8 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
     The larger pass shows which costs do not grow with rows. Blocks that run differently from pass to pass, such as
     experts, are left out, and the modules around them may be blocks instead. Blocks that a pass changes are left out
     too: a second pass would find them changed. So are those that compute something else when they run again, as where
-    they read a state of their own. Nothing may be compressed or recomputed in the model meanwhile.
+    they read a state of their own. Layers that training skips at random all run. Nothing may be compressed or
+    recomputed in the model meanwhile.
 
     Raises:
         ProfileError: There is no memory for a pass of the fewest rows, or no rows have a loss.
@@ -50,7 +52,8 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
         # A block that holds experts needs its exact input: one that lost precision may send rows to other experts.
         blocks = [replace(block, routes=_contains(block, left_out)) for block in blocks]
         passes = _Passes(model, blocks, config, loss_of)
-        observed = passes.few_and_many(rows, limit)
+        with all_layers(model):
+            observed = passes.few_and_many(rows, limit)
         unsteady = _unsteady(observed)
         unlike |= passes.unlike
         changed = passes.unlike | {block.name for block in blocks if _contains(block, passes.changed)}

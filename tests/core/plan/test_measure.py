@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,3 +104,31 @@ def test_a_cache_that_outlives_a_pass_is_refused(rows: int) -> None:
 def test_other_errors_are_passed_on() -> None:
     with pytest.raises(RuntimeError, match="sizes do not match"):
         measured(4, RuntimeError("sizes do not match"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_layers_that_are_skipped_at_random_are_measured(fails: bool) -> None:
+    """As if they ran in each step: a step in which all of them run must keep its budget, too."""
+    model, batch, loss = nets.make("bart")
+    encoder, decoder = model.model.encoder, model.model.decoder
+    decoder.config = copy.deepcopy(decoder.config)
+
+    def loss_of(rows: int) -> Tensor:
+        if fails:
+            raise ProfileError("no loss")
+        return loss(model, {name: tensor[:rows] for name, tensor in batch.items()})
+
+    def peak() -> int:
+        config = DAFConfig(precision="exact", memory_budget="64MB")
+        return measure(model, config, loss_of, rows=8, limit=1 << 30).observed_peak(8)
+
+    all_run = 0 if fails else peak()
+    encoder.layerdrop = decoder.config.decoder_layerdrop = 0.999
+    decoder.layerdrop = 0.999
+    if fails:
+        with pytest.raises(ProfileError, match="no loss"):
+            peak()
+    else:
+        assert peak() == all_run
+    assert encoder.layerdrop == decoder.layerdrop == decoder.config.decoder_layerdrop == 0.999
+    assert model.config.decoder_layerdrop == 0
