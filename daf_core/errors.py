@@ -91,21 +91,24 @@ class PlanError(DAFError, RuntimeError):
     Attributes:
         allowed: The budget in bytes.
         least: The smallest budget that a plan exists for.
+        copies: Bytes that later batches of a step take beside `least`, if gradients of several add up: those of copies
+            of the gradients that are there by then.
     """
 
-    def __init__(self, allowed: int, least: int, tried: str) -> None:
-        self.allowed, self.least, self.tried = allowed, least, tried
+    def __init__(self, allowed: int, least: int, tried: str, copies: int = 0) -> None:
+        self.allowed, self.least, self.tried, self.copies = allowed, least, tried, copies
         from humanfriendly import format_size
 
+        accumulated = f" ({enough(least + copies)} if gradients of several batches add up)" if copies else ""
         super().__init__(
-            f"a training step takes {enough(least)} at least beside the model, its gradients and the optimizer, "
-            f"and memory_budget allows {format_size(allowed)}; tried: {tried}. Raise memory_budget, or train on "
-            'smaller batches or shorter texts. budget_covers="activations" limits saved activations alone'
+            f"a training step takes {enough(least)} at least{accumulated} beside the model, its gradients and the "
+            f"optimizer, and memory_budget allows {format_size(allowed)}; tried: {tried}. Raise memory_budget, or "
+            'train on smaller batches or shorter texts. budget_covers="activations" limits saved activations alone'
         )
 
-    def __reduce__(self) -> tuple[type[PlanError], tuple[int, int, str]]:
+    def __reduce__(self) -> tuple[type[PlanError], tuple[int, int, str, int]]:
         """Pickles with its own arguments, as `ActivationBudgetError` does."""
-        return type(self), (self.allowed, self.least, self.tried)
+        return type(self), (self.allowed, self.least, self.tried, self.copies)
 
 
 class ActivationBudgetError(DAFError, MemoryError):

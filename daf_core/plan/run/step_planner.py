@@ -87,7 +87,7 @@ class StepPlanner:
         self.plan: Plan | None = None  # of the last step
         most = config.memory_budget if isinstance(config.memory_budget, int) else None
         self._available = AutoBudget(next(model.parameters()).device, most, relieve)
-        self._room = self._copied = 0
+        self._room = self._copied = self._missing = 0
         self._limit: int | None = None
         self._profile: Profile | None = None
         self._profiled: Batch | None = None
@@ -158,7 +158,7 @@ class StepPlanner:
         """Asks how much a step may take now, and drops all plans if that is much more than before."""
         trained = [each for each in self._model.parameters() if each.requires_grad or each.grad is not None]
         # No part of what is planned: gradients that the step will add to memory, and the snapshot's copies of others.
-        missing = sum(each.nbytes for each in trained if each.grad is None)
+        missing = self._missing = sum(each.nbytes for each in trained if each.grad is None)
         self._copied = sum(each.grad.nbytes for each in trained if each.grad is not None)
         self._room = self._available.update(self._engine.resident_bytes - missing, self._copied)
         if self._limit is None or self._room > HEAD_ROOM * self._limit:
@@ -223,7 +223,7 @@ class StepPlanner:
             return plan
         least = least_budget(profile, size, self._config, whole is None)
         attempts = tried(self._config, profile, whole)
-        raise PlanError(self._limit + self._copied, least + self._copied, attempts)
+        raise PlanError(self._limit + self._copied, least + self._copied, attempts, self._missing)
 
     def _apply(self, named: NamedPlan) -> None:
         names, plan = named

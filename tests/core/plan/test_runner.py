@@ -339,6 +339,22 @@ def test_lack_of_a_plan_is_not_taken_for_lack_of_memory() -> None:
     assert training.plans == []
 
 
+def test_the_error_says_what_later_batches_of_a_step_take() -> None:
+    """They copy the gradients of those before."""
+    with pytest.raises(PlanError, match=r"at least .* if gradients of several batches add up") as first:
+        Training(memory_budget=1000).run()
+    least, copies = first.value.least, first.value.copies
+    enough = Training(memory_budget=least + copies)
+    for _ in range(2):
+        enough.run()
+    too_small = Training(memory_budget=least)
+    too_small.run()
+    with pytest.raises(PlanError) as second:
+        too_small.run()
+    assert (second.value.least, second.value.copies) == (least + copies, 0)
+    assert "add up" not in str(second.value)
+
+
 def test_loss_that_few_rows_do_not_have() -> None:
     """It is measured on all, and they stay together."""
 
