@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -18,8 +18,12 @@ from daf_core.autograd.torch_private import in_backward
 from daf_core.model.blocks import Block
 from daf_core.model.caches import as_it_is, is_cache, is_left_empty, layers_of
 from daf_core.model.forward_patch import ForwardPatch
+from daf_core.snapshots.random_numbers import RandomNumbers, generators_of
 from daf_core.snapshots.settings import Settings, Written
-from daf_core.snapshots.step import Buffers, RandomNumbers
+from daf_core.snapshots.step import Buffers
+
+if TYPE_CHECKING:
+    from daf_core.snapshots.random_numbers import RandomGenerator
 
 
 class _Running(threading.local):
@@ -48,6 +52,7 @@ class RecomputedBlock:
         self._module = block.module
         self._layers = layers_of(block.module)
         self._writes_caches = not getattr(block.module, "_can_checkpoint_with_cache", False)  # of transformers
+        self._generators = generators_of(block.module)
         self._written: Written = set()
         self._waiting = WeakSet[SecondRun]()  # those that backward may still ask for
         self._watch = watch
@@ -134,7 +139,7 @@ class RecomputedBlock:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         # The checkpoint itself repeats the random numbers of devices.
-        again = SecondRun(self._module, self._written)
+        again = SecondRun(self._module, self._written, generators=self._generators)
         self._waiting.add(again)
         return again.after(hook_stack.keeping_nothing()), again
 
@@ -142,12 +147,19 @@ class RecomputedBlock:
 class SecondRun:
     """Repeats the random numbers and the settings of a first run, which begins now, any number of times.
 
-    What a second run draws, and what it writes to buffers, is taken back. For `written` see `Settings`.
+    What a second run draws, from `generators` as well, and what it writes to buffers, is taken back. For `written` see
+    `Settings`.
     """
 
-    def __init__(self, module: nn.Module, written: Written, devices: Collection[torch.device] = ()) -> None:
-        self._module, self._devices = module, devices
-        self._numbers, self._settings = RandomNumbers(devices), Settings(module, written)
+    def __init__(
+        self,
+        module: nn.Module,
+        written: Written,
+        devices: Collection[torch.device] = (),
+        generators: Collection[RandomGenerator] = (),
+    ) -> None:
+        self._module, self._generators = module, (devices, generators)
+        self._numbers, self._settings = RandomNumbers(*self._generators), Settings(module, written)
 
     @contextmanager
     def after(self, scope: AbstractContextManager[None]) -> Generator[None]:
@@ -158,7 +170,7 @@ class SecondRun:
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
-        self._stack.callback(RandomNumbers(self._devices).restore)
+        self._stack.callback(RandomNumbers(*self._generators).restore)
         self._stack.callback(Buffers(self._module).restore)
         self._stack.enter_context(self._settings.again())
         self._numbers.restore()

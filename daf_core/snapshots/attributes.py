@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from daf_core.snapshots.random_numbers import state_of
 from daf_core.snapshots.writes import Copy, has_storage
 
 LARGEST = 10_000  # items of a collection up to which these are looked into: what is larger is data
@@ -323,16 +323,7 @@ def _numbers(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | 
     """Returns what reads and what writes the content of an array or a random generator; None for anything else."""
     if isinstance(value, np.ndarray):
         return (value.copy, lambda before: np.copyto(value, before)) if value.nbytes <= LARGEST_ARRAY else None
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate, value.setstate
-    if isinstance(value, np.random.RandomState):
-        return value.get_state, value.set_state
-    if isinstance(value, np.random.Generator):
-        numbers = value.bit_generator
-        return lambda: numbers.state, lambda state: setattr(numbers, "state", state)
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    return None
+    return state_of(value)
 
 
 def _same(one: object, other: object) -> bool:

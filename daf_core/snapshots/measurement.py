@@ -23,7 +23,8 @@ from daf_core.autograd.torch_compile import has_compiled_anything
 from daf_core.autograd.torch_private import is_compiled, storage_id
 from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, Contents, contents_of, is_plain
-from daf_core.snapshots.step import NORMALIZATION, Buffers, RandomNumbers, devices_of
+from daf_core.snapshots.random_numbers import RandomNumbers
+from daf_core.snapshots.step import NORMALIZATION, Buffers, devices_of
 from daf_core.snapshots.writes import PLAIN, Copy, Writes, WritesBesideGraphs, has_storage
 
 HOOKS = "_hooks"  # what the names of a module's collections of hooks contain

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] what all have in common
 
 from daf_core.autograd.torch_private import leaf_of
+from daf_core.snapshots.random_numbers import RandomNumbers, generators_of
 from daf_core.snapshots.writes import has_storage
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Returns the devices that parameters of the model are on."""
     return {parameter.device for parameter in model.parameters()}
-
-
-class RandomNumbers:
-    """The random generators as they are now: Python's, numpy's, torch's of the CPU and of these devices."""
-
-    def __init__(self, devices: Collection[torch.device] = ()) -> None:
-        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        with_generator = [device for device in devices if device.type not in ("cpu", "meta")]
-        self._devices = [(device, _module(device).get_rng_state(*_place(device))) for device in with_generator]
-
-    def restore(self) -> None:
-        """Takes them back, any number of times."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        for device, state in self._devices:
-            _module(device).set_rng_state(state, *_place(device))
 
 
 NORMALIZATION = _NormBase
@@ -77,7 +59,7 @@ class Snapshot:
         self.devices = devices_of(model)  # those of the model's parameters
         found = [(each, each.grad) for each in model.parameters()]
         self._gradients = [(each, grad, None if grad is None else grad.detach().clone()) for each, grad in found]
-        self._numbers = RandomNumbers(self.devices)
+        self._numbers = RandomNumbers(self.devices, generators_of(model))
         self._buffers = Buffers(model)
         self._modes = [(module, module.training) for module in model.modules()]
         self._restore_engine = None if snapshot is None else snapshot()
@@ -150,14 +132,6 @@ def _aside(leaves: list[Tensor]) -> Generator[None]:
             found.update(content)
         for leaf, gradient in before:
             leaf.grad = gradient
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
-
-
-def _place(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)
 
 
 def _restored(buffer: Tensor, before: Tensor) -> Tensor:

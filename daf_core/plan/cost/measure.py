@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
@@ -52,8 +53,13 @@ def measure(model: nn.Module, config: DAFConfig, loss_of: LossOfRows, rows: int,
         # A block that holds experts needs its exact input: one that lost precision may send rows to other experts.
         blocks = [replace(block, routes=_contains(block, left_out)) for block in blocks]
         passes = _Passes(model, blocks, config, loss_of)
-        with all_layers(model):
-            observed = passes.few_and_many(rows, limit)
+        try:
+            with all_layers(model):
+                observed = passes.few_and_many(rows, limit)
+        except CheckpointError:  # one draws from a generator that its second run finds as the first has left it
+            unlike |= {block.name for block in blocks}
+            left_out |= unlike
+            continue
         unsteady = _unsteady(observed)
         unlike |= passes.unlike
         changed = passes.unlike | {block.name for block in blocks if _contains(block, passes.changed)}

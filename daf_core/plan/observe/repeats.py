@@ -17,6 +17,7 @@ from daf_core.model.caches import as_it_is, is_cache, layers_of
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.model.recompute import SecondRun
 from daf_core.plan.run.retry import is_out_of_memory
+from daf_core.snapshots.random_numbers import generators_of
 from daf_core.snapshots.step import devices_of
 
 ROUNDING = 1e-3  # relative difference that is none, as twice that of a type is: GPUs may add up in another order
@@ -66,7 +67,7 @@ def _twice(
         return as_it_is(value, layers) if is_cache(value) else value
 
     args_again, kwargs_again = tree_map(before, (args, kwargs), is_leaf=is_cache)
-    again = SecondRun(block.module, set(), devices_of(block.module))
+    again = SecondRun(block.module, set(), devices_of(block.module), generators_of(block.module))
     with again.after(nullcontext()):
         first, saved = _with_shapes_saved(partial(forward, *args, **kwargs))
     with again:

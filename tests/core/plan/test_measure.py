@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from daf_core import DAFConfig, ProfileError
+from daf_core.autograd.torch_private import in_backward
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile
 from daf_core.plan.run.runner import described
@@ -132,3 +133,24 @@ def test_layers_that_are_skipped_at_random_are_measured(fails: bool) -> None:
         assert peak() == all_run
     assert encoder.layerdrop == decoder.layerdrop == decoder.config.decoder_layerdrop == 0.999
     assert model.config.decoder_layerdrop == 0
+
+
+def test_blocks_that_save_something_else_when_they_run_again_in_backward() -> None:
+    """As by chance, where they draw from a generator that is a global."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x if in_backward() else self.second(self.first(x).tanh())
+
+    model, x = nn.Sequential(*(Skipping() for _ in range(4))), normal(8, 64).requires_grad_()
+
+    def loss_of(rows: int) -> Tensor:
+        return model(x[:rows]).square().sum()
+
+    profile = measure(model, DAFConfig(precision="exact", memory_budget="64MB"), loss_of, rows=8, limit=1 << 30)
+    assert profile.unlike == ["0", "1", "2", "3"]
+    assert x.grad is None

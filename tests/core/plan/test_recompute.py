@@ -196,6 +196,36 @@ def test_containers_and_all_random_generators(kind: str) -> None:
     assert counts == [2, 2, 2]
 
 
+class Drawing(nn.Module):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.python, self.numpy, self.old = random.Random(1), np.random.default_rng(2), np.random.RandomState(3)
+        self.torch = torch.Generator().manual_seed(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = torch.rand(4, generator=self.torch)
+        return (
+            self.second(self.first(x).tanh() * factors) * self.python.random() * self.numpy.random() * self.old.rand()
+        )
+
+
+def test_generators_of_layers_are_where_they_were() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Drawing() for _ in range(3))), normal(6, 4)
+    other = copy.deepcopy(model)
+
+    def loss(each: nn.Module) -> Tensor:
+        return each(x).sum() + each(2 * x).square().sum()  # two passes before a backward pass
+
+    expected = gradients_of(other, lambda: loss(other), nullcontext)
+    recomputing(model)
+    assert_same(gradients_of(model, lambda: loss(model), nullcontext), expected)
+    assert_same([loss(model).detach()], [loss(other).detach()])
+
+
 def _appends(shared: Any, x: Tensor) -> None:
     shared["losses"].append(x.square().mean())
 

@@ -112,8 +112,8 @@ def _counted(layer: Layer, x: Tensor) -> Tensor:
     return x * layer.calls
 
 
-ALIKE = [_dropped, _normalized, _noted, _python_noise, _masked_out, _differentiated]
-UNLIKE = [_counted, _with_state, _with_state_in_graph, _with_mean, _own_noise, _wider]
+ALIKE = [_dropped, _normalized, _noted, _python_noise, _own_noise, _masked_out, _differentiated]
+UNLIKE = [_counted, _with_state, _with_state_in_graph, _with_mean, _wider]
 
 
 def _found(run: Callable[[Layer, Tensor], Tensor], loss: Callable[[Tensor], object] = torch.sum) -> set[str]:

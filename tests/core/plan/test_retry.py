@@ -21,7 +21,8 @@ from daf_core.errors import PeerMemoryError
 from daf_core.memory.system.release import release_memory
 from daf_core.model.treatments import Treatments
 from daf_core.plan.run.retry import is_out_of_memory, with_retries
-from daf_core.snapshots.step import RandomNumbers, Snapshot
+from daf_core.snapshots.random_numbers import RandomNumbers
+from daf_core.snapshots.step import Snapshot
 from daf_core.unsupported.models import RERUNS
 from daf_core.unsupported.table import Context, unsupported_reasons
 from tests.core import failing, pressure
