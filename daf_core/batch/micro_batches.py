@@ -14,6 +14,10 @@ from daf_core.errors import MicroBatchError
 Step = Callable[[Any, float, bool], Tensor]
 
 
+class WholeStepError(Exception):
+    """What runs a step cannot do it for a part of a batch, and says why."""
+
+
 def run_parts(model: nn.Module, parts: Sequence[Any], weights: Sequence[float], step: Step) -> Tensor:
     """Runs forward and backward of each part, and returns the sum of their losses.
 
@@ -24,6 +28,7 @@ def run_parts(model: nn.Module, parts: Sequence[Any], weights: Sequence[float], 
     it multiplies the part's loss by the weight, runs backward, and returns the product, detached.
 
     Raises:
+        WholeStepError: By `step`.
         MicroBatchError: There are not as many weights as parts, or all of them are 0.
     """
     if len(weights) != len(parts) or not any(weights):

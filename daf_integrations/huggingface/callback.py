@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from typing_extensions import override
 
 from daf_core import ConfigError, DAFConfig, HooksActiveError, StepStatistics, UnsupportedDeviceError
+from daf_core.batch.micro_batches import WholeStepError
 from daf_core.rewrites.causal_lm import smoothed_loss
 from daf_core.snapshots.attributes import Attributes, attributes_kept
 from daf_integrations.session.options import configured
@@ -56,7 +57,7 @@ class DAFCallback(TrainerCallback, ExportableState):
         self.config = configured(config, options)
         self._session = DAFSession(self.config)
         self._patches: list[_Patch] = []
-        self._weight = 1.0
+        self._weight, self._losses = 1.0, 0  # of the part that runs, and how many losses were computed
 
     @property
     def last_step(self) -> StepStatistics | None:
@@ -188,6 +189,7 @@ class DAFCallback(TrainerCallback, ExportableState):
 
         with self._session.forward(inputs, loss_of if model.training else None):
             loss = compute_loss(model, inputs, *args, **kwargs)
+        self._losses += 1
         return loss if self._weight == 1 else loss * self._weight
 
     def _guarded(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -216,12 +218,19 @@ class DAFCallback(TrainerCallback, ExportableState):
                 prepared = trainer._prepare_inputs(rows)  # pyright: ignore[reportPrivateUsage]
                 return compute_loss(unwrap_model(model), prepared, num_items_in_batch=num_items_in_batch)
 
-        def step(part: Any, weight: float, _last: bool) -> Any:
-            self._weight = weight
+        def step(part: Any, weight: float, last: bool) -> Any:
+            before, self._weight = self._losses, weight
             try:
-                return training_step(model, part, num_items_in_batch)
+                loss = training_step(model, part, num_items_in_batch)
             finally:
                 self._weight = 1.0
+            calls = self._losses - before
+            if not last and calls != 1:
+                raise WholeStepError(
+                    f"training_step of {type(trainer).__name__} calls compute_loss {calls} times for a batch, and DAF "
+                    "runs it in parts where it does so once"
+                )
+            return loss
 
         model.train()
         # Tokens and metrics that trainers count are those of the attempt that had enough memory.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from daf_core import distributed
 from daf_core.batch.infer_reduction import MicroBatchWeights
-from daf_core.batch.micro_batches import Step, run_parts
+from daf_core.batch.micro_batches import Step, WholeStepError, run_parts
 from daf_core.batch.rows import rows_of, split, take, tensors_in
 from daf_core.batch.samples import copied
 from daf_core.config import DAFConfig
@@ -57,6 +57,7 @@ class StepRunner:
     ) -> None:
         check_supported(PLANS, Context(model, inner))
         self._model, self._inner, self._engine = model, inner, engine
+        self._whole: str | None = None  # why steps take no parts
         self._weighting = MicroBatchWeights(model, nullcontext if elastic is None else elastic.everything)
         self._rewrites = OperatorRewrites(inner, KINDS - {LOSS} if config.chunked_loss is False else KINDS)
         if config.precision != "exact":
@@ -99,6 +100,7 @@ class StepRunner:
         context = Context(self._model, batch=batch)
         once = unsupported_reasons(RERUNS, context)
         reasons = once or unsupported_reasons(MICRO_BATCHES, context)
+        reasons += [] if self._whole is None else [self._whole]
         snapshot = None if once else Snapshot(self._inner, self._engine.snapshot)
 
         def attempt() -> Tensor:
@@ -111,9 +113,11 @@ class StepRunner:
             except Exception as error:
                 if parts == 1 or snapshot is None or isinstance(error, DAFError) or is_out_of_memory(error):
                     raise
-                if not self._weighting.has_loss(batch, loss_function):
+                if isinstance(error, WholeStepError):
+                    self._whole = str(error)
+                elif not self._weighting.has_loss(batch, loss_function):
                     raise
-                reasons.append(f"a part of the batch has no loss: {error!r}")
+                reasons.append(self._whole or f"a part of the batch has no loss: {error!r}")
             log.warning("DAF runs a batch as a whole, from the state before it: %s", reasons[-1])
             gc.collect()  # so that activations are gone
             snapshot.restore()

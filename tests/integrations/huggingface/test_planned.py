@@ -94,6 +94,50 @@ class TestParts:
         assert largest(cut, plain) < 5e-3
 
 
+class Adversarial(Trainer):
+    """Adds to a batch's gradient that of embeddings which the first one has moved (FGM)."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, dict(inputs), num_items_in_batch)
+        weight = model.get_input_embeddings().weight
+        before, moved = weight.detach().clone(), weight.grad / weight.grad.norm()
+        with torch.no_grad():
+            weight.add_(moved)
+        super().training_step(model, dict(inputs), num_items_in_batch)
+        with torch.no_grad():
+            weight.copy_(before)
+        return loss
+
+
+class OwnBackward(Trainer):
+    """Computes the loss itself."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = model(**self._prepare_inputs(inputs)).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class TestOwnSteps:
+    """Batches stay whole where a part's share of the gradient is not what its step computes."""
+
+    @pytest.mark.parametrize(("kind", "calls"), [(Adversarial, 2), (OwnBackward, 0)])
+    def test_train_alike(
+        self, kind: type[Trainer], calls: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        plain, cut = (padded_trainer(tmp_path, made(tagger)) for _ in range(2))
+        plain.__class__ = cut.__class__ = kind
+        cut.add_callback(exact())
+        run(plain)
+        with in_parts(3):
+            run(cut)
+        assert losses(cut) == pytest.approx(losses(plain), rel=1e-5)
+        assert largest(cut, plain) < 1e-6
+        told = f"training_step of {kind.__name__} calls compute_loss {calls} times for a batch"
+        assert sum(told in record.message for record in daf_records(caplog)) == 1
+        assert left_behind(cut) == []
+
+
 class TestOutOfMemory:
     """A step that runs out of memory is run again: nothing is lost, nothing counts twice."""
 
