@@ -386,10 +386,11 @@ class ActivationEngine:
         self._scopes.stop()
         self._replays.own.end()
         self._packer.end_pass()
-        census = self._store.census
-        if complete and (sizes := census.sizes):
+        if complete:
+            census, sizes = self._store.census, self._store.census.sizes
             self._passes.last = self._passes.last.updated(census.precisions(), sizes)
-            self._policy.follow(sizes, self._room())
+            if sizes:
+                self._policy.follow(sizes, self._room())
 
     def _room(self) -> int | None:
         """Returns the bytes that the budget leaves to lossy activations; None where nothing limits them."""

@@ -79,15 +79,17 @@ class SiteStatistics:
 class PassStatistics:
     """What is remembered of forward passes, for each site from the last one that it was in.
 
-    These are the bits that it was stored with, None for exact, and its bytes at each precision.
+    These are the bits that it was stored with, None for exact, and its bytes at each precision. `known` says whether
+    there was a pass.
     """
 
     precisions: Mapping[Site, int | None] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=dict)
+    known: bool = False
 
     def updated(self, precisions: Mapping[Site, int | None], sizes: Sizes) -> PassStatistics:
         """Returns what is remembered after another pass; a step may have several, of other modules each."""
-        return PassStatistics({**self.precisions, **precisions}, {**self.sizes, **sizes})
+        return PassStatistics({**self.precisions, **precisions}, {**self.sizes, **sizes}, known=True)
 
     def state(self) -> dict[str, Any]:
         """Returns it as JSON-able values."""
@@ -101,7 +103,7 @@ class PassStatistics:
         sizes = [[count(size) for size in entry[4:]] for entry in state["sites"]]
         if any(len(site_sizes) != len(LEVELS) + 1 for site_sizes in sizes):
             raise ValueError("a site has a size for each precision")
-        return cls(dict(zip(sites, bits, strict=True)), dict(zip(sites, sizes, strict=True)))
+        return cls(dict(zip(sites, bits, strict=True)), dict(zip(sites, sizes, strict=True)), known=bool(sites))
 
 
 class KindsOfPasses:

@@ -148,7 +148,7 @@ class StepRunner:
         except MicroBatchError as error:
             whole = str(error)
         except PlanError:  # names a budget for parts, which the loss may not have
-            whole = None if whole else self._lawless(batch, loss_function)
+            whole = None if whole or self.planner.whole else self._lawless(batch, loss_function)
             if whole is None:
                 raise
         return self.planner.prepare(known, whole).parts, [1.0]

@@ -100,6 +100,11 @@ class StepPlanner:
         """The plan of the last step, in words; None before the first."""
         return None if self.plan is None else _in_words(self.plan)
 
+    @property
+    def whole(self) -> str | None:
+        """Why no batch of this model is split, as a step that was measured shows; None where some may be."""
+        return None if self._profile is None else self._profile.whole
+
     def prepare(self, batch: Batch, whole: str | None = None) -> Plan:
         """Returns the plan for a step, and has the model follow it; `whole` says why the batch cannot be split.
 

@@ -126,6 +126,16 @@ class TestMeasuredError:
             assert engine.finish_step().gradient_error == expected
             assert (expected is None) == (step == 0)
 
+    @pytest.mark.parametrize("options", [{}, BOUND])
+    def test_is_none_where_nothing_is_stored_with_loss(self, options: dict[str, Any]) -> None:
+        """As of tensors that are too small for codes; before the first pass, nobody knows that they are."""
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        engine = engine_for(model, "auto", audit_every=1, **options)
+        for step in range(3):
+            measured = _audited_step(engine, lambda: model(normal(4, 8)).sum())
+            assert step == 0 or measured == GradientError(0.0, 1.0)
+            engine.finish_step()
+
     def test_is_of_the_last_pass_of_its_kind(self) -> None:
         """Three kinds of steps take turns, as where training is elastic and keeps a budget."""
         model, loss_of = make_model("transformer")
