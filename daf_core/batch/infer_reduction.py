@@ -22,7 +22,7 @@ MOST_TESTS = 10
 numbers of samples, which are always new."""
 
 MOST_UNTRIED = 3
-"""Batches of a kind whose rows have no loss, up to which others are tried: it may be these rows alone. Losses or
+"""Batches in a row whose rows have no loss, up to which others are tried: it may be these rows alone. Losses or
 gradients of rows that do not make those of the rows together say enough at once: such a loss compares rows."""
 
 
@@ -111,7 +111,7 @@ class _Seen:
             if isinstance(error, ComparesRowsError) or self._untried == MOST_UNTRIED:
                 self.refusal = str(error)
             raise
-        self.doubted = False
+        self.doubted, self._untried = False, 0
 
     def disagree(self, batch: Any, parts: int) -> bool:
         """Whether laws say different weights for the parts of a batch."""
@@ -123,24 +123,29 @@ class _Seen:
 
     def has_new_rows(self, batch: Any) -> bool:
         """Whether a batch has rows to be tried: of new classes, that are alike, or in which nothing counts."""
-        if self._tests >= MOST_TESTS:
-            return False
-        special = alike_rows(batch, self.alike) or row_without(batch, self.without)
-        return special is not None or bool(classes(batch) - self.classes)
+        if self._tests < MOST_TESTS and classes(batch) - self.classes:
+            return True
+        return (alike_rows(batch, self.alike) or row_without(batch, self.without)) is not None
 
     def add(self, trial: Callable[..., Trial], batch: Any, alike: Alike | None = None) -> None:
         """Tries rows of a batch."""
         others, without = weighing(batch, self.weighing), row_without(batch, self.without)
-        rows = {} if alike is None else {"first": alike.rows}
-        test = trial(known=self.classes, last=() if without is None else without[1:], **rows)
+        # Beside rows that are alike are such that are unlike, as in a first test.
+        rows = {"known": self.classes} if alike is None else {"first": alike.rows}
+        test = trial(last=() if without is None else without[1:], **rows)
         # Where rows weighed the same so far, a mean by weights was one over rows.
         possible = laws_of(others, batch) if LossReduction.ROWS in self.laws else frozenset[Law]()
-        self.laws = test.matching(self.laws | possible)
-        self.classes |= test.classes
         self.alike |= set() if alike is None else {(alike.name, alike.value)}
         self.without |= set() if without is None else {without[0]}
+        try:
+            self.laws = test.matching(self.laws | possible)
+        except MicroBatchError as error:
+            if alike is None or isinstance(error, ComparesRowsError):
+                raise
+            return  # these rows have no loss, where others had
+        self.classes |= test.classes
         self.weighing |= others
-        self._tests += 1
+        self._tests += alike is None
 
 
 def _telling_rows(laws: Collection[Law], batch: Any) -> list[int]:

@@ -164,22 +164,24 @@ class Trial:
         try:
             found = tried(LENGTH)
             # A row without a label that counts has no loss; any other one may have it where it was cut off.
-            if not cut or ignoring(self.batch, self._size) or all(loss.isfinite() for loss in found.single):
+            if not cut or last or ignoring(self.batch, self._size) or all(loss.isfinite() for loss in found.single):
                 return found
         except MicroBatchError:
-            if not cut:
+            if not cut or last:
                 raise
         return tried(None)  # a model may need the ends of its texts
 
     def _matching(self, laws: frozenset[Law], tried: _Tried, allowed: float, of_gradients: float) -> frozenset[Law]:
         sample, target, losses = tried.sample, float(tried.whole), [float(loss) for loss in tried.single]
         together = {law: _together(law, sample, losses) for law in _sorted(laws | frozenset(LossReduction))}
-        matching = laws & {law for law, loss in together.items() if abs(loss - target) <= allowed * abs(target)}
-        if not matching or not target or not math.isfinite(target):  # to which every number is near
+        finite = list(filter(math.isfinite, losses))  # all but those of rows without a label
+        # Losses of either sign may cancel to rounding.
+        size = max(abs(target), sum(map(abs, finite)) / max(len(finite), 1)) if math.isfinite(target) else 0.0
+        matching = laws & {law for law, loss in together.items() if abs(loss - target) <= allowed * size}
+        if not matching or not size:  # to which every number is near
             raise _no_law(target, together, allowed, len(losses))
         different = {tuple(shares(law, sample, len(losses))) for law in matching}
-        finite = list(filter(math.isfinite, losses))  # all but those of rows without a label
-        if len(different) == 1 and max(finite) - min(finite) > ALIKE * allowed * abs(target):
+        if len(different) == 1 and max(finite) - min(finite) > ALIKE * allowed * size:
             return matching
         return self._by_gradients(matching, tried, of_gradients)
 

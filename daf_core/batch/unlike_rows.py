@@ -74,7 +74,7 @@ def unlike_rows(
     order = [*[row for row in order if row not in last][: MOST_ROWS - len(last)], *last]
     rows = order if labels else sorted(order)  # packed sequences need the longest first
     whole = take(batch, rows, size)
-    sample = whole if length is None else short_texts(whole, length, _ends(whole))
+    sample = whole if length is None else short_texts(whole, length, [*_first_place(whole), *_ends(whole)])
     before, after = length_of_texts(whole) or 0, length_of_texts(sample) or 0
     # By their names: what is left of longer texts may have no label that is ignored.
     ignored = {name for name, tensor in named_tensors(batch) if any(tensor is each for each in labels)}
@@ -137,8 +137,8 @@ def alike_rows(batch: Any, known: Collection[tuple[str, float]] = ()) -> Alike |
     for each row: rankings compare texts of one query that do not have the same grade.
     """
     size = rows_of(batch)
-    whole = [(name, tensor) for name, tensor in named_tensors(batch) if tensor.dim() == 1 and tensor.shape[0] == size]
-    values: dict[str, list[float]] = {name: tensor.tolist() for name, tensor in whole if not tensor.is_complex()}
+    whole = [(name, tensor) for name, tensor in named_tensors(batch) if size == tensor.shape[0] == tensor.numel()]
+    values: dict[str, list[float]] = {name: each.flatten().tolist() for name, each in whole if not each.is_complex()}
     for name, own in values.items():
         tried = [value for other, value in known if other == name]
         for value, count in Counter(own).most_common() if len(tried) < MOST_ALIKE else ():
@@ -235,6 +235,12 @@ def _token_of_padding(ids: Tensor) -> int:
 def _without_padding(ids: Tensor) -> Tensor:
     """Returns how many tokens of each row are no padding."""
     return (ids != _token_of_padding(ids)).sum(1)
+
+
+def _first_place(batch: Any) -> list[int]:
+    """Returns the first place of texts where labels are ignored, but one of a row there is not: laws differ by it."""
+    labels = ignoring(batch, rows_of(batch) or 0)
+    return [0] if labels and labels[0].dim() > 1 and bool((labels[0][:, 0] != IGNORED).any()) else []
 
 
 def _ends(batch: Any) -> list[int]:

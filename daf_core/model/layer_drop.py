@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,12 +34,11 @@ def layer_drops(model: nn.Module) -> Iterator[LayerDrop]:
 
 @contextmanager
 def all_layers(model: nn.Module) -> Generator[None]:
-    """Inside, no layer is skipped."""
-    found = list(layer_drops(model))
-    try:
-        for each in found:
-            setattr(each.owner, each.name, 0.0)
+    """Inside, no layer is skipped, but where a share cannot be set."""
+    with ExitStack() as stack:
+        for owner, name, rate, _ in list(layer_drops(model)):
+            of_class = name not in getattr(owner, "__dict__", {name: rate})
+            with suppress(AttributeError):  # what cannot be set stays
+                setattr(owner, name, 0.0)
+                stack.callback(partial(delattr, owner, name) if of_class else partial(setattr, owner, name, rate))
         yield
-    finally:
-        for each in found:
-            setattr(each.owner, each.name, each.rate)

@@ -74,8 +74,11 @@ class RecomputedBlock:
                 settings.end_pass()
             return output
         args, kwargs = self._without_empty_caches(args, kwargs)
-        leaves, structure = tree_flatten((args, kwargs), is_leaf=is_cache)
-        inputs = len(tree_flatten(args, is_leaf=is_cache)[0])
+        # What is given twice, as a list of which a block reads one and writes the other, is one in later runs, too.
+        given = {id(value): value for value in (*args, *kwargs.values())}
+        order, of_args, of_kwargs = list(given), list(map(id, args)), {name: id(each) for name, each in kwargs.items()}
+        leaves, structure = tree_flatten(list(given.values()), is_leaf=is_cache)
+        inputs = len(tree_flatten([given[each] for each in dict.fromkeys(of_args)], is_leaf=is_cache)[0])
         # The first run writes to the lists and caches that the caller reads afterwards, later ones to copies of what
         # was there.
         first = [(args, kwargs)]
@@ -92,7 +95,8 @@ class RecomputedBlock:
                 filled[place] = tensor
             for place in caches:
                 filled[place] = as_it_is(leaves[place], self._layers)
-            return tree_unflatten(filled, structure)
+            made = dict(zip(order, tree_unflatten(filled, structure), strict=True))
+            return tuple(made[each] for each in of_args), {name: made[each] for name, each in of_kwargs.items()}
 
         def with_tensors(*tensors: Tensor) -> Any:
             inner_args, inner_kwargs = first.pop() if first else again(tensors)

@@ -447,6 +447,13 @@ def test_errors_name_budgets_that_are_enough() -> None:
     assert "activations need 1.28 MB with" in str(ActivationBudgetError(1_271_000, 1_000_000))
 
 
+def test_plan_error_survives_pickling() -> None:
+    error = PlanError(1_000_000, 1_271_000, "everything", 500_000)
+    found = pickle.loads(pickle.dumps(error))
+    assert str(found) == str(error)
+    assert (found.allowed, found.least, found.tried, found.copies) == (1_000_000, 1_271_000, "everything", 500_000)
+
+
 def test_budget_error_survives_pickling() -> None:
     """Launchers send the errors of their workers on."""
     error = pickle.loads(pickle.dumps(ActivationBudgetError(3_000_000, 1_000_000, ["set spill_dir"])))

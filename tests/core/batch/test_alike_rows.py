@@ -96,6 +96,10 @@ COMPARING: dict[str, tuple[Loss, dict[str, Tensor]]] = {
     ),
     "ranking": (_ranking, _batch(query=torch.arange(SIZE) // 4, grade=integers(3, SIZE))),
     "multiple instances": (_of_bags, _batch(bag=torch.arange(SIZE) // 4)),
+    "labels in a column": (
+        lambda model, batch: _contrastive(model, {**batch, "y": batch["y"][:, 0]}),
+        _batch(y=CLASS[:, None]),
+    ),
     "mean over classes": (_of_classes, _batch(y=RARE)),
     "balanced in the batch": (_balanced, _batch(y=RARE)),
     "the ones of zeros and ones": (_of_the_second_class, _batch(y=(torch.arange(SIZE) % 3 == 0).long())),
@@ -136,6 +140,55 @@ def test_rows_that_are_alike_are_tried_twice_a_tensor() -> None:
     seen.clear()
     weighting.of(batch, 4, loss)
     assert seen == []
+
+
+def test_many_tensors_leave_tests_for_classes() -> None:
+    """Each of them has rows that are alike."""
+    model, weights = _model(), torch.tensor([1.0] * 7 + [9.0])
+
+    def loss(part: Any) -> Tensor:
+        losses = F.cross_entropy(model(part["x"]), part["y"], reduction="none")
+        return (losses * weights[part["y"]]).sum() / weights[part["y"]].sum()
+
+    others = {f"column_{number}": integers(3, SIZE) for number in range(8)}
+    weighting = MicroBatchWeights(model)
+    assert weighting.of(_batch(y=CLASS % 7, **others), 2, loss) == [0.5, 0.5]
+    rare = CLASS % 7
+    rare[3] = 7
+    with pytest.raises(MicroBatchError, match="compares rows"):
+        weighting.of(_batch(y=rare, **others), 2, loss)
+
+
+@pytest.mark.parametrize("share", [0.0, torch.nan])
+def test_rows_that_are_alike_may_have_no_loss(share: float) -> None:
+    """As those of a class that weighs nothing: others have shown the law."""
+    model = _model()
+
+    def loss(part: Any) -> Tensor:
+        counted = part["y"] == 1
+        losses = F.cross_entropy(model(part["x"]), part["y"], reduction="none")
+        return (losses * counted).sum() / 7 + (0.0 if bool(counted.any()) else share)
+
+    batch = _batch(y=torch.tensor([0] * 9 + [1, 0, 1] + [0] * 12))
+    weighting = MicroBatchWeights(model)
+    for _ in range(4):
+        if share == 0:
+            assert weighting.of(batch, 2, loss) == [1.0, 1.0]
+        else:  # single rows have none in any test
+            with pytest.raises(MicroBatchError):
+                weighting.of(batch, 2, loss)
+
+
+def test_losses_of_either_sign_may_cancel() -> None:
+    """As with advantages that are centred, where each weighs the same."""
+    model = _model()
+    batch = _batch(y=CLASS, advantage=torch.tensor([1.0, -1.0, 2.0, -2.0] * 6))
+    model[2].weight.data.zero_()
+
+    def loss(part: Any) -> Tensor:
+        return (F.cross_entropy(model(part["x"]), part["y"], reduction="none") * part["advantage"]).mean()
+
+    assert MicroBatchWeights(model).of(batch, 4, loss) == [0.25] * 4
 
 
 def test_two_rows_that_are_alike_differ_in_the_rest() -> None:
@@ -219,6 +272,48 @@ def test_losses_that_count_rows_in_which_nothing_counts_are_refused(
     model = build()
     with pytest.raises(MicroBatchError, match="compares rows"):
         MicroBatchWeights(model).of(batch, 4, lambda part: loss(model, part))
+
+
+def test_a_row_in_which_nothing_counts_may_come_later() -> None:
+    model = Tokens()
+    weighting, batch = MicroBatchWeights(model), _texts()
+    whole = {"ids": batch["ids"], "labels": integers(CLASSES, SIZE, 5)}
+    whole["labels"][1, 2:] = IGNORED
+
+    weighting.of(whole, 4, lambda part: _of_rows_with_labels(model, part))
+    with pytest.raises(MicroBatchError, match="compares rows"):
+        weighting.of(batch, 4, lambda part: _of_rows_with_labels(model, part))
+
+
+def test_texts_stay_short_beside_a_row_in_which_nothing_counts() -> None:
+    lengths = set[int]()
+
+    def loss(part: Any) -> Tensor:
+        lengths.add(part["ids"].shape[1])
+        losses = model(part["ids"]).square().mean(-1)
+        return (losses * part["mask"]).sum() / part["mask"].sum()
+
+    model, mask = Tokens(), torch.ones(SIZE, 200, dtype=torch.int64)
+    mask[20], mask[5, 100:] = 0, 0
+    MicroBatchWeights(model).of({"ids": integers(CLASSES, SIZE, 200), "mask": mask}, 4, loss)
+    assert lengths == {16}
+
+
+def test_labels_at_the_first_place_tell_laws_apart() -> None:
+    """Few labels are left of texts that are cut, and perhaps none at that place."""
+    model, wrong = Tokens(), 0
+    for seed in range(20):
+        random = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, CLASSES, (8, 64), generator=random)
+        labels = torch.where(torch.rand(8, 64, generator=random) < 0.15, ids, IGNORED)
+        counts = (labels != IGNORED).sum(1)
+        weights = MicroBatchWeights(model).of(
+            {"ids": ids, "labels": labels},
+            8,
+            lambda part: F.cross_entropy(model(part["ids"]).transpose(1, 2), part["labels"]),
+        )
+        wrong += weights != (counts.double() / counts.sum()).tolist()
+    assert wrong == 0
 
 
 @pytest.mark.parametrize("alone", ["none", "error"])

@@ -883,7 +883,7 @@ def test_a_law_is_looked_for_again_on_demand() -> None:
 
 @pytest.mark.parametrize("message", ["cannot be computed", "compares rows"])
 def test_batches_after_one_that_cannot_be_cut(message: str) -> None:
-    """Rows without a loss say nothing of other batches, until three had none; a loss that compares rows says all."""
+    """Rows without a loss say nothing of other batches, until three in a row had none; others say all at once."""
     model = nn.Linear(4, 3)
 
     def loss(part: Any) -> Tensor:
@@ -898,11 +898,12 @@ def test_batches_after_one_that_cannot_be_cut(message: str) -> None:
     bad = {**good, "labels": torch.tensor([2, 1] * 4)}
     tries = 3 if message == "cannot be computed" else 1
     weighting = MicroBatchWeights(model)
-    for _ in range(tries):
-        assert weighting.refusal(good) is None
+    for failures in (*[tries - 1] * 2, tries):
         assert weighting.of(good, 2, loss) == [0.5, 0.5]
-        with pytest.raises(MicroBatchError, match=message):
-            weighting.of(bad, 2, loss)
+        for _ in range(failures):
+            assert weighting.refusal(good) is None
+            with pytest.raises(MicroBatchError, match=message):
+                weighting.of(bad, 2, loss)
     refusal = weighting.refusal(good)
     assert refusal is not None
     for batch in (good, bad):

@@ -101,6 +101,9 @@ def test_layers_that_are_skipped_at_random() -> None:
     check(model)
     model.model.decoder.config.decoder_layerdrop = 0.5
     assert refused(model).startswith("config.decoder_layerdrop=0.5 of BartDecoder skips layers at random")
+    model.model.decoder.config.decoder_layerdrop = 0.0
+    model.model.encoder.layerdrop = 0.25
+    assert refused(model).startswith("layerdrop=0.25 of BartEncoder skips layers at random")
 
 
 def test_optimizers_that_move_what_has_no_gradient() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import DynamicCache
 
 from daf_core import DAFConfig, ProfileError
 from daf_core.autograd.torch_private import in_backward
+from daf_core.model.layer_drop import all_layers
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile
 from daf_core.plan.run.runner import described
@@ -132,7 +135,37 @@ def test_layers_that_are_skipped_at_random_are_measured(fails: bool) -> None:
     else:
         assert peak() == all_run
     assert encoder.layerdrop == decoder.layerdrop == decoder.config.decoder_layerdrop == 0.999
-    assert model.config.decoder_layerdrop == 0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A configuration that cannot be changed."""
+
+    layerdrop: float = 0.5
+
+
+class OfClass(nn.Linear):
+    """Has the share as an attribute of its class."""
+
+    layerdrop = 0.5
+
+
+class Computed(nn.Linear):
+    """Has the share as a property."""
+
+    @property
+    def layerdrop(self) -> float:
+        return 0.5
+
+
+def test_shares_of_skipped_layers_come_back_or_stay() -> None:
+    frozen, of_class, computed, own = nn.Linear(1, 1), OfClass(1, 1), Computed(1, 1), nn.Linear(1, 1)
+    frozen.config, own.layerdrop = Frozen(), 0.25
+    with suppress(KeyError), all_layers(nn.ModuleList([frozen, of_class, computed, own])):
+        assert (frozen.config.layerdrop, of_class.layerdrop, computed.layerdrop, own.layerdrop) == (0.5, 0, 0.5, 0)
+        raise KeyError
+    assert (of_class.layerdrop, own.layerdrop) == (0.5, 0.25)
+    assert "layerdrop" not in vars(of_class)
 
 
 def test_blocks_that_save_something_else_when_they_run_again_in_backward() -> None:

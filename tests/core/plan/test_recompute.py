@@ -288,6 +288,34 @@ def test_what_layers_write_to_containers_is_read_by_those_who_share_them(
     assert counts == [6] * 3
 
 
+class Doubly(nn.Module):
+    """A layer that reads one of two lists, and writes the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, read: list[Tensor], written: list[Tensor]) -> Tensor:
+        written.append(self.first(x).tanh())
+        return self.second(torch.stack(read).sum(0))
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_list_that_is_given_twice_is_one(keyword: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleList(Doubly() for _ in range(3)), normal(6, 4)
+
+    def loss() -> Tensor:
+        each, shared = x, list[Tensor]()
+        for layer in model:
+            each = layer(each, shared, written=shared) if keyword else layer(each, shared, shared)
+        return each.square().sum()
+
+    expected = gradients_of(model, loss, nullcontext)
+    recomputing(model)
+    assert_same(gradients_of(model, loss, nullcontext), expected)
+
+
 def test_batch_norm_counts_each_batch_once() -> None:
     model, batch, loss = nets.make("resnet")
     recomputing(model)

@@ -134,6 +134,10 @@ def _with_a_dropout(module: Any) -> None:
     module.rate = 0.1
 
 
+def _with_that_of_its_class(module: Any) -> None:
+    del module.rate
+
+
 def _with_another_activation(module: Any) -> None:
     module.act_fn = nn.Tanh()
 
@@ -142,7 +146,9 @@ def _with_another_form(module: Any) -> None:
     module.act_fn.approximate = "tanh"
 
 
-@pytest.mark.parametrize("change", [_with_a_dropout, _with_another_activation, _with_another_form])
+@pytest.mark.parametrize(
+    "change", [_with_a_dropout, _with_that_of_its_class, _with_another_activation, _with_another_form]
+)
 def test_a_formula_that_changes_is_followed(change: Callable[[Any], None]) -> None:
     module = Dropping(LlamaConfig(**SIZES))
     module.rate, module.act_fn = 0.0, nn.GELU()
