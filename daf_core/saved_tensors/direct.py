@@ -7,6 +7,7 @@ passes thirty of them on the way through `ActivationStore.store`.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,14 +50,17 @@ class Shelf:
     # Storages of parameters and buffers, by their `storage_id`.
     parameters: Mapping[int, object] = field(default_factory=dict[int, object])
     token: object = None  # `LossyStore.token` when the pass began
+    # A worker meets the input of a block while the block, which runs, says that it does not save it: it counts once.
+    counting: threading.Lock = field(default_factory=threading.Lock)
 
     def meet(self, number: int, storage: UntypedStorage) -> MetStorage:
         """Returns what is going to be known of a storage that is saved and was not met before, and counts it."""
-        if self.unsaved.met and self.unsaved.get(number, storage) is not None:  # it was counted
-            self.recorder.scope_raw_bytes += self.sharing.size_of(storage)
-        else:
-            self.recorder.add_raw(self.sharing.size_of(storage))
-        return self.sharing.add(number, storage)
+        with self.counting:
+            if self.unsaved.met and self.unsaved.get(number, storage) is not None:  # it was counted
+                self.recorder.scope_raw_bytes += self.sharing.size_of(storage)
+            else:
+                self.recorder.add_raw(self.sharing.size_of(storage))
+            return self.sharing.add(number, storage)
 
     def knows(self, storage: UntypedStorage) -> bool:
         """Says whether a storage was counted in this pass."""
@@ -64,9 +68,11 @@ class Shelf:
         return self.sharing.get(number, storage) is not None or self.unsaved.get(number, storage) is not None
 
     def pass_by(self, storage: UntypedStorage) -> None:
-        """Counts a storage that plain training would save, but not this pass, as its block is recomputed."""
-        self.unsaved.add(number_of(storage), storage)
-        self.recorder.add_unsaved(self.sharing.size_of(storage))
+        """Counts a storage, unless it was, that plain training would save, but not a block that is recomputed."""
+        with self.counting:
+            if not self.knows(storage):
+                self.unsaved.add(number_of(storage), storage)
+                self.recorder.add_unsaved(self.sharing.size_of(storage))
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf_core.autograd.torch_private import number_of
 from daf_core.codecs.relu_signs import RELU
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.saved_tensors.derive import Derivation
@@ -195,3 +197,36 @@ def test_thread_that_cannot_start_or_is_not_waited_for(method: str, monkeypatch:
         output = model(normal(*LARGE))
     assert engine.finish_step().stored_as["planes"] >= 1
     del output
+
+
+@pytest.mark.parametrize("first", ["the block", "the worker"])
+def test_the_input_of_a_block_that_is_recomputed_counts_once(first: str) -> None:
+    """The worker stores it while the block, which runs, says that it does not save it."""
+    engine = engine_for(nn.Linear(1, 1), 8, packing="workers")
+    store, recorder = engine._packer.replayed_by, engine._recorder
+    assert store is not None
+    shelf = store.shelf
+    storage, waited = normal(*LARGE).untyped_storage(), list[bool]()
+
+    def meet() -> None:
+        shelf.meet(number_of(storage), storage)
+
+    def others(run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(0.1)
+        waited.append(thread.is_alive())
+        return thread
+
+    threads, size_of = list[threading.Thread](), shelf.sharing.size_of
+
+    def size(each: torch.UntypedStorage) -> int:
+        if not threads:  # after it was seen that nobody has counted the storage, and before it is
+            threads.append(others((lambda: shelf.pass_by(storage)) if first == "the worker" else meet))
+        return size_of(each)
+
+    shelf.sharing.size_of = size  # pyright: ignore[reportAttributeAccessIssue]
+    meet() if first == "the worker" else shelf.pass_by(storage)
+    threads[0].join()
+    assert waited == [True]
+    assert recorder.batch_raw_bytes + recorder.batch_unsaved_bytes == storage.nbytes()
