@@ -50,9 +50,10 @@ class Buffers:
 class Snapshot:
     """What forward and backward passes of a model change, as it is now, before a step.
 
-    That is: random generators, gradients (those there are take as much memory once more), buffers such as running
-    statistics, training flags, and DAF's own counts, which the function that `snapshot` returns takes back. Weights and
-    the optimizer change only after it. What a model or a loss counts in attributes of its own is not taken back.
+    That is: random generators, also those that modules have as attributes, gradients (those there are take as much
+    memory once more), buffers such as running statistics, training flags, and DAF's own counts, which the function that
+    `snapshot` returns takes back. Weights and the optimizer change only after it. What else a model or a loss counts in
+    attributes of its own is not taken back.
     """
 
     def __init__(self, model: nn.Module, snapshot: Callable[[], Callable[[], None]] | None = None) -> None:

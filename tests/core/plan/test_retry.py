@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import random
 import subprocess
 import sys
 import traceback
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -250,6 +252,24 @@ def test_modes_and_buffers_come_back() -> None:
         assert [module.training for module in model] == [True, False]
         assert torch.equal(model[0].running_mean, torch.zeros(3))
         assert model[0].num_batches_tracked == 0
+
+
+def test_generators_of_modules_come_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    generators = random.Random(1), np.random.default_rng(2), np.random.RandomState(3), torch.Generator().manual_seed(4)
+    for number, generator in enumerate(generators):
+        setattr(model[0], f"generator_{number}", generator)
+
+    def drawn() -> list[float]:
+        python, numpy, old, torchs = generators
+        return [python.random(), numpy.random(), old.rand(), float(torch.rand((), generator=torchs))]
+
+    snapshot = Snapshot(model)
+    first = drawn()
+    for _ in range(2):
+        assert drawn() != first
+        snapshot.restore()
+        assert drawn() == first
 
 
 def test_model_whose_weights_may_change_in_backward_is_known() -> None:
