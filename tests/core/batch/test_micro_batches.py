@@ -881,7 +881,7 @@ def test_a_law_is_looked_for_again_on_demand() -> None:
     weighting.look_again({name: tensor[:1] for name, tensor in other.items()}, loss)  # one row says nothing
 
 
-@pytest.mark.parametrize("message", ["cannot be computed", "compares rows"])
+@pytest.mark.parametrize("message", ["cannot be computed", "and not zero", "is nan", "compares rows"])
 def test_batches_after_one_that_cannot_be_cut(message: str) -> None:
     """Rows without a loss say nothing of other batches, until three in a row had none; others say all at once."""
     model = nn.Linear(4, 3)
@@ -890,13 +890,13 @@ def test_batches_after_one_that_cannot_be_cut(message: str) -> None:
         x, labels = part["x"], part["labels"]
         if int(labels.max()) < 2:
             return F.cross_entropy(model(x), labels)
-        if message == "compares rows":
-            return model(x).var(0, correction=0).sum()
-        raise ValueError("no loss")
+        if message == "cannot be computed":
+            raise ValueError("no loss")
+        return {"is nan": math.nan, "and not zero": 0.0}.get(message, 1.0) * model(x).var(0, correction=0).sum()
 
     good = {"x": normal(8, 4), "labels": torch.tensor([0, 1] * 4)}
     bad = {**good, "labels": torch.tensor([2, 1] * 4)}
-    tries = 3 if message == "cannot be computed" else 1
+    tries = 1 if message == "compares rows" else 3
     weighting = MicroBatchWeights(model)
     for failures in (*[tries - 1] * 2, tries):
         assert weighting.of(good, 2, loss) == [0.5, 0.5]
