@@ -172,17 +172,20 @@ def costs_of(names: Sequence[str], compressed: Observation, recomputed: Observat
     """
     lossy = _lossy_bytes(names, compressed, bits)
     lossy_inputs = _lossy_bytes(names, recomputed, None if bits is None else LEVELS[-1])
+    # What blocks hold for a part of the graph that nobody needs goes outside of them, and hides what is held there.
+    beside = recomputed.of(OUTSIDE, "before"), _lossy_bytes(names, recomputed, bits)
 
     def observed(call: int) -> ObservedCall:
         forward = compressed.of(call, "before" if call == OUTSIDE else "forward")
         of_input = recomputed.of(call, "forward")
+        packed = _packed_bytes(compressed, call, forward, lossy)
         return ObservedCall(
             forward,
             compressed.of(call, "head" if call == OUTSIDE else "backward"),
             of_input,
             recomputed.of(call, "backward", "recompute"),
             recomputed.of(call, "recompute"),
-            _packed_bytes(compressed, call, forward, lossy),
+            packed if call != OUTSIDE else max(packed, _packed_bytes(recomputed, call, *beside)),
             _packed_bytes(recomputed, call, of_input, lossy_inputs),
         )
 

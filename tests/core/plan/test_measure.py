@@ -16,6 +16,7 @@ from daf_core.autograd.torch_private import in_backward
 from daf_core.model.layer_drop import all_layers
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile
+from daf_core.plan.policies import COMPRESS, KEEP
 from daf_core.plan.run.runner import described
 from tests.core.harness import normal
 from tests.core.plan import nets
@@ -187,3 +188,46 @@ def test_blocks_that_save_something_else_when_they_run_again_in_backward() -> No
     profile = measure(model, DAFConfig(precision="exact", memory_budget="64MB"), loss_of, rows=8, limit=1 << 30)
     assert profile.unlike == ["0", "1", "2", "3"]
     assert x.grad is None
+
+
+class Branching(nn.Module):
+    """A layer with two results, of which the second is read by the next layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x + side).tanh(), self.second(side).exp().sin().cos().sin()
+
+
+class Branches(nn.Module):
+    """Lets go of the last layer's second result, which nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branching() for _ in range(3))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = x
+        for layer in self.layers:
+            x, side = layer(x, side)
+        del side
+        return self.head(x).exp().square().sum()
+
+
+def test_what_blocks_hold_in_vain_is_not_missing_outside() -> None:
+    model, x = Branches(), normal(256, 64)  # larger than what is counted together
+    profile = measure(
+        model,
+        DAFConfig(precision="exact", memory_budget="64MB"),
+        lambda rows: model(x[:rows]),
+        rows=256,
+        limit=1 << 30,
+    )
+    outside = {policy: profile.at(256, None)[policy].held[0] for policy in (KEEP, COMPRESS)}
+    assert outside[KEEP] == x.nbytes  # the result of exp; the last layer has its own
+    assert outside[COMPRESS] == pytest.approx(
+        2 * x.nbytes, rel=0.1
+    )  # and its input, where the last layer is recomputed
