@@ -47,7 +47,6 @@ LossFunction = Callable[[Any], Tensor]
 Value = TypeVar("Value", float, Tensor)
 Result = TypeVar("Result")
 
-
 Modes = Sequence[tuple[nn.Module, bool]]
 """Modules, and whether they are in training mode."""
 
@@ -94,7 +93,7 @@ class Trial:
         first: Sequence[int] = (),
         last: Sequence[int] = (),
     ) -> None:
-        self._model, self.batch, self._loss_function, self._known = model, batch, loss_function, known
+        self._model, self._batch, self._loss_function, self._known = model, batch, loss_function, known
         self._modes, self._first, self._last = modes, first, last
         self._size = rows_of(batch) or 0
         if self._size < 2:
@@ -112,10 +111,10 @@ class Trial:
         compiled = any(is_compiled(module) for module in self._model.modules())  # anew, where a function mode is active
         weights = ClassWeights()
         with _tolerance(self._model, compiled) as tolerances, torch.no_grad(), nullcontext() if compiled else weights:
-            changed = weighing(self.batch)
+            changed = weighing(self._batch)
             some = self._if_borne(set(), self._last)
             tried = [each for each in (self._if_borne(changed), self._tried(set()), some) if each is not None]
-        laws |= weights.laws(self.batch)
+        laws |= weights.laws(self._batch)
         for each in tried:
             allowed = max(max(tolerances), 2 * torch.finfo(each.whole.dtype).eps)
             of_gradients = GRADIENTS[FINE if allowed == FINE else COARSE]
@@ -156,15 +155,15 @@ class Trial:
 
     def _tried(self, names: set[str], last: Sequence[int] = ()) -> _Tried:
         def tried(length: int | None) -> _Tried:
-            sample, rows = unlike_rows(self.batch, self._size, names, self._known, length, self._first, last)
-            self.classes |= classes(take(self.batch, rows, self._size))
+            sample, rows = unlike_rows(self._batch, self._size, names, self._known, length, self._first, last)
+            self.classes |= classes(take(self._batch, rows, self._size))
             return _Tried(sample, *_each(lambda part: loss_of(self._loss_function, part), sample, len(rows)))
 
-        cut = (length_of_texts(self.batch) or 0) > LENGTH
+        cut = (length_of_texts(self._batch) or 0) > LENGTH
         try:
             found = tried(LENGTH)
             # A row without a label that counts has no loss; any other one may have it where it was cut off.
-            if not cut or last or ignoring(self.batch, self._size) or all(loss.isfinite() for loss in found.single):
+            if not cut or last or ignoring(self._batch, self._size) or all(loss.isfinite() for loss in found.single):
                 return found
         except MicroBatchError:
             if not cut or last:

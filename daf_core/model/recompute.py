@@ -162,8 +162,8 @@ class SecondRun:
         devices: Collection[torch.device] = (),
         generators: Collection[RandomGenerator] = (),
     ) -> None:
-        self._module, self._generators = module, (devices, generators)
-        self._numbers, self._settings = RandomNumbers(*self._generators), Settings(module, written)
+        self._module, self._sources = module, (devices, generators)  # of random numbers
+        self._numbers, self._settings = RandomNumbers(*self._sources), Settings(module, written)
 
     @contextmanager
     def after(self, scope: AbstractContextManager[None]) -> Generator[None]:
@@ -174,7 +174,7 @@ class SecondRun:
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
-        self._stack.callback(RandomNumbers(*self._generators).restore)
+        self._stack.callback(RandomNumbers(*self._sources).restore)
         self._stack.callback(Buffers(self._module).restore)
         self._stack.enter_context(self._settings.again())
         self._numbers.restore()
