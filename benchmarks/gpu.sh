@@ -12,7 +12,7 @@ set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/docs/results/gpu}
 PYTHON=${PYTHON:-python3}
-PARTS=${PARTS:-tests kernels kernels-large reductions steps compiled cuda-graphs overlap}
+PARTS=${PARTS:-tests kernels kernels-large reductions steps compiled cuda-graphs captured overlap}
 
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
@@ -79,6 +79,7 @@ benchmark steps 150 gpu_steps
 # To compile a model takes 30 s, and 90 with DAF.
 benchmark compiled 180 gpu_steps --sizes roberta-base:128x512 --methods daf-4bit --compile default
 benchmark cuda-graphs 180 gpu_steps --sizes roberta-base:32x128 --methods daf-4bit --compile reduce-overhead
+benchmark captured 60 gpu_steps --sizes roberta-base:32x128 --methods daf-exact daf-4bit --capture
 part overlap 60 "$PYTHON" -m benchmarks.overlap --device cuda --batch 32 --workers 4 --json "$out/overlap.json"
 
 printf '# GPU run\n\n' >"$out/summary.md"

@@ -4,7 +4,9 @@ Run ``python -m benchmarks.gpu_steps --json steps.json --markdown steps.md``. Ea
 plain ones, in one process and on one model; ratios are taken within rounds. *Host* is the part of the forward pass
 after which the host goes on, though the GPU may not be done. Peaks are of allocated bytes above the loaded model.
 
-With ``--compile MODE`` the whole model is one graph of torch.compile, for plain steps and for each method.
+With ``--compile MODE`` the whole model is one graph of torch.compile, for plain steps and for each method. With
+``--capture`` forward and backward are CUDA graphs, and attention has no dropout, which such graphs do not hold in few
+bits.
 """
 
 import argparse
@@ -30,6 +32,9 @@ SIZES = (("roberta-base", 32, 128), ("roberta-base", 128, 512), ("gpt2-medium", 
 
 METHODS: dict[str, Precision] = {"daf-exact": "exact", "daf-8bit": 8, "daf-4bit": 4}
 MODES = ("default", "reduce-overhead")
+CAPTURE = "capture"
+"""Stands among these modes for CUDA graphs of steps that are not compiled."""
+
 DEVICE = "cuda"
 SETTLING = 7
 """Steps in which readers are learned, kernels are compiled and the pool grows."""
@@ -78,6 +83,7 @@ class Steps:
 
     def __init__(self, model: nn.Module, batch: dict[str, Tensor], engine: ActivationEngine | None, loaded: int):
         self._model, self._batch, self._engine, self._loaded = model, batch, engine, loaded
+        self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None  # of forward and backward
         self.seconds: list[tuple[float, float, float]] = []
         self.saved_bytes = self.held_bytes = self.peak_bytes = 0
 
@@ -86,15 +92,38 @@ class Steps:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        with nullcontext() if self._engine is None else self._engine.compress():
-            loss: Tensor = self._model(**self._batch).loss
+        loss = self._forward() if self._graphs is None else self._graphs[0].replay()
         left = time.perf_counter()
         torch.cuda.synchronize()
         between = time.perf_counter()
-        loss.backward()
+        if self._graphs is not None:
+            self._graphs[1].replay()
+        elif loss is not None:
+            loss.backward()
         torch.cuda.synchronize()
         self.seconds.append((left - started, between - started, time.perf_counter() - between))
+        if self._graphs is None:  # a graph has all its memory from when it was captured
+            self.peak_bytes = torch.cuda.max_memory_allocated() - self._loaded
+            self._finish()
+
+    def capture(self) -> None:
+        """Captures a step: those to come run it again."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward):
+            loss = self._forward()
+        with torch.cuda.graph(backward, pool=forward.pool()):
+            loss.backward()
         self.peak_bytes = torch.cuda.max_memory_allocated() - self._loaded
+        self._finish()
+        self._graphs = forward, backward
+
+    def _forward(self) -> Tensor:
+        with nullcontext() if self._engine is None else self._engine.compress():
+            return self._model(**self._batch).loss
+
+    def _finish(self) -> None:
         self._model.zero_grad()
         if self._engine is not None:
             statistics = self._engine.finish_step()
@@ -123,9 +152,11 @@ class Steps:
 def measure(
     name: str, rows: int, length: int, rounds: int, methods: Sequence[str], mode: str | None
 ) -> Iterator[StepResult]:
-    """Measures methods with a model in bfloat16, compiled if there is a mode."""
+    """Measures methods with a model in bfloat16, compiled if there is a mode, or captured."""
     model = build_model(name, lora_dropout=0.1).to(DEVICE, torch.bfloat16)
-    if mode is not None:
+    if mode == CAPTURE:
+        _leave_attention_whole(model)
+    elif mode is not None:
         torch.compiler.reset()
         model = cast("nn.Module", torch.compile(model, mode=mode, dynamic=False))
     batch = {key: value.to(DEVICE) for key, value in build_batch(name, batch=rows, seq=length, image=32).items()}
@@ -137,7 +168,10 @@ def measure(
         plain.take()  # alone: nothing of the engine is allocated yet
         peak = plain.peak_bytes
         plain.seconds.clear()
-        for _ in range(SETTLING + rounds):
+        for number in range(SETTLING + rounds):
+            if mode == CAPTURE and number == SETTLING:
+                plain.capture()
+                compressed.capture()
             plain.take()
             compressed.take()
         plain.peak_bytes, plain.saved_bytes, plain.held_bytes = peak, compressed.saved_bytes, compressed.saved_bytes
@@ -145,6 +179,13 @@ def measure(
         if method == methods[0]:
             yield plain.result(name, rows, length, "plain", plain)
         yield compressed.result(name, rows, length, method, plain)
+
+
+def _leave_attention_whole(model: nn.Module) -> None:
+    """Has attention drop nothing."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Dropout) and ("attention.self" in name or "attn_dropout" in name):
+            part.p = 0.0
 
 
 def grid(results: Sequence[StepResult]) -> Grid:
@@ -178,7 +219,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=SIZES, metavar="MODEL:ROWSxTOKENS")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--compile", choices=MODES, help="compile the whole model, in this mode")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--compile", choices=MODES, help="compile the whole model, in this mode")
+    way.add_argument("--capture", action="store_const", const=CAPTURE, help="capture steps in CUDA graphs")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU here; run it on a machine that has one")
@@ -190,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     results = list[StepResult]()
     for name, rows, length in options.sizes:  # what is measured is there, also where the machine's time ends
-        results += measure(name, rows, length, options.rounds, options.methods, options.compile)
+        results += measure(name, rows, length, options.rounds, options.methods, options.compile or options.capture)
         write_results(options, {"steps": results}, [grid(results)], dtype="bf16", device=DEVICE)
 
 

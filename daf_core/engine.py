@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +19,6 @@ from daf_core.codecs.deferred_check import PendingChecks
 from daf_core.compiled.executor import CompiledGraphs
 from daf_core.config import DAFConfig, as_config, parse_size
 from daf_core.memory.devices import DevicePagers
-from daf_core.model.trainable import check_trainable
 from daf_core.model.treatments import Treatments
 from daf_core.precision.audit import PARTS, Auditor, restored
 from daf_core.precision.policy import PrecisionPolicy
@@ -29,7 +27,8 @@ from daf_core.precision.site_stats import KindsOfPasses, SiteStatistics, Sizes
 from daf_core.readers.learning import Readers
 from daf_core.saved_tensors.backends import Backends
 from daf_core.saved_tensors.background_choice import PackingChoice
-from daf_core.saved_tensors.classify import Eligibility
+from daf_core.saved_tensors.classify import Eligibility, check_trainable
+from daf_core.saved_tensors.graph_capture import GraphCaptures
 from daf_core.saved_tensors.hooks import Packer
 from daf_core.saved_tensors.itemize import Items
 from daf_core.saved_tensors.lossy import RandomStreams, RehearsalStore, TrainingStore
@@ -38,15 +37,10 @@ from daf_core.saved_tensors.store import ActivationStore, LossyStore
 from daf_core.snapshots.attributes import LONGEST, Attributes
 from daf_core.snapshots.measurement import Measurement
 from daf_core.telemetry import GradientError, StepRecorder, StepStatistics
+from daf_kernels import is_capturing
 
 REHEARSED_ELEMENTS = REHEARSED_PAGE_BYTES = 128
 """A rehearsal encodes what a batch of 32 times as many rows would."""
-
-
-class _Own(threading.local):
-    """Whether this thread is inside `ActivationEngine.compress`."""
-
-    in_scope = False
 
 
 class ActivationEngine:
@@ -88,8 +82,9 @@ class ActivationEngine:
         self._store = TrainingStore(self._policy, self._streams, self._doubts)
         self._packer = self._make_packer(self._eligibility, self._pagers, self._store, self._recorder)
         self._replays = Replays(self._packer, self._follower)
+        self._captures = GraphCaptures(self.config, self._packer, self._store, self._replays)
         self._graphs = CompiledGraphs(self.config, self._replays.pack_at, self._packer.unpack, self._pagers.room_beside)
-        self._passes, self._own = KindsOfPasses(), _Own()
+        self._passes = KindsOfPasses()
 
     @contextmanager
     def compress(self, inputs: Iterable[Tensor] = ()) -> Generator[None]:
@@ -101,32 +96,35 @@ class ActivationEngine:
 
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
-            GraphCaptureError: A CUDA graph is being captured.
+            GraphCaptureError: A CUDA graph is being captured, and see `GraphCaptures.capturing`.
             ActivationBudgetError: Less memory is available than activations of an earlier pass hold; inside, an
                 activation does not fit in the budget. The step may be run again.
             SpillError: The spill file cannot be used, or main memory takes nothing more; raised in backward too.
         """
         if not (no_values := has_no_values(self._model)):
             self._packer.lend(inputs)
-        if no_values or self._own.in_scope:
+        if no_values or (own := self._replays.own).in_scope:
             yield
             return
-        own = self._replays.own.pack
-        hook_stack.check_no_foreign_hooks(own=self._graphs.hook_over(own))
+        hook_stack.check_no_foreign_hooks(own=self._graphs.hook_over(own.pack))
         parameters, buffers = tensors_of(self._model)
         self._backends.follow(parameters)
+        if is_capturing():
+            with self._captures.capturing(self._passes.treatments, parameters + buffers):
+                yield
+            return
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
-            self._own.in_scope = True
+            own.in_scope = True
             self._begin_pass(threads, parameters + buffers)
-            with self._graphs.installed(own), self._readers.watching(), hook_stack.telling(self._packer.pass_by):
+            with self._graphs.installed(own.pack), self._readers.watching(), hook_stack.telling(self._packer.pass_by):
                 yield
             self._packer.finish()
             self._recorder.add_raw(self._graphs.account.pass_raw_bytes)
             self._choice.add(threads, time.perf_counter() - started, self._recorder.scope_raw_bytes)
             complete = True
         finally:
-            self._own.in_scope = False
+            own.in_scope = False
             self._end_pass(complete)
 
     def treat(self, treatments: Treatments) -> None:
@@ -181,7 +179,7 @@ class ActivationEngine:
     @property
     def audit_due(self) -> bool:
         """Whether `audit` is to be called before the forward pass of this step."""
-        return self.config.precision != "exact" and self._auditor.due
+        return self.config.precision != "exact" and self._auditor.due and not is_capturing()
 
     def postpone_audit(self) -> None:
         """Has the next step be audited in place of this one, which does not train what others do."""
@@ -260,7 +258,8 @@ class ActivationEngine:
         self._packer.drain()
         self._auditor.finish_step()
         self._recorder.stored_as.update(self._graphs.account.take_stored())
-        return self._recorder.finish([*self._pagers.finish_step(), self._graphs.account.finish_step()])
+        graphs = [*self._captures.finish_step(), self._graphs.account.finish_step()]
+        return self._recorder.finish([*self._pagers.finish_step(), *graphs])
 
     def look_again(self) -> None:
         """Has the next forward pass in this thread look who reads each tensor, as a first one does."""
@@ -305,7 +304,7 @@ class ActivationEngine:
     def held_bytes(self) -> int:
         """Bytes that saved activations hold now; 0 after a step."""
         self._packer.drain()
-        return self._pagers.held_bytes + self._graphs.account.held_bytes
+        return self._pagers.held_bytes + self._captures.held_bytes + self._graphs.account.held_bytes
 
     @property
     def lossy_bytes(self) -> int:

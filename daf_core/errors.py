@@ -38,7 +38,7 @@ class UnsupportedDeviceError(DAFError, RuntimeError):
 
 
 class GraphCaptureError(DAFError, RuntimeError):
-    """A CUDA graph is being captured, and what DAF stores depends on values that a capture does not have."""
+    """A CUDA graph is being captured, and DAF would store otherwise in each pass, or needs the host in backward."""
 
 
 class HooksActiveError(DAFError, RuntimeError):

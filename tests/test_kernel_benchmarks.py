@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from tests.kernels.triton_device import DEVICE, TRITON
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.sh"
 PRECISIONS = (8, 4, 2, 1, 0)
-BENCHMARKS = ("kernels", "kernels-large", "reductions", "steps", "compiled", "cuda-graphs", "overlap")
+BENCHMARKS = ("kernels", "kernels-large", "reductions", "steps", "compiled", "cuda-graphs", "captured", "overlap")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -256,6 +258,28 @@ def test_steps_are_timed_beside_plain_ones() -> None:
 
 
 @pytest.mark.usefixtures("pretended_gpu")
+def test_captured_steps_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward are captured once for each method, and nothing of the host's runs after that."""
+    graphs, captures = list[Mock](), list[str]()
+
+    def graph() -> Mock:
+        graphs.append(Mock())
+        return graphs[-1]
+
+    def capture(graph: Mock, pool: object = None) -> AbstractContextManager[None]:
+        captures.append("forward" if pool is None else "backward")
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    results = list(gpu_steps.measure("tiny", 8, 64, 2, ["daf-4bit"], gpu_steps.CAPTURE))
+    assert captures == ["forward", "backward"] * 2
+    assert [each.replay.call_count for each in graphs] == [2] * 4
+    plain, four = results
+    assert plain.saved_bytes > four.held_bytes > 0
+
+
+@pytest.mark.usefixtures("pretended_gpu")
 def test_compiled_steps_are_written_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what was measured is there where a later one takes more time than the machine is lent for."""
     compiled = list[dict[str, Any]]()
@@ -320,7 +344,7 @@ def run_script(folder: Path, python: str) -> "subprocess.CompletedProcess[str]":
         ("benchmarks.reductions", 1, ["reductions"]),
         ("pytest", 1, ["tests"]),
         ("benchmarks.gpu_needs", 1, ["packages"]),
-        ("benchmarks.gpu_steps", 1, ["steps", "compiled", "cuda-graphs"]),
+        ("benchmarks.gpu_steps", 1, ["steps", "compiled", "cuda-graphs", "captured"]),
         ("benchmarks.", 1, ["packages", *BENCHMARKS]),
     ],
 )

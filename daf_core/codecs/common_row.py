@@ -21,6 +21,7 @@ from torch import Tensor
 from daf_core.autograd.sites import Site
 from daf_core.codecs.tensor_layout import Geometry
 from daf_core.readers.sharpness import some_of
+from daf_kernels import is_capturing
 
 LEAST_GAIN = 1.0
 """Bits by which codes have to be more exact, beyond those that it takes: the rest of 3 MB takes 1 ms to make, and codes
@@ -187,7 +188,7 @@ class CommonRows:
         possible = possible_blocks(geometry, group)
         key = site, group > geometry.row
         measured, gain = self._found.get(key, (-1, Gain(-1, 0.0)))
-        if measured != self.epoch:
+        if measured != self.epoch and not is_capturing():
             if len(self._found) >= MOST_SITES:
                 self._found = {}
             gain = _best(possible, values)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -66,4 +68,9 @@ class ReluSignsActivation(PagedActivation):
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        self._backend.decode_mask(out, (0, bits_of_number(1.0, out.dtype)), self.pager.pool, lease.pages)
+        self._backend.decode_mask(out, (0, _bits_of_one(out.dtype)), self.pager.pool, lease.pages)
+
+
+@lru_cache(maxsize=8)
+def _bits_of_one(dtype: torch.dtype) -> int:
+    return bits_of_number(1.0, dtype)

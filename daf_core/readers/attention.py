@@ -148,7 +148,12 @@ def can_attend_again(node: Node, device: torch.device) -> bool:
     kernel = kernel_of(node.name())
     if kernel is None:
         return False
-    return not node._saved_dropout_p or (bool(kernel.drawn) and device.type == "cuda")
+    return not dropout_of(node) or (bool(kernel.drawn) and device.type == "cuda")
+
+
+def dropout_of(node: Node) -> float:
+    """Returns the probability with which an attention has dropped."""
+    return node._saved_dropout_p
 
 
 class Draws:
@@ -180,7 +185,7 @@ def draws_of(node: Node) -> Draws | None:
     To ask for it in backward waits for all that the device has been given to do until then.
     """
     kernel = KERNELS[node.name()]
-    if not node._saved_dropout_p:
+    if not dropout_of(node):
         return None
     return Draws.of([_saved(node, name) for name in kernel.drawn])
 

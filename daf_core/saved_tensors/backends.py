@@ -13,7 +13,16 @@ from daf_core.autograd.torch_private import tensors_of
 from daf_core.config import DAFConfig
 from daf_core.errors import GraphCaptureError, UnsupportedDeviceError
 from daf_core.saved_tensors.background import CPU
-from daf_kernels import Backend, HostBridge, HostPackedBackend, NoKernelError, host_bridge, load_backend
+from daf_kernels import (
+    Backend,
+    DirectBackend,
+    HostBridge,
+    HostPackedBackend,
+    NoKernelError,
+    host_bridge,
+    is_capturing,
+    load_backend,
+)
 
 on_meta: ContextVar[Backend | None] = ContextVar("on_meta", default=None)
 """The kernels of models without values, as long as `without_values` is there; None refuses such models."""
@@ -41,18 +50,27 @@ class Backends(Mapping[torch.device, Backend]):
 
         Raises:
             UnsupportedDeviceError: A part of it is on device "meta".
-            GraphCaptureError: The calling thread captures a CUDA graph.
+            GraphCaptureError: A CUDA graph is being captured, and kernels for it are not loaded yet, or look at values.
         """
         found = tensors_of(self._model)[0] if parameters is None else parameters
         self.devices = {parameter.device for parameter in found}
-        if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
-            raise GraphCaptureError(
-                "a CUDA graph is being captured, and DAF looks at the values of what it stores, which a capture does "
-                "not have; run this model without torch.cuda.graph, or without DAF. "
-                'torch.compile(model, mode="reduce-overhead") makes CUDA graphs with DAF\'s codes inside'
-            )
-        for device in self.devices - self._loaded.keys():
+        missing = self.devices - self._loaded.keys()
+        if is_capturing():
+            self._check_capturable(missing)
+        for device in missing:
             self._loaded[device] = self._load(device)
+
+    def _check_capturable(self, missing: set[torch.device]) -> None:
+        if missing:
+            raise GraphCaptureError(
+                "a CUDA graph is being captured, and kernels for the model are not loaded yet: prepare the model, and "
+                "train some five steps, before the capture"
+            )
+        if not all(isinstance(self._loaded[device], DirectBackend) for device in self.devices):
+            raise GraphCaptureError(
+                "a CUDA graph is being captured, and torch operations, which store here in place of kernels, look at "
+                "values. `daf doctor` says why there are no kernels"
+            )
 
     @property
     def packs_on_host(self) -> bool:

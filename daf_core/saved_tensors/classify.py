@@ -1,4 +1,4 @@
-"""Is a saved tensor an activation, and which form may it take?"""
+"""Is anything saved, is a saved tensor an activation, and which form may it take?"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from daf_core.autograd.torch_private import number_of, skip_nodes, storage_id, tensors_of
 from daf_core.codecs.planes import DTYPES
 from daf_core.codecs.saved_tensor import LOW_PRECISION, TensorKind
+from daf_core.errors import ConfigError, NothingToTrainError, shown
 from daf_core.readers.table import STATISTIC_SHARE
 
 LEAST_ELEMENTS = 4096
@@ -109,6 +110,22 @@ class Eligibility:
             return not tensor.requires_grad
         source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
         return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+
+
+def check_trainable(model: object) -> None:
+    """Checks that a model has parameters to train.
+
+    Raises:
+        ConfigError: It is no module.
+        NothingToTrainError: No parameter requires a gradient.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model is a torch.nn.Module, got {shown(model)}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise NothingToTrainError(
+            f"{type(model).__name__} has no parameter that requires a gradient, so nothing is saved for backward; "
+            "set requires_grad on the parameters to train, for example with peft.get_peft_model"
+        )
 
 
 def is_plain(tensor: Tensor) -> bool:

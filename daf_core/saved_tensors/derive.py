@@ -42,6 +42,7 @@ from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.elementwise import COMPARABLE, agrees, elementwise
 from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.pending import UnpackHook, packed_now, packed_of
+from daf_kernels import is_capturing
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
@@ -349,8 +350,10 @@ def _agree(tensor: Tensor, recipe: StoredActivation) -> bool:
     """Compares some elements of a tensor with its recipe, where that follows from raw tensors alone, bit by bit.
 
     This finds what was changed behind autograd's back, as through ``tensor.data``. All elements are compared where an
-    operator computes them again, as its kernel may round a few in another way.
+    operator computes them again, as its kernel may round a few in another way. A CUDA graph has nothing to compare.
     """
+    if is_capturing():
+        return recipe.lossy
     if type(recipe) is ElementwiseActivation:
         return recipe.lossy or agrees(recipe, tensor)
     # Few operators: with cold caches each takes 4 us, and this is done for each dropout of a softmax.

@@ -40,7 +40,7 @@ from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.itemize import ItemizingStore, Items
 from daf_core.saved_tensors.pending import PendingActivation, packed_now
 from daf_core.saved_tensors.recording import Decision, Look
-from daf_core.saved_tensors.store import ActivationStore
+from daf_core.saved_tensors.store import ActivationStore, LossyStore
 from daf_core.telemetry import StepRecorder
 
 Packed = Handle | RawActivation | PendingActivation
@@ -82,6 +82,12 @@ class Packer:
     def replayed_by(self) -> ActivationStore | None:
         """What stores activations where a pass may be replayed; None where what is stored is looked at."""
         return self._store if isinstance(self._store, ActivationStore) else None
+
+    def beside(self, pagers: DevicePagers, lossy: LossyStore) -> Packer:
+        """Returns a pair of hooks for other memory; see `ActivationStore.beside`."""
+        assert isinstance(self._store, ActivationStore)
+        store = self._store.beside(pagers, lossy)
+        return Packer(self.eligibility, self.scopes, store, self.recorder, self.readers)
 
     def pack_in_background(self, prepare: Callable[[], None], pagers: DevicePagers) -> None:
         """Has activations packed in the background until this thread's forward pass ends.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import ModuleCall, Site
-from daf_core.autograd.torch_private import running_module, skip_nodes
+from daf_core.autograd.torch_private import Node, running_module, skip_nodes
 from daf_core.codecs import AttendedActivation, PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.recomputed import RECIPES
@@ -150,8 +150,15 @@ class Save:
             self.codes = None if inner is None else inner.f_code, None if outer is None else outer.f_code
             self.instructions = 0 if inner is None else inner.f_lasti, 0 if outer is None else outer.f_lasti
 
-    def is_at(self, frame: FrameType) -> bool:
-        """Says whether the instructions are running that have saved the tensors."""
+    def is_of(self, tensor: Tensor, node: Node | None, frame: FrameType) -> bool:
+        """Says whether a tensor, made by `node` and saved by `frame`, is like those that were saved here.
+
+        Of their type, made by the same operator, and saved by the same instructions; neither these nor it parameters.
+        """
+        if type(node) is not self.made_by or tensor.dtype is not self.dtype:
+            return False
+        if self.op is not None and (node is None or node.name() != self.op):
+            return False
         if self.codes is None:
             return True
         inner, code = self.codes
@@ -230,6 +237,11 @@ class Recordings:
             found = Save()
             self._roots = [(treatments, found), *self._roots[: KINDS - 1]]
         return found
+
+    def latest(self, treatments: Treatments) -> Save | None:
+        """Returns the tree of passes with some treatments, if it has a save."""
+        found = next((root for known, root in self._roots if known == treatments), None)
+        return found if found is not None and found.following else None
 
     def add(self, above: Save, save: Save) -> Save:
         """Returns a save, which has come after another one."""

@@ -38,7 +38,8 @@ class Replays:
     """The pack hooks of a model, one for each thread; all of them replay what any of them has recorded."""
 
     def __init__(self, packer: Packer, follower: ModuleFollower) -> None:
-        self._arguments = packer, Recordings(), follower
+        self.recordings, self.follower = Recordings(), follower
+        self._arguments = packer, self.recordings, follower
         self._own = threading.local()
 
     @property
@@ -55,7 +56,13 @@ class Replays:
 
 
 class Replay:
-    """The pack hook of the forward passes of one thread."""
+    """The pack hook of the forward passes of one thread.
+
+    Attributes:
+        in_scope: Whether the thread is inside `ActivationEngine.compress`.
+    """
+
+    in_scope = False
 
     def __init__(self, packer: Packer, recordings: Recordings, follower: ModuleFollower) -> None:
         self._packer = packer
@@ -120,12 +127,7 @@ class Replay:
                 if self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER:
                     self._at = save
                     return RawActivation(tensor, None)
-            elif (
-                type(node) is save.made_by
-                and tensor.dtype is save.dtype
-                and (save.op is None or (node is not None and node.name() == save.op))
-                and save.is_at(frame)
-            ):
+            elif save.is_of(tensor, node, frame):
                 decision, packed = save.decisions.get(shape), None
                 if decision is None:
                     if save.small is not (tensor.numel() < self._packer.eligibility.least_elements):

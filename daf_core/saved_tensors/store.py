@@ -62,7 +62,7 @@ class ActivationStore:
         lossy: LossyStore,
         recorder: StepRecorder,
     ) -> None:
-        self._exact = config.precision == "exact"
+        self._config, self._exact = config, config.precision == "exact"
         self._backends = backends
         self._pagers = pagers
         self._lossy = lossy
@@ -71,6 +71,12 @@ class ActivationStore:
         self._sharing = self.shelf.sharing
         self._arguments = Arguments(self._exact, self._sharing)
         self._common = CommonRows()
+
+    def beside(self, pagers: DevicePagers, lossy: LossyStore) -> ActivationStore:
+        """Returns a store of other memory that knows what this one has measured."""
+        store = ActivationStore(self._config, self._backends, pagers, lossy, self._recorder)
+        store._common = self._common
+        return store
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:
         """Begins a forward pass that may be replayed, given storages of parameters and buffers by `storage_id`."""

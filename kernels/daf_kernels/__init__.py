@@ -13,6 +13,7 @@ from daf_kernels.backend import (
     Seed,
     TwoValues,
     bits_of_number,
+    is_capturing,
     system_memory,
 )
 from daf_kernels.dispatch import NoKernelError, load_backend
@@ -39,6 +40,7 @@ __all__ = [
     "TwoValues",
     "bits_of_number",
     "host_bridge",
+    "is_capturing",
     "load_backend",
     "mask_pages",
     "pinned_memory",

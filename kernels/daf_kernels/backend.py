@@ -30,6 +30,14 @@ TwoValues = tuple[int, int]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def is_capturing() -> bool:
+    """Says whether what the calling thread gives a GPU is captured in a CUDA graph, which runs it again and again.
+
+    Meanwhile no value can be looked at, and nothing of the host's is part of what runs.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def bits_of_elements(values: Tensor) -> Tensor:
     """Returns the bits of all elements as integers of their width, of shape (elements,)."""
     return values.reshape(-1).view(_INTEGERS[values.element_size()])

@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from daf_kernels import backend as memory
 from daf_kernels.triton import backend, direct, flags, launch, page_tables
 
 VIEWS = {"aten.view", "aten.unbind", "aten.select", "aten.alias", "aten.detach", "aten._unsafe_view"}
@@ -53,6 +55,7 @@ class PretendedGpu:
     """Counts what a host gives a GPU to do.
 
     Attributes:
+        graph: What captures that; None where it is done at once.
         launches: Names of the kernels that were launched.
         events: Numbers of the streams that events were recorded on.
         uploads: Bytes of each tensor that was put into pinned memory, to be copied to the GPU.
@@ -60,6 +63,7 @@ class PretendedGpu:
     """
 
     def __init__(self) -> None:
+        self.graph: PretendedGraph | None = None
         self.launches: list[str] = []
         self.events: list[int] = []
         self.uploads: list[int] = []
@@ -81,12 +85,69 @@ class PretendedGpu:
         return getattr(self._current, "stream", _DEFAULT)
 
     def event(self) -> Event:
-        """What ``torch.cuda.Event`` is."""
+        """What ``torch.cuda.Event`` is; while a graph is captured, an event that is asked for would end it."""
+        assert self.graph is None
         return Event(self)
 
     def given(self) -> tuple[int, int, int]:
         """Returns how many launches, events and uploads there were."""
         return len(self.launches), len(self.events), len(self.uploads)
+
+
+class PretendedGraph(TorchDispatchMode):
+    """What a CUDA graph is: it keeps what a GPU is given to do, with its memory, and does it again.
+
+    It forbids what a capture forbids, as far as torch's operators show it: to look at a value.
+    """
+
+    FORBIDDEN = ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.nonzero", "aten.masked_select")
+
+    def __init__(self, gpu: PretendedGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._work: list[Callable[[], object]] = []
+        self._inside_kernel = False
+
+    @contextmanager
+    def capturing(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """What ``torch.cuda.graph`` is; memory that is allocated inside is the graph's."""
+        with monkeypatch.context() as patch, self:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr(memory, "system_memory", lambda size, _: torch.empty(size, dtype=torch.uint8))
+            self._gpu.graph = self
+            try:
+                yield
+            finally:
+                self._gpu.graph = None
+
+    def replay(self) -> None:
+        """Does all of it again; what operators give goes where it went."""
+        with torch._C._AutoDispatchBelowAutograd():  # where they were noticed
+            for work in self._work:
+                work()
+
+    def launch(self, run: Callable[[], object]) -> None:
+        """Launches a kernel."""
+        self._inside_kernel = True
+        run()
+        self._inside_kernel = False
+        self._work.append(run)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = str(func.overloadpacket), kwargs or {}
+        if self._inside_kernel:
+            return func(*args, **kwargs)
+        assert name not in self.FORBIDDEN, f"{name} looks at a value"
+        given = func(*args, **kwargs)
+
+        def again() -> None:
+            for old, new in zip(tree_leaves(given), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+        self._work.append(again)
+        return given
 
 
 class Event:
@@ -123,6 +184,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, operations: Operations | None = Non
         kernel: Any, programs: int, pointers: Sequence[Tensor], numbers: Sequence[int], **constants: Any
     ) -> None:
         gpu.launches += [kernel.__name__] * (programs > 0)
+        if gpu.graph is not None:
+            gpu.graph.launch(lambda: run(kernel, programs, pointers, numbers, **constants))
+            return
         if operations is not None:
             operations.outside = True
         run(kernel, programs, pointers, numbers, **constants)
@@ -130,6 +194,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, operations: Operations | None = Non
             operations.outside = False
 
     def pin_memory(tensor: Tensor) -> Tensor:
+        assert gpu.graph is None, "a graph would copy what the host has there by then"
         gpu.uploads.append(tensor.nbytes)
         return tensor
 

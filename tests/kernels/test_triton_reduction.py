@@ -115,7 +115,7 @@ def test_a_single_way_is_not_measured() -> None:
 def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({"rule": 2.0, "other": 1.0})
     selector = Selector(CPU, clock)
-    monkeypatch.setattr(autotune, "_is_capturing", lambda: True)
+    monkeypatch.setattr(autotune, "is_capturing", lambda: True)
     assert selector.choose("problem", WAYS) == "rule"
     assert not clock.calls
     monkeypatch.undo()

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import triton
 
+from daf_kernels.backend import is_capturing
+
 ROUNDS = 5
 """How often each way is timed, in turn, after a first time that may compile it."""
 
@@ -75,7 +77,7 @@ class Selector:
         known = self._chosen.get(problem)
         if known is not None and known in ways:
             return known
-        if self._timer is None or _is_capturing():
+        if self._timer is None or is_capturing():  # a measurement would become a part of the graph
             return first
         with self._lock:
             self._chosen[problem] = best = self._fastest(self._timer, ways)
@@ -107,11 +109,6 @@ def cuda_timer(device: torch.device) -> Timer:
         return start.elapsed_time(end)
 
     return milliseconds
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: a measurement would become a part of it."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _read(file: Path | None) -> dict[str, dict[str, str]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from daf_kernels.backend import DeviceFlag
+from daf_kernels.backend import DeviceFlag, is_capturing
 from daf_kernels.triton.launch import stream_number, stream_of
 
 FLAGS = 1024
@@ -115,7 +115,7 @@ class Flag(NamedTuple):
 
     Attributes:
         pointer: What kernels set to 1, an int32.
-        array: Has the flag; None where the device is waited for with each kernel.
+        array: Has the flag; None where the device is waited for with each kernel, or never, in a CUDA graph.
         number: Which one of the array it is.
     """
 
@@ -130,8 +130,10 @@ class Flag(NamedTuple):
         return self.array.origin + self.number * WORDS * self.pointer.element_size()
 
     def unless(self) -> bool | DeviceFlag:
-        """Returns whether the kernels that were launched with it have not set it, or will not."""
-        return not self.pointer.item() if self.array is None else AsyncFlag(self.array, self.number)
+        """Returns whether the kernels that were launched with it have not set it, or will not; yes in a CUDA graph."""
+        if self.array is not None:
+            return AsyncFlag(self.array, self.number)
+        return is_capturing() or not self.pointer.item()
 
 
 class Flags:
@@ -144,7 +146,7 @@ class Flags:
     def take(self, device: torch.device) -> Flag:
         """Returns a flag for kernels that the calling thread launches."""
         stream = stream_number(device)
-        if stream is None:
+        if stream is None or is_capturing():  # what a graph sets to zero belongs to the graph
             return Flag(torch.zeros(1, dtype=torch.int32, device=device))
         key = device, stream
         with self._lock:

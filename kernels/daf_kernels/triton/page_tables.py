@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from daf_kernels.backend import PageMemory, Pages
+from daf_kernels.backend import PageMemory, Pages, is_capturing
 from daf_kernels.triton.launch import stream_number
 
 Key = tuple[torch.device, int, bytes]
@@ -22,6 +23,16 @@ def upload(addresses: Pages, device: torch.device) -> Tensor:
     """Returns addresses on a GPU, for kernels that the calling thread launches."""
     # From pinned memory, from which a GPU copies without being waited for.
     return torch.from_numpy(addresses).pin_memory().to(device, non_blocking=True)
+
+
+def computed(addresses: Pages, page_bytes: int, device: torch.device) -> Tensor:
+    """Returns addresses of pages as a GPU computes them: a CUDA graph would copy what the host has there by then."""
+    ends = np.flatnonzero(np.diff(addresses) != page_bytes) + 1
+    runs = [
+        torch.arange(int(run[0]), int(run[-1]) + 1, page_bytes, dtype=torch.int64, device=device)
+        for run in np.split(addresses, ends)
+    ]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 class PageTables:
@@ -45,6 +56,8 @@ class PageTables:
         addresses, stream = memory.addresses(pages), stream_number(device)
         if stream is None:
             return torch.from_numpy(addresses)
+        if is_capturing():  # no other graph, and nothing outside of one, may rely on what this one computes
+            return computed(addresses, memory.page_bytes, device)
         key = device, stream, addresses.tobytes()
         with self._lock:
             table = self._tables.get(key)

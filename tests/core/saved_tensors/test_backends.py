@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,16 +74,13 @@ def test_pagers_know_links_that_come_later(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(engine._pagers.links) == {META}
 
 
-def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored depends on values, which would stop a capture with an error of CUDA's."""
+def test_a_capture_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch operations look at values, which would stop a capture with an error of CUDA's."""
     monkeypatch.setattr(backends, "load_backend", lambda *_: ReferenceBackend())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    model, loss_of = make_model("mlp")
+    model, _ = make_model("mlp")
     engine = ActivationEngine(model, DAFConfig(precision=4))
-    with engine.compress():
-        loss_of(model, 0)
-    monkeypatch.setattr("daf_core.engine.tensors_of", lambda _: ([SimpleNamespace(device=GPU)], []))
-    with pytest.raises(GraphCaptureError, match=r"a CUDA graph is being captured.*without torch.cuda.graph"):
+    monkeypatch.setattr("daf_core.saved_tensors.backends.is_capturing", lambda: True)
+    with pytest.raises(GraphCaptureError, match=r"a CUDA graph is being captured, and torch operations.*daf doctor"):
         engine.compress().__enter__()
 
 
