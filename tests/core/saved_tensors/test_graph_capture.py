@@ -32,8 +32,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.first = nn.LayerNorm(64), nn.Linear(64, 256)
-        self.second, self.third = nn.Linear(256, 64), nn.Linear(64, 32)
+        self.norm, self.first = nn.LayerNorm(64), nn.Linear(64, 64)
+        self.second, self.third = nn.Linear(64, 64), nn.Linear(64, 32)
         self.exponent = 2.0
 
     def forward(self, x: Tensor) -> Tensor:
