@@ -29,6 +29,9 @@ from daf_integrations.session.unwrap import unwrap_model
 
 FRAMES = 8  # how far up the trainer is looked for; in transformers 5 it is three frames up
 
+EPOCH = "_run_epoch"
+"""What runs all of an epoch in transformers 5: loading of data, steps, the events of callbacks, evaluation, saving."""
+
 log = getLogger("daf")
 
 
@@ -150,6 +153,8 @@ class DAFCallback(TrainerCallback, ExportableState):
             _Patch(trainer, "training_step", step),
             _Patch(trainer, "log", self._logged),
         ]
+        if hasattr(trainer, EPOCH):
+            self._patches.append(_Patch(trainer, EPOCH, self._given_back))
         if type(trainer.label_smoother) is LabelSmoother:
             self._patches.append(_Patch(trainer, "label_smoother", _smoothed))
 
@@ -161,6 +166,10 @@ class DAFCallback(TrainerCallback, ExportableState):
         except BaseException:
             self._uninstall()
             raise
+
+    def _given_back(self, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._uninstalled_on_error():
+            return part(*args, **kwargs)
 
     def _uninstall(self) -> None:
         for patch in self._patches:

@@ -169,7 +169,7 @@ def left_behind(trainer: Trainer) -> list[str]:
     modules = list(trainer.model.named_modules())
     return [
         *(["saved-tensor hooks"] if innermost_hooks() is not None else []),
-        *(f"trainer.{name}" for name in ("compute_loss", "log", "training_step") if name in vars(trainer)),
+        *(f"trainer.{name}" for name in ("compute_loss", "log", "training_step", "_run_epoch") if name in vars(trainer)),
         *(f"{name}.forward" for name, module in modules if "forward" in vars(module)),
         *(f"{name}: forward hook" for name, module in modules if module._forward_hooks or module._forward_pre_hooks),
     ]

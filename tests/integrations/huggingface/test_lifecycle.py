@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from daf_core import ConfigError
 from daf_core.autograd.torch_private import innermost_hooks
@@ -58,6 +59,41 @@ class TestFailures:
         run(trainer)
         assert left_behind(trainer) == []
         assert steps_of(callback) == STEPS
+
+    @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+    @pytest.mark.parametrize("place", ["loading", "event", "optimizer", "evaluation"])
+    def test_elsewhere_in_an_epoch_give_the_model_back(
+        self, make_trainer: MakeTrainer, error: BaseException, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No event says that a training has ended so."""
+        callback = DAFCallback(precision=4, audit_every=None)
+        trainer = make_trainer(callback, eval_strategy="steps", eval_steps=1)
+        monkeypatch.setattr(trainer, "evaluate", lambda *_, **__: {})
+        calls = itertools.count()
+
+        def fails(*_: object, **__: object) -> dict[str, float]:
+            if next(calls) == 1:
+                raise error
+            return {}
+
+        event = TrainerCallback()
+        trainer.add_callback(event)
+        if place == "loading":
+            collate = trainer.data_collator
+            monkeypatch.setattr(trainer, "data_collator", lambda rows: (fails(), collate(rows))[1])
+        elif place == "event":
+            monkeypatch.setattr(event, "on_step_end", lambda *_, **__: (fails(), None)[1])
+        elif place == "optimizer":
+            trainer.create_optimizer().register_step_post_hook(fails)
+        else:
+            monkeypatch.setattr(trainer, "evaluate", fails)
+        with pytest.raises(type(error)):
+            run(trainer)
+        assert left_behind(trainer) == []
+        assert innermost_hooks() is None
+        run(trainer)
+        assert steps_of(callback) == STEPS
+        assert left_behind(trainer) == []
 
     def test_the_next_trainer_of_a_callback_frees_the_one_that_failed(self, make_trainer: MakeTrainer) -> None:
         callback = DAFCallback(audit_every=None)
