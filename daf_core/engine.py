@@ -110,7 +110,7 @@ class ActivationEngine:
         parameters, buffers = tensors_of(self._model)
         self._backends.follow(parameters)
         if is_capturing():
-            with self._captures.capturing(self._passes.treatments, parameters + buffers):
+            with self._captures.capturing(self._model, self._passes.treatments, parameters + buffers):
                 yield
             return
         complete, started, threads = False, time.perf_counter(), self._choice.threads()

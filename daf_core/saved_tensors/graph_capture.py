@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from daf_core.autograd import hook_stack
+from daf_core.autograd.torch_compile import has_compiled_parts
 from daf_core.autograd.torch_private import in_backward, skip_dynamo
 from daf_core.codecs import AttendedActivation, RawActivation
 from daf_core.codecs.saved_tensor import TensorKind
@@ -55,10 +56,11 @@ class GraphCaptures:
         self._pagers: DevicePagers | None = None  # of the last pass
 
     @contextmanager
-    def capturing(self, treatments: Treatments, tensors: list[Tensor]) -> Generator[None]:
+    def capturing(self, model: nn.Module, treatments: Treatments, tensors: list[Tensor]) -> Generator[None]:
         """Compresses what is saved inside, as the last pass with these treatments was.
 
         Args:
+            model: The model.
             treatments: Those of the model's parts.
             tensors: Its parameters and buffers.
 
@@ -66,7 +68,7 @@ class GraphCaptures:
             GraphCaptureError: No such pass was recorded; or what is stored changes from one pass to the next. Inside,
                 something is saved that was not before, or backward would need the host.
         """
-        _check_unchanging(self._config)
+        _check_unchanging(self._config, model)
         recorded = self._replays.recordings.latest(treatments)
         if recorded is None:
             raise GraphCaptureError(f"a CUDA graph is being captured, and no pass like it was recorded. {WARM_UP}")
@@ -149,7 +151,7 @@ class _CapturedPass:
         return packed
 
 
-def _check_unchanging(config: DAFConfig) -> None:
+def _check_unchanging(config: DAFConfig, model: nn.Module) -> None:
     """Checks that what is stored does not change from one pass to the next.
 
     Raises:
@@ -161,6 +163,9 @@ def _check_unchanging(config: DAFConfig) -> None:
         reason, remedy = f"rounding={config.rounding!r} takes other random numbers in each pass", 'set "nearest"'
     elif config.packing == "workers":
         reason, remedy = 'packing="workers" has the host pack', 'set "device"'
+    elif has_compiled_parts(model):
+        reason = "parts of the model are compiled, into graphs with codes of their own"
+        remedy = 'compile the model with mode="reduce-overhead" in place of the capture'
     else:
         return
     raise GraphCaptureError(f"a CUDA graph is being captured, which runs without the host, and {reason}: {remedy}")

@@ -247,6 +247,15 @@ def test_what_changes_from_pass_to_pass_is_refused(
 
 
 @needs_none
+def test_a_model_with_compiled_parts_is_refused(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seeded()
+    engine, _ = warmed(model)
+    model.first.compile(backend="eager")
+    with pytest.raises(GraphCaptureError, match=r'parts of the model are compiled.*mode="reduce-overhead"'):
+        captured(model, engine, PretendedGraph(gpu), monkeypatch)
+
+
+@needs_none
 def test_another_program_is_refused(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names what is new; the next step is as if nothing had been captured."""
     model = seeded()
