@@ -5,8 +5,7 @@ plain ones, in one process and on one model; ratios are taken within rounds. *Ho
 after which the host goes on, though the GPU may not be done. Peaks are of allocated bytes above the loaded model.
 
 With ``--compile MODE`` the whole model is one graph of torch.compile, for plain steps and for each method. With
-``--capture`` forward and backward are CUDA graphs, and attention has no dropout, which such graphs do not hold in few
-bits.
+``--capture`` forward and backward are CUDA graphs.
 """
 
 import argparse
@@ -154,9 +153,7 @@ def measure(
 ) -> Iterator[StepResult]:
     """Measures methods with a model in bfloat16, compiled if there is a mode, or captured."""
     model = build_model(name, lora_dropout=0.1).to(DEVICE, torch.bfloat16)
-    if mode == CAPTURE:
-        _leave_attention_whole(model)
-    elif mode is not None:
+    if mode not in (None, CAPTURE):
         torch.compiler.reset()
         model = cast("nn.Module", torch.compile(model, mode=mode, dynamic=False))
     batch = {key: value.to(DEVICE) for key, value in build_batch(name, batch=rows, seq=length, image=32).items()}
@@ -179,13 +176,6 @@ def measure(
         if method == methods[0]:
             yield plain.result(name, rows, length, "plain", plain)
         yield compressed.result(name, rows, length, method, plain)
-
-
-def _leave_attention_whole(model: nn.Module) -> None:
-    """Has attention drop nothing."""
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Dropout) and ("attention.self" in name or "attn_dropout" in name):
-            part.p = 0.0
 
 
 def grid(results: Sequence[StepResult]) -> Grid:

@@ -38,7 +38,7 @@ class UnsupportedDeviceError(DAFError, RuntimeError):
 
 
 class GraphCaptureError(DAFError, RuntimeError):
-    """A CUDA graph is being captured, and DAF would store otherwise in each pass, or needs the host in backward."""
+    """A CUDA graph is being captured, and what DAF stores would depend on the pass, or is not known yet."""
 
 
 class HooksActiveError(DAFError, RuntimeError):

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from daf_core.autograd import hook_stack
 from daf_core.autograd.torch_compile import has_compiled_parts
 from daf_core.autograd.torch_private import in_backward, skip_dynamo
-from daf_core.codecs import AttendedActivation, RawActivation
+from daf_core.codecs import RawActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.config import DAFConfig
 from daf_core.errors import GraphCaptureError
 from daf_core.memory.devices import DevicePagers
-from daf_core.readers.attention import dropout_of
+from daf_core.readers.attention import KERNELS, dropout_of
 from daf_core.readers.places import DROPOUT, input_of
+from daf_core.readers.table import Kind
 from daf_core.readers.waiting import saver_of
-from daf_core.saved_tensors.handle import Handle
 
 if TYPE_CHECKING:
     from daf_core.memory.books import PagerAccount
@@ -66,7 +66,7 @@ class GraphCaptures:
 
         Raises:
             GraphCaptureError: No such pass was recorded; or what is stored changes from one pass to the next. Inside,
-                something is saved that was not before, or backward would need the host.
+                something is saved that was not before.
         """
         _check_unchanging(self._config, model)
         recorded = self._replays.recordings.latest(treatments)
@@ -105,12 +105,14 @@ class _CapturedPass:
     def __init__(self, packer: Packer, recorded: Save) -> None:
         self._packer = packer
         self._at = recorded
+        # What the attention that is running has saved, with what is known of it, and what autograd keeps in its place.
+        self._inputs: list[tuple[Tensor, Look, Packed]] = []
 
     def pack(self, tensor: Tensor) -> Packed:
         """Returns what autograd keeps in place of a tensor.
 
         Raises:
-            GraphCaptureError: No pass before has saved it here, or backward would need the host.
+            GraphCaptureError: No pass before has saved it here.
         """
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         if in_backward():
@@ -134,20 +136,24 @@ class _CapturedPass:
         return save.small is small and save.is_of(tensor, tensor.grad_fn, frame)
 
     def _store(self, look: Look, tensor: Tensor, frame: FrameType) -> Packed:
-        """Stores a tensor as another one was; indices, whose bits depend on values, stay as they are."""
+        """Stores a tensor as another one was; indices, whose bits depend on values, stay as they are.
+
+        So does what an attention with dropout saves.
+        """
         store = self._packer.replayed_by
         assert store is not None
         if look.form is TensorKind.INTEGER:
             return store.keep(tensor, look.site)
         if look.sighting.fresh:  # its reader is told by its arguments, once there is one
             look = look._replace(sighting=look.sighting._replace(number=saver_of(tensor, look.site.op)))
+        if look.site.op in KERNELS:  # the result of an attention, or a statistic
+            if dropout_of(tensor.grad_fn):  # to run again, it would need numbers that the host reads
+                for saved in self._inputs:
+                    self._packer.keep_after_all(*saved)
+            self._inputs.clear()
         packed = self._packer.store(tensor, look, frame)
-        attended = type(packed) is Handle and type(packed.stored) is AttendedActivation
-        if attended and dropout_of(tensor.grad_fn):
-            raise GraphCaptureError(
-                "a CUDA graph is being captured, and an attention with dropout runs again in backward, with numbers "
-                "that the host reads in each pass: set its dropout to 0, or precision to 'exact', which keeps results"
-            )
+        if look.reading is not None and look.reading.kind is Kind.ATTENTION:
+            self._inputs.append((tensor, look, packed))
         return packed
 
 

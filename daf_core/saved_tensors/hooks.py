@@ -237,6 +237,10 @@ class Packer:
         saved = capture(tensor, look.takes, look.site, sighting, look.reads_rows, self.scopes)
         self._wait(saved, sighting, packed)
 
+    def keep_after_all(self, tensor: Tensor, look: Look, packed: Packed) -> None:
+        """Keeps a tensor as it is that was stored."""
+        self._store_again(capture(tensor, look.takes, look.site, look.sighting, False, self.scopes), packed, None)
+
     def _wait(self, saved: SavedTensor, sighting: Sighting, packed: Packed) -> None:
         """Keeps the values of a tensor until it is known who reads them."""
         room = self._store.room(saved.tensor.device)
