@@ -65,8 +65,8 @@ class ElasticConfig(_Options):
     refresh: int = 50
 
     def __post_init__(self) -> None:
-        _check_share("elastic.time", self.time)
-        _check_share("elastic.memory", self.memory)
+        for name in ("time", "memory"):
+            object.__setattr__(self, name, _share(f"elastic.{name}", getattr(self, name)))
         _check_steps("elastic.refresh", self.refresh)
 
 
@@ -150,7 +150,8 @@ class DAFConfig(_Options):
         _check_choice("chunked_loss", self.chunked_loss, get_args(ChunkedLoss))
         _check_choice("budget_covers", self.budget_covers, get_args(BudgetScope))
         _check_seed(self.seed)
-        _check_bound(self.max_gradient_error, self.precision, self.audit_every)
+        bound = _bound(self.max_gradient_error, self.precision, self.audit_every)
+        object.__setattr__(self, "max_gradient_error", bound)
         if self.audit_every is not None:
             _check_steps("audit_every", self.audit_every, ", or None")
         _check_min_precision(self.min_precision, self.precision)
@@ -290,9 +291,9 @@ def _check_min_precision(least: int | None, precision: Precision) -> None:
         raise ConfigError(f"min_precision={least} is not allowed: it is above precision={precision}")
 
 
-def _check_bound(bound: object, precision: Precision, audit_every: object) -> None:
+def _bound(bound: object, precision: Precision, audit_every: object) -> float | None:
     if bound is None:
-        return
+        return None
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound <= 1:
         raise ConfigError(f"max_gradient_error={shown(bound)} is not allowed; give a number above 0, and 1 at most")
     if precision != "auto":
@@ -301,6 +302,7 @@ def _check_bound(bound: object, precision: Precision, audit_every: object) -> No
         )
     if audit_every is None:
         raise ConfigError(f"max_gradient_error={bound} needs audits to measure the error; set audit_every")
+    return float(bound)  # numpy's are floats too, and spread to figures that no checkpoint takes
 
 
 def _check_steps(name: str, steps: object, otherwise: str = "") -> None:
@@ -346,11 +348,12 @@ def _elastic(value: object) -> ElasticConfig | None:
     return ElasticConfig(**options)
 
 
-def _check_share(name: str, share: object) -> None:
+def _share(name: str, share: object) -> float | None:
     if share is None:
-        return
+        return None
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise ConfigError(f"{name}={shown(share)} is not allowed; give a share above 0 and below 1")
+    return float(share)
 
 
 def _check_names(options: Mapping[Any, object], kind: type[_Options]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -236,6 +237,16 @@ def test_audits_go_with_every_precision(precision: Any, steps: int | None) -> No
 def test_error_bounds_that_are_allowed(bound: float, budget: str | None) -> None:
     """Above 0 and up to the gradient's length, with a memory budget and without."""
     assert DAFConfig(max_gradient_error=bound, memory_budget=budget).max_gradient_error == bound
+
+
+def test_numbers_of_numpy_become_numbers_of_python() -> None:
+    """Figures that are made of them stand in checkpoints, which take no numpy."""
+    config = DAFConfig(
+        max_gradient_error=np.float64(0.05), elastic={"time": np.float64(0.5), "memory": np.float64(0.25)}
+    )
+    assert isinstance(config.elastic, ElasticConfig)
+    found = config.max_gradient_error, config.elastic.time, config.elastic.memory
+    assert [(type(number), number) for number in found] == [(float, 0.05), (float, 0.5), (float, 0.25)]
 
 
 def test_precision_is_chosen_by_default() -> None:

@@ -35,6 +35,7 @@ from tests.integrations.hf_runs import (
 )
 
 FAILURES = [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(1)]
+EVENTS = {"beginning": "on_train_begin", "epoch": "on_epoch_begin", "step": "on_step_end"}
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
@@ -61,7 +62,7 @@ class TestFailures:
         assert steps_of(callback) == STEPS
 
     @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-    @pytest.mark.parametrize("place", ["loading", "event", "optimizer", "evaluation"])
+    @pytest.mark.parametrize("place", ["loading", *EVENTS, "optimizer", "evaluation"])
     def test_elsewhere_in_an_epoch_give_the_model_back(
         self, make_trainer: MakeTrainer, error: BaseException, place: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -72,17 +73,16 @@ class TestFailures:
         calls = itertools.count()
 
         def fails(*_: object, **__: object) -> dict[str, float]:
-            if next(calls) == 1:
+            if next(calls) == (place not in ("beginning", "epoch")):
                 raise error
             return {}
 
-        event = TrainerCallback()
-        trainer.add_callback(event)
         if place == "loading":
             collate = trainer.data_collator
             monkeypatch.setattr(trainer, "data_collator", lambda rows: (fails(), collate(rows))[1])
-        elif place == "event":
-            monkeypatch.setattr(event, "on_step_end", lambda *_, **__: (fails(), None)[1])
+        elif place in EVENTS:
+            event = type("Event", (TrainerCallback,), {EVENTS[place]: lambda *_, **__: (fails(), None)[1]})
+            trainer.add_callback(event)
         elif place == "optimizer":
             trainer.create_optimizer().register_step_post_hook(fails)
         else:
