@@ -69,6 +69,8 @@ class ForwardTracer:
         if not is_training_pass():
             return
         found = list(tensors_in(output))
+        if name not in self.calls:  # it was running when this began to watch, as the model whose forward begins a step
+            self.calls = {name: 0, **self.calls}
         self.calls[name] = self.calls.get(name, 0) or (found[0].numel() if found else 0)
         if not any(each.requires_grad for each in found):
             return

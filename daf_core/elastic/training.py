@@ -171,6 +171,9 @@ class ElasticTraining:
         self._hold()
         try:
             yield
+        except BaseException:  # then there is no graph, nor a step to end
+            self._learned.frozen.unfreeze()
+            raise
         finally:
             self._inside = False
 

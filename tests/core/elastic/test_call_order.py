@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from daf_core.elastic.call_order import ForwardTracer
 from daf_core.errors import ConfigError, ElasticError
 from daf_core.model.blocks import Block, layers_of
 from tests.core.elastic.runs import DecoderFirst, Run, checkpoint, deep_gpt2, watched, with_adapters
@@ -35,6 +36,18 @@ def test_order_and_sizes() -> None:
     assert names == ["earlier.0", "earlier.1", "later.0", "later.1"]
     assert next(iter(calls)) == ""
     assert (calls["earlier.0"], calls["earlier.0.up"]) == (64, 128)
+
+
+def test_what_was_running_before_comes_first() -> None:
+    """A model's forward begins a step, with what watches it, where the loop is the user's own."""
+    model, watches = DecoderFirst(), list[ForwardTracer]()
+    hook = model.register_forward_pre_hook(lambda module, _: watches.append(ForwardTracer(module)))
+    model(torch.zeros(2, 32))
+    hook.remove()
+    [watch] = watches
+    watch.stop()
+    assert [*watch.calls][:2] == ["", "earlier.0"]
+    assert watch.calls[""] == 64
 
 
 def test_hooks_are_gone_afterwards() -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import daf_integrations as daf
 from daf_core import ConfigError, StateError
+from daf_core.model.blocks import layers_of
 from daf_integrations.loop.training import training_of
+from daf_integrations.session.unwrap import unwrap_model
 from tests.core.elastic.runs import checkpoint
+from tests.core.plan.nets import FeedForward
 from tests.integrations.elastic_runs import (
     BLOCKS,
     ELASTIC,
@@ -154,6 +157,58 @@ def test_stopping_in_the_middle_of_a_step_gives_the_model_back() -> None:
     done.model(**next(batches(done.model, 1))).loss.backward()
     assert trained(done.model) < before
     daf.prepare(done.model, precision="exact")
+    assert trained(done.model) == before
+
+
+class Tokens(nn.Module):
+    """Has parameters of its own before its blocks, as vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(8, 32) / 10)
+        self.blocks = nn.ModuleList(FeedForward() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.position
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("by_step", [False, True], ids=["by call", "by step"])
+def test_parameters_of_the_model_itself_come_before_its_blocks(by_step: bool) -> None:
+    torch.manual_seed(0)
+    model = daf.prepare(Tokens(), precision="exact", elastic={"time": 0.75, "refresh": 4})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    together = set[tuple[bool, ...]]()
+    for step in range(12):
+        x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(step))
+        if by_step:
+            daf.step(model, x, lambda rows: model(rows).square().mean())
+        else:
+            model(x).square().mean().backward()
+        together.add((model.position.grad is not None, model.blocks[0].up.weight.grad is not None))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (False, False) in together
+    assert (True, False) not in together
+
+
+@pytest.mark.parametrize("by_step", [False, True], ids=["by call", "by step"])
+def test_a_forward_pass_that_fails_leaves_what_the_user_trains(by_step: bool) -> None:
+    """An optimizer that is made then would never see the rest."""
+    done = loop()
+    before = trained(done.model)
+    done.model.train()
+    batch = next(batches(done.model, 1))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = layers_of(unwrap_model(done.model))[-1].module.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        daf.step(done.model, batch) if by_step else done.model(**batch)
+    hook.remove()
     assert trained(done.model) == before
 
 
