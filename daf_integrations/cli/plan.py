@@ -26,7 +26,8 @@ from daf_core.plan.run.runner import described
 from daf_core.plan.search.planner import Plan, find_plan, held_by_part, least_budget, tried
 from daf_core.rewrites.registry import OperatorRewrites
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
-from daf_core.unsupported.table import Context, unsupported_reasons
+from daf_core.unsupported.models import PLANS
+from daf_core.unsupported.table import Context, check_supported, unsupported_reasons
 from daf_integrations.cli.fit import Device
 from daf_integrations.cli.fit_report import show_fit
 from daf_integrations.cli.options import precision_option, takes_model
@@ -71,6 +72,7 @@ class Planning:
     """Plans for a model and a batch, from passes with a few rows of it; `plain` is what a step takes without DAF."""
 
     def __init__(self, sized: BuiltWorkload, precision: Precision) -> None:
+        check_supported(PLANS, Context(sized.model))
         self._config, self._model = DAFConfig(precision=precision), sized.model
         self._batch = described(sized.model, sized.batch, sized.loss)
         self._size = self._batch.size(self._batch.length)

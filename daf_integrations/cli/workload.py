@@ -17,6 +17,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from daf_core.errors import ModelError
 from daf_core.plan.run.retry import is_out_of_memory
@@ -120,10 +121,14 @@ def names_function(model: str) -> bool:
 
 def _check(built: BuiltWorkload, workload: Workload) -> None:
     """Refuses a model of transformers that does not run on a row, and a user's that gives no loss for its batch."""
+    from daf_core.saved_tensors.classify import check_trainable  # with the kernels, which other commands do not need
+
     own = built.task is None
     of_users = (KeyError, AttributeError) if own else ()
+    if own:
+        check_trainable(built.model)
     try:
-        with torch.no_grad():
+        with saved_tensors_hooks(_nothing, _nothing) if own else torch.no_grad():
             loss = built.loss(built.batch) if own else built.loss_of(1)
     except (RuntimeError, ValueError, IndexError, TypeError, *of_users) as error:
         if is_out_of_memory(error):
@@ -137,6 +142,12 @@ def _check(built: BuiltWorkload, workload: Workload) -> None:
         ) from error
     if own and loss.shape not in ((), (1,)):
         raise ModelError(f"the loss of {workload.model} has the shape {tuple(loss.shape)}; it has to be one number")
+    if own and not loss.requires_grad:
+        raise ModelError("no gradient flows from the loss to the model; return the loss itself, not loss.detach()")
+
+
+def _nothing(_: object) -> Any:
+    """Keeps nothing of a saved tensor: nothing runs backward."""
 
 
 def _framework(name: str) -> Any:
@@ -155,8 +166,10 @@ def _config(name: str) -> Any:
     transformers = _framework("transformers")
     try:
         return transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the hub has classes of its own, as for a field of another type
         kind = "folder" if Path(name).is_dir() else "name"
+        if name.endswith(".py"):
+            raise ModelError(f"{name} names no function in it; give MODEL as FILE.py:FUNCTION. {CONTRACT}") from error
         raise ModelError(
             f"no configuration is found for the {kind} {name!r}: {_first_line(error)}. Give a folder with a "
             "config.json, or the name of a model on the Hugging Face Hub, which has to be reachable or in the cache"
@@ -220,6 +233,8 @@ def _made(name: str, rows: int, length: int) -> tuple[nn.Module, dict[str, Tenso
     parts = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
     if len(parts) != 2 or not isinstance(parts[0], nn.Module) or not isinstance(parts[1], Mapping):
         raise ModelError(f"{name} returned {_kind(made)}; {CONTRACT}")
+    if any(each.is_meta for each in parts[0].parameters()):
+        raise ModelError(f"{name} returned a model on device 'meta', which has no values; build it on the CPU")
     batch = dict(cast("Mapping[str, Any]", parts[1]))
     if not batch:
         raise ModelError(f"{name} returned an empty batch; {CONTRACT}")

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from daf_core.config import DAFConfig, Precision
 from daf_core.engine import ActivationEngine
-from daf_core.errors import ModelError, ProfileError
+from daf_core.errors import ProfileError
 from daf_core.plan.observe.memory_curve import MemoryCurve, record_step
 from daf_core.saved_tensors.itemize import PACKING, SavedItem
 from daf_core.snapshots.measurement import measuring
@@ -61,7 +61,6 @@ def profile_step(sized: BuiltWorkload, precision: Precision, begin: Callable[[st
     "auto" stands for what it begins with, before any audit; `begin` is told which of `STAGES` begins.
 
     Raises:
-        ModelError: The loss has no gradient.
         ProfileError: The passes did not save as much.
     """
     begin(STAGES[1])
@@ -108,8 +107,6 @@ def _pass(sized: BuiltWorkload, precision: Precision) -> Pass:
     with closing(_engine(sized, precision)) as engine:
         with measuring(sized.model), engine.itemized() as items, engine.compress():
             loss = sized.loss(sized.batch)
-        if not loss.requires_grad:
-            raise ModelError("no gradient flows from the loss to the model; return the loss itself, not loss.detach()")
         items.name_operators(loss)
         return Pass(items.at_peak(), engine.finish_step())
 

@@ -137,6 +137,59 @@ def test_a_model_that_does_not_do_the_task(tmp_path: Path) -> None:
     assert "cannot be made for the task 'causal-lm'" in result.output
 
 
+def test_a_configuration_with_a_value_of_another_type(tmp_path: Path) -> None:
+    result = run(folder_of(tmp_path, model_type="gpt2", n_layer="two"))
+    assert result.exit_code == 1
+    assert "no configuration is found for the folder" in result.output
+    assert "n_layer" in result.output
+
+
+FILE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+class Detached(Net):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+def frozen(rows, length):
+    return Net().requires_grad_(False), {"x": torch.randn(rows, length, 64)}
+
+def detached(rows, length):
+    return Detached(), {"x": torch.randn(rows, length, 64)}
+
+def meta(rows, length):
+    return Net().to("meta"), {"x": torch.randn(rows, length, 64)}
+
+def compiled(rows, length):
+    return torch.compile(Net(), backend="eager"), {"x": torch.randn(rows, length, 64)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (":frozen", "Net has no parameter that requires a gradient"),
+        (":detached", "no gradient flows from the loss to the model; return the loss itself, not loss.detach()"),
+        (":meta", "returned a model on device 'meta', which has no values; build it on the CPU"),
+        (":compiled", "is compiled, and what a graph of torch.compile takes is not measured"),
+        ("", "names no function in it; give MODEL as FILE.py:FUNCTION"),
+    ],
+)
+def test_models_that_cannot_be_planned(function: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE)
+    result = run(f"{tmp_path}/net.py{function}", *SIZE)
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("package", ["transformers", "peft"])
 def test_missing_packages_are_named(gpt2: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
