@@ -46,9 +46,14 @@ class Broken(Net):
     """Does not train."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise RuntimeError("boom")
-        return super().forward(x, labels)
+        loss = super().forward(x, labels)
+        if loss.requires_grad:
+            loss.register_hook(_fail)
+        return loss
+
+
+def _fail(_: Tensor) -> None:
+    raise RuntimeError("boom")
 
 
 def net(rows: int, length: int) -> tuple[nn.Module, dict[str, Tensor]]:
