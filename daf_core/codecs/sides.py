@@ -14,6 +14,7 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.relu_signs import RELU
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.readers.table import Bounds, Kind, Reading
+from daf_kernels import is_capturing
 
 
 class SidesActivation(StoredActivation):
@@ -42,7 +43,9 @@ class SidesActivation(StoredActivation):
         assert saved.reading is not None
         values, bounds = ctx.values, saved.reading.bounds
         assert bounds is not None
-        if not math.isfinite(values.sum(dtype=torch.float64)) or bounds.are_rounded(values.dtype):
+        # In a CUDA graph nobody can look; of what is not a number it says what the operator's own comparison says.
+        finite = is_capturing() or math.isfinite(values.sum(dtype=torch.float64))
+        if not finite or bounds.are_rounded(values.dtype):
             return None
         inside = BitmaskActivation.pack(bounds.inside(values), ctx.pager, ctx.backend)
         return None if inside is None else cls(inside, bounds)

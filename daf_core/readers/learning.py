@@ -152,22 +152,17 @@ class Readers:
     ) -> Sighting:  # fmt: skip
         """Returns what is known of a tensor that is being saved.
 
-        `frame` is the innermost Python function that is running, but for DAF's. `place` is where the tensor is saved,
-        if that has a name already.
+        `frame` is the innermost Python function but for DAF's; `place` is where it is saved, if that has a name.
         """
-        if not self._wanted:
-            return EXACT_MODE
-        self._own.unpack = unpack
-        number = saver_of(tensor, site.op)
-        if (given := reading_of_frame(frame, self._model)) is not None:
-            return Sighting(None, number, given, False)
-        node = tensor.grad_fn
-        place = place or self._places.name(frame, call, site.op)
+        if (sighting := self.recall(tensor, call, site, frame, place)) is EXACT_MODE:
+            return sighting
+        (place, number, reading, _), node, self._own.unpack = sighting, tensor.grad_fn, unpack
+        if place is None:
+            return sighting
         if self._own.cancelling:
             return Sighting(place, number, self._learn(place, Reading(Kind.EXACT, "terms that cancel")), False)
-        reading = self._readings.get(place)
         if reading is not None and reading.kind is not Kind.LOGARITHMS and not self.looks.are_due(place, reading):
-            return Sighting(place, number, reading, reading.varies)
+            return sighting
         known = reading is not None
         if known and (found := of_new_values(reading, tensor)) is not reading:
             reading = self._learn(place, found)
@@ -178,6 +173,19 @@ class Readers:
                 if has_pole(node, partial(is_large, node, unpack)):
                     self._lead(node, unpack)
         return Sighting(place, number, reading, not known)
+
+    def recall(
+        self, tensor: Tensor, call: ModuleCall, site: Site, frame: FrameType | None, place: Place | None = None
+    ) -> Sighting:
+        """As `see`, of what is known already: no value is looked at, and nothing is learned."""
+        if not self._wanted:
+            return EXACT_MODE
+        number = saver_of(tensor, site.op)
+        if (given := reading_of_frame(frame, self._model)) is not None:
+            return Sighting(None, number, given, False)
+        place = place or self._places.name(frame, call, site.op)
+        reading = self._readings.get(place)
+        return Sighting(place, number, reading, reading is None or reading.varies)
 
     @property
     def unresolved(self) -> Mapping[int, object]:

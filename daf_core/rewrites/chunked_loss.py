@@ -9,6 +9,7 @@ from torch import Tensor
 
 from daf_core.autograd.functions import apply, once_differentiable
 from daf_core.rewrites.base import autocast_device
+from daf_kernels import is_capturing
 
 CHUNK_BYTES = 32 << 20
 """Logits of a chunk in float32, of which there are two copies. GPT-2's head on 2 x 512 tokens, 2 cores: 8 MB take 1.6
@@ -87,7 +88,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = _accumulate(hidden, weight.to(loss.dtype), cast_bias, loss, found, scale)
         ctx.save_for_backward(*found)
         ctx.scale = scale
-        ctx.counts = bool((loss.targets != loss.ignore_index).any())
+        counts = (loss.targets != loss.ignore_index).any()
+        ctx.counts = counts if is_capturing() else bool(counts)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return total
 
@@ -95,7 +97,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # The mean of no losses is NaN, and yet has no gradient in torch.
-        factor = gradient / ctx.scale if ctx.counts else torch.zeros_like(gradient)
+        factor = gradient / ctx.scale
+        if isinstance(ctx.counts, Tensor):
+            factor = torch.where(ctx.counts, factor, 0.0)
+        elif not ctx.counts:
+            factor = torch.zeros_like(gradient)
         found = [
             (tensor * factor).to(dtype) if needed else None
             for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
@@ -109,7 +115,12 @@ def _accumulate(
     """Returns the sum of losses; adds `scale` times the gradients of hidden states, weight and bias to those given."""
     of_hidden, of_weight, of_bias = gradients
     targets, ignore_index, _, bend, smoothing = loss
-    rows = (targets != ignore_index).nonzero().squeeze(1)
+    live, factors = targets != ignore_index, None
+    if is_capturing():  # a CUDA graph has the same rows each time: those without a target count 0 times
+        rows, targets = torch.arange(len(targets), device=targets.device), torch.where(live, targets, 0)
+        factors = live.to(torch.float32).unsqueeze(1)
+    else:
+        rows = live.nonzero().squeeze(1)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     most = max(1, CHUNK_BYTES // (4 * len(weight)))
     # Equal chunks: a short one at the end would read all of the weight for little.
@@ -128,9 +139,10 @@ def _accumulate(
             torch.addmm(bias, states, weight.t(), out=scores)
         bent = _bent(scores, all_bent[: len(part)], bend) if bend != STRAIGHT else scores
         torch.log_softmax(bent, -1, dtype=torch.float32, out=logs)
-        total -= (1.0 - smoothing) * logs.gather(1, target).sum()
+        counted = 1.0 if factors is None else factors.index_select(0, part)
+        total -= (1.0 - smoothing) * (logs.gather(1, target) * counted).sum()
         if smoothing:
-            total -= smoothing * logs.mean(1).sum()
+            total -= smoothing * (logs.mean(1, keepdim=True) * counted).sum()
         # The gradient of the logits, in the memory of the scores.
         probabilities = logs.exp_()
         probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, smoothing - 1.0))
@@ -138,6 +150,8 @@ def _accumulate(
             probabilities.sub_(smoothing / len(weight))
         if bend != STRAIGHT:
             probabilities.mul_(_slope_of(bent, bend))
+        if factors is not None:
+            probabilities.mul_(counted)
         slopes = scores.copy_(probabilities if scale == 1.0 else probabilities.mul_(scale))
         of_hidden.index_copy_(0, part, slopes @ weight)
         if of_weight is not None and of_weight.dtype is slopes.dtype:

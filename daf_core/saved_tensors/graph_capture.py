@@ -1,7 +1,7 @@
 """Forward passes that a CUDA graph captures.
 
-The graph runs again what the host gave the GPU, and nothing of the host's. So a pass that is captured decides nothing:
-each tensor is stored as the one of the last pass was, and no value is looked at. Pages are the graph's own, as torch
+The graph runs again what the host gave the GPU, and nothing of the host's. So a pass that is captured learns nothing:
+each tensor is stored as its reader is known to need it, and no value is looked at. Pages are the graph's own, as torch
 allocates them while it captures: nobody else may get them between two runs.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from logging import getLogger
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -17,28 +18,26 @@ from torch import Tensor, nn
 
 from daf_core.autograd import hook_stack
 from daf_core.autograd.torch_compile import has_compiled_parts
-from daf_core.autograd.torch_private import in_backward, skip_dynamo
+from daf_core.autograd.torch_private import is_being_saved, skip_dynamo
 from daf_core.codecs import RawActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.config import DAFConfig
 from daf_core.errors import GraphCaptureError
 from daf_core.memory.devices import DevicePagers
-from daf_core.readers.attention import KERNELS, dropout_of
-from daf_core.readers.places import DROPOUT, input_of
-from daf_core.readers.table import Kind
-from daf_core.readers.waiting import saver_of
+from daf_core.precision.site_stats import SiteStatistics
+from daf_core.readers.attention import KERNELS, can_attend_again, dropout_of
+from daf_core.readers.table import Kind, Reading
+from daf_core.readers.waiting import EXACT_MODE
 
 if TYPE_CHECKING:
     from daf_core.memory.books import PagerAccount
     from daf_core.model.treatments import Treatments
     from daf_core.saved_tensors.hooks import Packed, Packer
     from daf_core.saved_tensors.lossy import TrainingStore
-    from daf_core.saved_tensors.recording import Look, Save
+    from daf_core.saved_tensors.recording import Look
     from daf_core.saved_tensors.replay import Replays
 
-WARM_UP = (
-    "A captured pass stores each tensor as the passes before it did: train some five steps first, and capture then"
-)
+log = getLogger("daf")
 
 
 class GraphCaptures:
@@ -48,7 +47,7 @@ class GraphCaptures:
         config: How activations are stored.
         packer: Stores those of other passes.
         lossy: Chooses their bits.
-        replays: Know those passes.
+        replays: The hooks of those passes.
     """
 
     def __init__(self, config: DAFConfig, packer: Packer, lossy: TrainingStore, replays: Replays) -> None:
@@ -57,34 +56,37 @@ class GraphCaptures:
 
     @contextmanager
     def capturing(self, model: nn.Module, treatments: Treatments, tensors: list[Tensor]) -> Generator[None]:
-        """Compresses what is saved inside, as the last pass with these treatments was.
+        """Compresses what is saved inside, as far as it is known who reads it.
 
         Args:
             model: The model.
-            treatments: Those of the model's parts.
+            treatments: Those of its parts.
             tensors: Its parameters and buffers.
 
         Raises:
-            GraphCaptureError: No such pass was recorded; or what is stored changes from one pass to the next. Inside,
-                something is saved that was not before.
+            GraphCaptureError: Nothing is known yet; or what is stored changes from one pass to the next.
         """
         _check_unchanging(self._config, model)
-        recorded = self._replays.recordings.latest(treatments)
-        if recorded is None:
-            raise GraphCaptureError(f"a CUDA graph is being captured, and no pass like it was recorded. {WARM_UP}")
+        if self._packer.readers.learning:
+            raise GraphCaptureError(
+                "a CUDA graph is being captured, and DAF does not know yet who reads what is saved: train some five "
+                "steps first, and capture then"
+            )
         pagers = self._pagers = DevicePagers(DAFConfig(), to_host=False)
-        packer = self._packer.beside(pagers, self._lossy)
-        packer.eligibility.refresh(tensors)
-        packer.recorder.enter_scope()
-        packer.scopes.start(treatments.kept)
-        captured = _CapturedPass(packer, recorded)
+        packer, own = self._packer.beside(pagers, self._lossy), self._replays.own
+        captured = _CapturedPass(packer)
         try:
-            self._replays.own.in_scope = True
+            own.in_scope = True
+            self._lossy.census = SiteStatistics()
+            packer.eligibility.refresh(tensors)
+            packer.recorder.enter_scope()
+            packer.scopes.start(treatments.kept)
             with self._replays.follower.following(), hook_stack.installed(captured.pack, packer.unpack):
                 yield
             packer.finish()
+            captured.tell()
         finally:
-            self._replays.own.in_scope = False
+            own.in_scope = False
             packer.scopes.stop()
             packer.end_pass()
 
@@ -100,61 +102,60 @@ class GraphCaptures:
 
 
 class _CapturedPass:
-    """The pack hook of a pass, given the tree of those before it."""
+    """The pack hook of a pass."""
 
-    def __init__(self, packer: Packer, recorded: Save) -> None:
+    def __init__(self, packer: Packer) -> None:
         self._packer = packer
-        self._at = recorded
         # What the attention that is running has saved, with what is known of it, and what autograd keeps in its place.
         self._inputs: list[tuple[Tensor, Look, Packed]] = []
+        self._unknown: list[int] = []  # bytes of tensors of which nothing is known
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Returns what autograd keeps in place of a tensor.
-
-        Raises:
-            GraphCaptureError: No pass before has saved it here.
-        """
+        """Returns what autograd keeps in place of a tensor."""
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if in_backward():
+        look = self._packer.look(tensor, frame, recalls=True)
+        if look is None:
             return RawActivation(tensor, None)
-        self._packer.readers.show(tensor.grad_fn)
-        if frame.f_code is DROPOUT:
-            self._packer.scopes.drops(input_of(DROPOUT, frame))
-        is_parameter = self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER
-        for save in self._at.following:
-            if (save.look is None) is is_parameter and (is_parameter or self._is_like(save, tensor, frame)):
-                self._at = save
-                return RawActivation(tensor, None) if save.look is None else self._store(save.look, tensor, frame)
-        maker = "the program" if tensor.grad_fn is None else tensor.grad_fn.name()
-        raise GraphCaptureError(
-            f"a CUDA graph is being captured, and the pass saves a tensor of shape {tuple(tensor.shape)} and type "
-            f"{tensor.dtype}, made by {maker}, where no pass before has. {WARM_UP}"
-        )
-
-    def _is_like(self, save: Save, tensor: Tensor, frame: FrameType) -> bool:
-        small = tensor.numel() < self._packer.eligibility.least_elements
-        return save.small is small and save.is_of(tensor, tensor.grad_fn, frame)
-
-    def _store(self, look: Look, tensor: Tensor, frame: FrameType) -> Packed:
-        """Stores a tensor as another one was; indices, whose bits depend on values, stay as they are.
-
-        So does what an attention with dropout saves.
-        """
+        attention = look.site.op in KERNELS  # that has made it: it is the result, or a statistic
+        if attention:
+            self._end_attention(tensor)
+        known = look.form is not TensorKind.LOSSY or look.sighting is EXACT_MODE or look.reading is not None
+        if attention and not known and is_being_saved(tensor.grad_fn, "output"):  # of another kernel than before
+            known, sighting = True, look.sighting._replace(reading=Reading(Kind.EXACT, look.site.op), fresh=False)
+            look = look._replace(sighting=sighting)
+        if known and look.form is not TensorKind.INTEGER:  # whose bits depend on values
+            return self._store(look, tensor, frame)
+        if not known:
+            self._unknown.append(tensor.nbytes)
         store = self._packer.replayed_by
         assert store is not None
-        if look.form is TensorKind.INTEGER:
-            return store.keep(tensor, look.site)
-        if look.sighting.fresh:  # its reader is told by its arguments, once there is one
-            look = look._replace(sighting=look.sighting._replace(number=saver_of(tensor, look.site.op)))
-        if look.site.op in KERNELS:  # the result of an attention, or a statistic
-            if dropout_of(tensor.grad_fn):  # to run again, it would need numbers that the host reads
-                for saved in self._inputs:
-                    self._packer.keep_after_all(*saved)
-            self._inputs.clear()
+        return store.keep(tensor, look.site)
+
+    def tell(self) -> None:
+        """Warns of what stays as it is since nothing is known of it."""
+        if self._unknown:
+            log.warning(
+                "In the CUDA graph that was captured %d tensors (%.1f MB) stay as they are: no step before has saved "
+                "them where this one does",
+                len(self._unknown),
+                sum(self._unknown) / 1e6,
+            )
+
+    def _store(self, look: Look, tensor: Tensor, frame: FrameType) -> Packed:
         packed = self._packer.store(tensor, look, frame)
         if look.reading is not None and look.reading.kind is Kind.ATTENTION:
             self._inputs.append((tensor, look, packed))
         return packed
+
+    def _end_attention(self, result: Tensor) -> None:
+        """Keeps the inputs of an attention as they are, and so its result, where it cannot run again in a graph.
+
+        With dropout it would need numbers that the host reads.
+        """
+        if dropout_of(result.grad_fn) or not can_attend_again(result.grad_fn, result.device):
+            for saved in self._inputs:
+                self._packer.keep_after_all(*saved)
+        self._inputs.clear()
 
 
 def _check_unchanging(config: DAFConfig, model: nn.Module) -> None:
@@ -165,6 +166,8 @@ def _check_unchanging(config: DAFConfig, model: nn.Module) -> None:
     """
     if config.memory_budget is not None:
         reason, remedy = f"memory_budget={config.memory_budget!r} gives up bits as tensors come", "leave it out"
+    elif config.elastic is not None:
+        reason, remedy = "elastic training chooses in each step what it trains", "leave elastic out"
     elif config.rounding != "nearest":
         reason, remedy = f"rounding={config.rounding!r} takes other random numbers in each pass", 'set "nearest"'
     elif config.packing == "workers":

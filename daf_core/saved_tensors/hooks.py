@@ -170,8 +170,11 @@ class Packer:
         self.recorder.pack_seconds += time.perf_counter() - started
         return packed
 
-    def look(self, tensor: Tensor, frame: FrameType | None) -> Look | None:
-        """Returns where and how a tensor is being saved, where `frame` is running; None where it is not counted."""
+    def look(self, tensor: Tensor, frame: FrameType | None, recalls: bool = False) -> Look | None:
+        """Returns where and how a tensor is being saved, where `frame` is running; None where it is not counted.
+
+        With `recalls` nothing is learned of its reader.
+        """
         call = self.scopes.current
         form = self.eligibility.form(tensor, call.largest)
         # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
@@ -184,8 +187,9 @@ class Packer:
         site, form = call.next_site(tensor), TensorKind.RAW if kept else form
         sighting = EXACT_MODE
         if form is TensorKind.LOSSY:
-            sighting = self.readers.see(tensor, call, site, frame, self.unpack)
-        elif tensor.grad_fn is not None:
+            see = self.readers.recall if recalls else partial(self.readers.see, unpack=self.unpack)
+            sighting = see(tensor, call, site, frame)
+        elif tensor.grad_fn is not None and not recalls:
             self.readers.meet_small(site)
         return Look(form, site, sighting, call.normalizes, kept)
 

@@ -238,11 +238,6 @@ class Recordings:
             self._roots = [(treatments, found), *self._roots[: KINDS - 1]]
         return found
 
-    def latest(self, treatments: Treatments) -> Save | None:
-        """Returns the tree of passes with some treatments, if it has a save."""
-        found = next((root for known, root in self._roots if known == treatments), None)
-        return found if found is not None and found.following else None
-
     def add(self, above: Save, save: Save) -> Save:
         """Returns a save, which has come after another one."""
         if save.calls == above.calls:

@@ -38,8 +38,8 @@ class Replays:
     """The pack hooks of a model, one for each thread; all of them replay what any of them has recorded."""
 
     def __init__(self, packer: Packer, follower: ModuleFollower) -> None:
-        self.recordings, self.follower = Recordings(), follower
-        self._arguments = packer, self.recordings, follower
+        self.follower = follower
+        self._arguments = packer, Recordings(), follower
         self._own = threading.local()
 
     @property

@@ -121,15 +121,14 @@ def names_function(model: str) -> bool:
 
 def _check(built: BuiltWorkload, workload: Workload) -> None:
     """Refuses a model of transformers that does not run on a row, and a user's that gives no loss for its batch."""
-    from daf_core.saved_tensors.classify import check_trainable  # with the kernels, which other commands do not need
-
     own = built.task is None
     of_users = (KeyError, AttributeError) if own else ()
-    if own:
-        check_trainable(built.model)
     try:
-        with saved_tensors_hooks(_nothing, _nothing) if own else torch.no_grad():
-            loss = built.loss(built.batch) if own else built.loss_of(1)
+        if own:
+            loss = _loss_with_graph(built)
+        else:
+            with torch.no_grad():
+                loss = built.loss_of(1)
     except (RuntimeError, ValueError, IndexError, TypeError, *of_users) as error:
         if is_out_of_memory(error):
             raise
@@ -143,11 +142,27 @@ def _check(built: BuiltWorkload, workload: Workload) -> None:
     if own and loss.shape not in ((), (1,)):
         raise ModelError(f"the loss of {workload.model} has the shape {tuple(loss.shape)}; it has to be one number")
     if own and not loss.requires_grad:
+        from daf_core.saved_tensors.classify import check_trainable  # with the kernels, which others do not need
+
+        check_trainable(built.model)
         raise ModelError("no gradient flows from the loss to the model; return the loss itself, not loss.detach()")
 
 
-def _nothing(_: object) -> Any:
-    """Keeps nothing of a saved tensor: nothing runs backward."""
+class _ReadError(Exception):
+    """Something asks for a saved tensor of which nothing was kept."""
+
+
+def _loss_with_graph(built: BuiltWorkload) -> Tensor:
+    """Returns the loss of the batch, without the memory of what is saved, unless forward itself runs a backward."""
+
+    def read(_: object) -> Tensor:
+        raise _ReadError
+
+    try:
+        with saved_tensors_hooks(lambda _: None, read):
+            return built.loss(built.batch)
+    except _ReadError:
+        return built.loss(built.batch)
 
 
 def _framework(name: str) -> Any:

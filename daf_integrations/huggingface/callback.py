@@ -30,7 +30,7 @@ from daf_integrations.session.unwrap import unwrap_model
 FRAMES = 8  # how far up the trainer is looked for; in transformers 5 it is three frames up
 
 EPOCH = "_run_epoch"
-"""What runs all of an epoch in transformers 5: loading of data, steps, evaluation, saving."""
+"""What runs all of an epoch in transformers 5: loading of data, steps and their events, evaluation, saving."""
 
 log = getLogger("daf")
 
@@ -154,11 +154,8 @@ class DAFCallback(TrainerCallback, ExportableState):
             _Patch(trainer, "log", self._logged),
         ]
         handler = trainer.callback_handler
-        all_of_them = handler.callbacks  # which may have this one inside another
-        later = all_of_them[all_of_them.index(self) + 1 :] if self in all_of_them else []  # their begin is yet to come
-        parts = [(handler, "call_event"), *((each, "on_train_begin") for each in later)]
-        if hasattr(trainer, EPOCH):
-            parts.append((trainer, EPOCH))
+        parts = [(trainer, EPOCH)] if hasattr(trainer, EPOCH) else []
+        parts += [(handler, "on_epoch_begin"), (handler, "on_train_end")]
         self._patches += [_Patch(owner, name, self._given_back) for owner, name in parts]
         if type(trainer.label_smoother) is LabelSmoother:
             self._patches.append(_Patch(trainer, "label_smoother", _smoothed))

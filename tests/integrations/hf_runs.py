@@ -167,13 +167,11 @@ def steps_of(callback: DAFCallback) -> int:
 def left_behind(trainer: Trainer) -> list[str]:
     """Names what a run left installed: hooks for saved tensors, methods of the trainer or the model, module hooks."""
     modules = list(trainer.model.named_modules())
-    handler = trainer.callback_handler
-    events = [(handler, "call_event"), *((each, "on_train_begin") for each in handler.callbacks)]
     methods = ("compute_loss", "log", "training_step", "_run_epoch")
     return [
         *(["saved-tensor hooks"] if innermost_hooks() is not None else []),
         *(f"trainer.{name}" for name in methods if name in vars(trainer)),
-        *(f"{type(each).__name__}: {name}" for each, name in events if name in vars(each)),
+        *(f"handler.{name}" for name in ("on_epoch_begin", "on_train_end") if name in vars(trainer.callback_handler)),
         *(f"{name}.forward" for name, module in modules if "forward" in vars(module)),
         *(f"{name}: forward hook" for name, module in modules if module._forward_hooks or module._forward_pre_hooks),
     ]

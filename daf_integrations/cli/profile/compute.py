@@ -90,8 +90,8 @@ def fold(rows: Sequence[Row], top: int) -> list[Row]:
 
 def total(name: str, rows: Sequence[Row]) -> Row:
     """Returns the sum of rows."""
-    sizes = zip(*((row.count, row.raw_bytes, row.exact_bytes, row.held_bytes) for row in rows), strict=True)
-    return Row(name, "", *(sum(column) for column in sizes))
+    sizes = [(row.count, row.raw_bytes, row.exact_bytes, row.held_bytes) for row in rows] or [(0, 0, 0, 0)]
+    return Row(name, "", *map(sum, zip(*sizes, strict=True)))
 
 
 def pattern(name: str) -> str:

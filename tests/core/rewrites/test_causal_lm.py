@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2LMHeadModel
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -29,6 +31,7 @@ from tests.core.rewrites.steps import (
     step,
     with_bias,
 )
+from tests.kernels.pretended_gpu import PretendedGraph
 
 CLOSE = 2e-6
 
@@ -197,6 +200,35 @@ def test_scaled_loss_of_float16_keeps_small_gradients() -> None:
     wide = hidden.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(functional.cross_entropy(wide @ weight.double().t(), targets, reduction="sum"), wide)
     assert (found - exact).norm() / exact.norm() < 2e-3
+
+
+@pytest.mark.parametrize("ignored", [0, 3, 9], ids=["all count", "some count", "none counts"])
+@pytest.mark.parametrize("bend", [chunked_loss.STRAIGHT, chunked_loss.Bend(0.5, 3.0)], ids=["straight", "bent"])
+def test_a_cuda_graph_is_given_the_same_rows_each_time(
+    ignored: int, bend: chunked_loss.Bend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rows count is not known to the host; loss and gradients are the same."""
+    hidden, weight, bias = torch.randn(9, 8), torch.randn(20, 8), torch.randn(20)
+    targets = torch.arange(9)
+    targets[:ignored] = -100
+    results = list[list[Tensor]]()
+    for captured in (False, True):
+        monkeypatch.setattr(chunked_loss, "is_capturing", lambda captured=captured: captured)
+        given = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
+        with NoLook() if captured else nullcontext():
+            loss = chunked_loss.linear_cross_entropy_sum(*given, targets, -100, torch.float32, bend, 0.1)
+            slopes = torch.autograd.grad(loss, given)
+        results.append([loss.detach(), *slopes])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+class NoLook(TorchDispatchMode):
+    """Forbids what needs a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert str(func.overloadpacket) not in PretendedGraph.FORBIDDEN
+        return func(*args, **(kwargs or {}))
 
 
 def test_no_label_counts(rewritten: GPT2LMHeadModel) -> None:

@@ -34,12 +34,13 @@ class Net(nn.Module):
         super().__init__()
         self.norm, self.first = nn.LayerNorm(64), nn.Linear(64, 64)
         self.second, self.third = nn.Linear(64, 64), nn.Linear(64, 32)
-        self.exponent = 2.0
+        self.exponent, self.masks = 2.0, False
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.second(F.gelu(self.first(self.norm(x))))
         heads = hidden.view(2, -1, 4, 16).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(heads, heads, heads)
+        mask = torch.ones(64, 64, dtype=torch.bool, device=x.device) if self.masks else None
+        attended = F.scaled_dot_product_attention(heads, heads, heads, mask)
         kept = torch.where(x > 0, attended.transpose(1, 2).reshape_as(hidden), hidden)
         order = torch.arange(x.numel(), device=x.device).flip(0)
         return self.third(F.relu(kept).flatten()[order].view_as(x)).pow(self.exponent).mean()
@@ -230,11 +231,12 @@ def test_what_is_not_finite_is_seen_in_the_gradients(gpu: PretendedGpu, monkeypa
     ("options", "message"),
     [
         ({"memory_budget": 10**9, "budget_covers": "activations"}, "memory_budget=.* gives up bits.*leave it out"),
+        ({"elastic": {"time": 0.6}}, "elastic training chooses in each step.*leave elastic out"),
         ({"rounding": "stochastic"}, 'rounding=.stochastic. takes other.*set "nearest"'),
         ({"packing": "workers"}, 'packing="workers".*set "device"'),
-        ({}, "no pass like it was recorded.*train some five steps first"),
+        ({}, "does not know yet who reads.*train some five steps first"),
     ],
-    ids=["budget", "stochastic", "workers", "too early"],
+    ids=["budget", "elastic", "stochastic", "workers", "too early"],
 )  # fmt: skip
 def test_what_changes_from_pass_to_pass_is_refused(
     gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
@@ -256,15 +258,47 @@ def test_a_model_with_compiled_parts_is_refused(gpu: PretendedGpu, monkeypatch: 
 
 
 @needs_none
-def test_another_program_is_refused(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names what is new; the next step is as if nothing had been captured."""
+def test_what_no_step_has_saved_stays(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says how much that is; masks that transformers makes in a capture alone change nothing else."""
     model = seeded()
+    engine, _ = warmed(model)
+    monkeypatch.setattr(F, "relu", torch.tanh)
+    model.masks = True
+    graph = PretendedGraph(gpu)
+    static, _ = captured(model, engine, graph, monkeypatch)
+    stored = engine.finish_step().stored_as
+    assert (stored["attended"], stored["planes"]) == (1, 4)
+    assert "3 tensors (0.1 MB) stay as they are: no step before has saved them" in caplog.text
+    found, eager = run_again(model, graph, static, normal(*SHAPE)), step(model, engine, normal(*SHAPE))
+    engine.close()
+    model.zero_grad()
+    model(normal(*SHAPE)).backward()
+    plain = gradients(model)
+    assert max(errors_beside(found, plain)) < 1.1 * max(errors_beside(eager, plain))
+
+
+class Bounded(nn.Module):
+    """Saves on which side of a bound values lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.hardsigmoid(F.leaky_relu(self.layer(x), 0.1).clamp(-0.5, 0.5)).square().mean()
+
+
+@needs_none
+def test_sides_of_bounds_are_not_looked_at(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Bounded()
     engine, expected = warmed(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "relu", torch.tanh)
-        with pytest.raises(GraphCaptureError, match=r"shape \(128, 64\).*made by TanhBackward0, where no pass before"):
-            captured(model, engine, PretendedGraph(gpu), monkeypatch)
-    assert same(step(model, engine, normal(*SHAPE)), expected)
+    graph = PretendedGraph(gpu)
+    static, _ = captured(model, engine, graph, monkeypatch)
+    assert engine.finish_step().stored_as["sides"] == 3
+    assert same(run_again(model, graph, static, normal(*SHAPE)), expected)
 
 
 @needs_none

@@ -168,6 +168,15 @@ def detached(rows, length):
 def meta(rows, length):
     return Net().to("meta"), {"x": torch.randn(rows, length, 64)}
 
+class Forces(Net):
+    def forward(self, x):
+        x = x.requires_grad_()
+        [force] = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+        return super().forward(x) + force.square().mean()
+
+def forces(rows, length):
+    return Forces(), {"x": torch.randn(rows, length, 64)}
+
 def compiled(rows, length):
     return torch.compile(Net(), backend="eager"), {"x": torch.randn(rows, length, 64)}
 """
@@ -188,6 +197,12 @@ def test_models_that_cannot_be_planned(function: str, message: str, tmp_path: Pa
     result = run(f"{tmp_path}/net.py{function}", *SIZE)
     assert result.exit_code == 1
     assert message in " ".join(result.output.split())
+
+
+def test_a_model_that_takes_a_gradient_in_forward_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE)
+    result = run(f"{tmp_path}/net.py:forces", "--precision", "exact", *SIZE)
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("package", ["transformers", "peft"])

@@ -89,6 +89,15 @@ def detached(rows, length):
 calls = 0
 
 
+def elsewhere(rows, length):
+    class Elsewhere(Net):
+        def forward(self, images, labels):
+            with torch.autograd.graph.save_on_cpu():
+                return super().forward(images, labels)
+
+    return Elsewhere(), make(rows, length)[1]
+
+
 def unlike(rows, length):
     class Unlike(Net):
         def forward(self, images, labels):
@@ -330,6 +339,12 @@ def test_models_that_cannot_be_profiled(model: str, message: str, monkeypatch: p
     result = run(model)
     assert result.exit_code == 1, result.output
     assert message in result.output
+
+
+def test_a_model_that_saves_nothing_by_itself() -> None:
+    """Hooks of its own do."""
+    found = report("net.py:elsewhere")
+    assert (found["raw_bytes"], found["modules"]) == (0, [])
 
 
 def test_options_for_other_models_are_refused() -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from tests.integrations.hf_runs import (
 )
 
 FAILURES = [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(1)]
-EVENTS = {"beginning": "on_train_begin", "epoch": "on_epoch_begin", "step": "on_step_end"}
+EVENTS = {"epoch": "on_epoch_begin", "step": "on_step_end", "end": "on_train_end"}
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
@@ -73,7 +74,7 @@ class TestFailures:
         calls = itertools.count()
 
         def fails(*_: object, **__: object) -> dict[str, float]:
-            if next(calls) == (place not in ("beginning", "epoch")):
+            if next(calls) == (place not in ("epoch", "end")):
                 raise error
             return {}
 
@@ -82,7 +83,7 @@ class TestFailures:
             monkeypatch.setattr(trainer, "data_collator", lambda rows: (fails(), collate(rows))[1])
         elif place in EVENTS:
             event = type("Event", (TrainerCallback,), {EVENTS[place]: lambda *_, **__: (fails(), None)[1]})
-            trainer.add_callback(event)
+            trainer.callback_handler.callbacks.insert(0, event())
         elif place == "optimizer":
             trainer.create_optimizer().register_step_post_hook(fails)
         else:
@@ -94,6 +95,27 @@ class TestFailures:
         run(trainer)
         assert steps_of(callback) == STEPS
         assert left_behind(trainer) == []
+
+    def test_that_are_caught_in_an_epoch_end_nothing(
+        self, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A tracker that cannot be reached, say, in a Trainer that goes on without it."""
+        trainer = make_trainer(DAFCallback(precision=4, audit_every=None))
+
+        class Tracker(TrainerCallback):
+            def on_log(self, *_: object, **__: object) -> None:
+                raise ConnectionError
+
+        trainer.add_callback(Tracker)
+        write = trainer.log
+
+        def tolerant(*args: Any, **kwargs: Any) -> None:
+            with suppress(ConnectionError):
+                write(*args, **kwargs)
+
+        monkeypatch.setattr(trainer, "log", tolerant)
+        run(trainer)
+        assert len([entry for entry in trainer.state.log_history if entry.keys() >= METRICS]) == STEPS
 
     def test_the_next_trainer_of_a_callback_frees_the_one_that_failed(self, make_trainer: MakeTrainer) -> None:
         callback = DAFCallback(audit_every=None)
