@@ -115,10 +115,10 @@ def _accumulate(
     """Returns the sum of losses; adds `scale` times the gradients of hidden states, weight and bias to those given."""
     of_hidden, of_weight, of_bias = gradients
     targets, ignore_index, _, bend, smoothing = loss
-    live, factors = targets != ignore_index, None
-    if is_capturing():  # a CUDA graph has the same rows each time: those without a target count 0 times
+    live, ignored = targets != ignore_index, None
+    if is_capturing():  # a CUDA graph has the same rows each time, with a target or without
         rows, targets = torch.arange(len(targets), device=targets.device), torch.where(live, targets, 0)
-        factors = live.to(torch.float32).unsqueeze(1)
+        ignored = ~live.unsqueeze(1)
     else:
         rows = live.nonzero().squeeze(1)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -139,10 +139,11 @@ def _accumulate(
             torch.addmm(bias, states, weight.t(), out=scores)
         bent = _bent(scores, all_bent[: len(part)], bend) if bend != STRAIGHT else scores
         torch.log_softmax(bent, -1, dtype=torch.float32, out=logs)
-        counted = 1.0 if factors is None else factors.index_select(0, part)
-        total -= (1.0 - smoothing) * (logs.gather(1, target) * counted).sum()
+        if ignored is not None:
+            logs.masked_fill_(ignored.index_select(0, part), 0.0)
+        total -= (1.0 - smoothing) * logs.gather(1, target).sum()
         if smoothing:
-            total -= smoothing * (logs.mean(1, keepdim=True) * counted).sum()
+            total -= smoothing * logs.mean(1).sum()
         # The gradient of the logits, in the memory of the scores.
         probabilities = logs.exp_()
         probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, smoothing - 1.0))
@@ -150,8 +151,8 @@ def _accumulate(
             probabilities.sub_(smoothing / len(weight))
         if bend != STRAIGHT:
             probabilities.mul_(_slope_of(bent, bend))
-        if factors is not None:
-            probabilities.mul_(counted)
+        if ignored is not None:
+            probabilities.masked_fill_(ignored.index_select(0, part), 0.0)
         slopes = scores.copy_(probabilities if scale == 1.0 else probabilities.mul_(scale))
         of_hidden.index_copy_(0, part, slopes @ weight)
         if of_weight is not None and of_weight.dtype is slopes.dtype:

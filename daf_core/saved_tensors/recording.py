@@ -151,10 +151,7 @@ class Save:
             self.instructions = 0 if inner is None else inner.f_lasti, 0 if outer is None else outer.f_lasti
 
     def is_of(self, tensor: Tensor, node: Node | None, frame: FrameType) -> bool:
-        """Says whether a tensor, made by `node` and saved by `frame`, is like those that were saved here.
-
-        Of their type, made by the same operator, and saved by the same instructions; neither these nor it parameters.
-        """
+        """Says whether a tensor that `node` has made and `frame` saves is one of those here; none is a parameter."""
         if type(node) is not self.made_by or tensor.dtype is not self.dtype:
             return False
         if self.op is not None and (node is None or node.name() != self.op):
