@@ -88,8 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = _accumulate(hidden, weight.to(loss.dtype), cast_bias, loss, found, scale)
         ctx.save_for_backward(*found)
         ctx.scale = scale
-        counts = (loss.targets != loss.ignore_index).any()
-        ctx.counts = counts if is_capturing() else bool(counts)
+        ctx.counts = (loss.targets != loss.ignore_index).any()
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return total
 
@@ -97,11 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # The mean of no losses is NaN, and yet has no gradient in torch.
-        factor = gradient / ctx.scale
-        if isinstance(ctx.counts, Tensor):
-            factor = torch.where(ctx.counts, factor, 0.0)
-        elif not ctx.counts:
-            factor = torch.zeros_like(gradient)
+        factor = torch.where(ctx.counts, gradient / ctx.scale, 0.0)
         found = [
             (tensor * factor).to(dtype) if needed else None
             for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)

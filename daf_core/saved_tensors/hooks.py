@@ -186,9 +186,10 @@ class Packer:
         kept = call.kept or is_written_late(tensor, frame)
         site, form = call.next_site(tensor), TensorKind.RAW if kept else form
         sighting = EXACT_MODE
-        if form is TensorKind.LOSSY:
-            see = self.readers.recall if recalls else partial(self.readers.see, unpack=self.unpack)
-            sighting = see(tensor, call, site, frame)
+        if form is TensorKind.LOSSY and recalls:
+            sighting = self.readers.recall(tensor, call, site, frame)
+        elif form is TensorKind.LOSSY:
+            sighting = self.readers.see(tensor, call, site, frame, self.unpack)
         elif tensor.grad_fn is not None and not recalls:
             self.readers.meet_small(site)
         return Look(form, site, sighting, call.normalizes, kept)

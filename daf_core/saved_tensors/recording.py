@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import ModuleCall, Site
-from daf_core.autograd.torch_private import Node, running_module, skip_nodes
+from daf_core.autograd.torch_private import running_module, skip_nodes
 from daf_core.codecs import AttendedActivation, PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.recomputed import RECIPES
@@ -150,12 +150,8 @@ class Save:
             self.codes = None if inner is None else inner.f_code, None if outer is None else outer.f_code
             self.instructions = 0 if inner is None else inner.f_lasti, 0 if outer is None else outer.f_lasti
 
-    def is_of(self, tensor: Tensor, node: Node | None, frame: FrameType) -> bool:
-        """Says whether a tensor that `node` has made and `frame` saves is one of those here; none is a parameter."""
-        if type(node) is not self.made_by or tensor.dtype is not self.dtype:
-            return False
-        if self.op is not None and (node is None or node.name() != self.op):
-            return False
+    def is_at(self, frame: FrameType) -> bool:
+        """Says whether the instructions are running that have saved the tensors."""
         if self.codes is None:
             return True
         inner, code = self.codes

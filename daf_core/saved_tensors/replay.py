@@ -127,7 +127,12 @@ class Replay:
                 if self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER:
                     self._at = save
                     return RawActivation(tensor, None)
-            elif save.is_of(tensor, node, frame):
+            elif (
+                type(node) is save.made_by
+                and tensor.dtype is save.dtype
+                and (save.op is None or (node is not None and node.name() == save.op))
+                and save.is_at(frame)
+            ):
                 decision, packed = save.decisions.get(shape), None
                 if decision is None:
                     if save.small is not (tensor.numel() < self._packer.eligibility.least_elements):

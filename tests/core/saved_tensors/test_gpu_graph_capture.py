@@ -72,6 +72,14 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+def without(model: nn.Module, engine: ActivationEngine) -> list[Tensor]:
+    """Returns the gradients of a plain step with batch 0; the engine is closed."""
+    engine.close()
+    model.zero_grad()
+    model(normal(*SHAPE)).backward()
+    return gradients(model)
+
+
 def warmed(
     model: nn.Module, steps: int = WARM_STEPS, device: str = "cpu", **options: Any
 ) -> tuple[ActivationEngine, list[Tensor]]:
@@ -181,11 +189,8 @@ def test_nothing_is_compared(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch,
     found = run_again(model, graph, static, normal(*SHAPE))
     torch.manual_seed(1)
     eager = step(model, engine, normal(*SHAPE))
-    engine.close()
     torch.manual_seed(1)
-    model.zero_grad()
-    model(normal(*SHAPE)).backward()
-    plain = gradients(model)
+    plain = without(model, engine)
     assert max(errors_beside(found, plain)) <= 1.05 * max(errors_beside(eager, plain))
 
 
@@ -272,10 +277,7 @@ def test_what_no_step_has_saved_stays(
     assert (stored["attended"], stored["planes"]) == (1, 4)
     assert "3 tensors (0.1 MB) stay as they are: no step before has saved them" in caplog.text
     found, eager = run_again(model, graph, static, normal(*SHAPE)), step(model, engine, normal(*SHAPE))
-    engine.close()
-    model.zero_grad()
-    model(normal(*SHAPE)).backward()
-    plain = gradients(model)
+    plain = without(model, engine)
     assert max(errors_beside(found, plain)) < 1.1 * max(errors_beside(eager, plain))
 
 
@@ -312,10 +314,7 @@ def test_what_an_attention_with_dropout_saves_stays(gpu: PretendedGpu, monkeypat
     statistics = engine.finish_step()
     assert "attended" not in statistics.stored_as
     found, eager = run_again(model, graph, static, normal(*SHAPE)), step(model, engine, normal(*SHAPE))
-    engine.close()
-    model.zero_grad()
-    model(normal(*SHAPE)).backward()
-    plain = gradients(model)
+    plain = without(model, engine)
     assert max(errors_beside(found, plain)) < max(errors_beside(eager, plain))
 
 
