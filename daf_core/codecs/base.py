@@ -19,7 +19,7 @@ from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import Lease, LeaseScope
 from daf_core.memory.pager import Pager
-from daf_core.readers.table import Kind, Reading
+from daf_core.readers.table import Bounds, Kind, Reading
 from daf_kernels import Backend, DirectCodec, Seed, TwoValues
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ class StoredActivation(ABC):
         """Whether its error is as small beside each row as it can be stored; see `Grouping.suits_rows`."""
         return True
 
+    @property
+    def bounds(self) -> Bounds | None:
+        """Of which bounds its values are on the side of those that were stored; None where codes may cross any."""
+        return None
+
     @classmethod
     def accepts(cls, saved: SavedTensor) -> bool:
         """Says whether the codec is made for a tensor; called before anything looks at its values."""
@@ -63,9 +68,9 @@ class StoredActivation(ABC):
 
     def serves(self, reading: Reading) -> bool:
         """Says whether an operator gets what it reads."""
-        return (
-            not self.lossy or reading.kind is Kind.SHAPE or (self.readable_by_any_op and reading.takes_approximations)
-        )
+        if not self.lossy or reading.kind is Kind.SHAPE:
+            return True
+        return self.readable_by_any_op and reading.takes_approximations and reading.bounds in (None, self.bounds)
 
     def decode_to(self, address: int) -> bool:
         """Writes the values of a dense tensor to an address; False where `decode_into` has to do it."""

@@ -18,9 +18,10 @@ from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import Grouping, Totals
+from daf_core.codecs.sides import KeptSides
 from daf_core.memory.lease import Lease, LeaseKind
 from daf_core.memory.pager import Pager
-from daf_core.readers.table import Reading
+from daf_core.readers.table import Bounds, Reading
 from daf_kernels import Backend, DeviceFlag, PlaneLayout, is_capturing, planes_for
 from daf_kernels.layout import LARGEST_SPREAD_RATIO
 
@@ -94,6 +95,7 @@ class PlanesActivation(PagedActivation):
     check: PendingCheck | None = None  # keeps the values until it is known whether the codes stand for them
     beside: Common | Totals | None = None  # what is kept beside the codes
     _kept: KeptStorage | None = None  # accounts for it
+    _sides: KeptSides | None = None  # where decoded values belong
 
     def __init__(self, pager: Pager, backend: Backend, layout: PlaneLayout, groups: Grouping) -> None:
         self.pager = pager  # `super` takes as long as the rest
@@ -112,9 +114,20 @@ class PlanesActivation(PagedActivation):
         return self.groups.suits_rows
 
     @property
+    @override
+    def bounds(self) -> Bounds | None:
+        return self.groups.bounds
+
+    @property
+    def is_codes_alone(self) -> bool:
+        """Whether nothing is kept beside its codes."""
+        return self.beside is None and self._sides is None
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of its pages, in memory or in the next tier, and of what is kept beside them."""
-        return self.lease.size * self.pager.pool.page_bytes + (0 if self.beside is None else self.beside.nbytes)
+        beside = sum(0 if part is None else part.nbytes for part in (self.beside, self._sides))
+        return self.lease.size * self.pager.pool.page_bytes + beside
 
     @override
     @classmethod
@@ -142,7 +155,8 @@ class PlanesActivation(PagedActivation):
     def sizes(cls, ctx: EncodeContext) -> list[int]:
         """Returns the bytes of the values at each of `LEVELS`, and as they are, which is the most."""
         values, groups, page_bytes = ctx.values, cls.groups_of(ctx), ctx.pager.pool.page_bytes
-        return cls.sizes_of(values.numel(), groups.group, values.element_size(), page_bytes, groups.bytes_beside)
+        beside = groups.bytes_beside(values.numel(), page_bytes)
+        return cls.sizes_of(values.numel(), groups.group, values.element_size(), page_bytes, beside)
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -178,7 +192,8 @@ class PlanesActivation(PagedActivation):
         values, pager, groups = ctx.values, ctx.pager, cls.groups_of(ctx)
         page_bytes = pager.pool.page_bytes
         layout, header_pages, pages = _pages(values.numel(), groups.group, page_bytes, ctx.precision)
-        if (header_pages + sum(pages)) * page_bytes + groups.bytes_beside >= values.numel() * values.element_size():
+        beside = groups.bytes_beside(values.numel(), page_bytes)
+        if (header_pages + sum(pages)) * page_bytes + beside >= values.numel() * values.element_size():
             return None
         stored = cls(pager, ctx.backend, layout, groups)
         arranged = groups.arrange(stored.set_aside(values))
@@ -198,7 +213,13 @@ class PlanesActivation(PagedActivation):
         return stored if stored.check is not None or finite else None
 
     def set_aside(self, values: Tensor) -> Tensor:
-        """Keeps what lies beside the codes of compact values, and returns the rest, which is to be encoded."""
+        """Keeps what lies beside the codes of compact values, and returns the rest, which is to be encoded.
+
+        Raises:
+            ActivationBudgetError: It does not fit in the budget.
+        """
+        if self.groups.bounds is not None:
+            self._sides = KeptSides.of(values, self.groups.bounds, self.pager, self._backend)
         if self.groups.beside is None:
             return values
         self.beside, rest = self.groups.beside.split(values)
@@ -232,11 +253,13 @@ class PlanesActivation(PagedActivation):
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        beside = self.beside
-        dense = out if beside is None or out.is_contiguous() else out.new_empty(out.shape)
+        beside, sides = self.beside, self._sides
+        dense = out if self.is_codes_alone or out.is_contiguous() else out.new_empty(out.shape)
         self._backend.decode(self.groups.arrange(dense), self.layout, lease.planes, self.pager.pool, lease.pages)
         if beside is not None:
             beside.add_to(dense)
+        if sides is not None:
+            sides.keep(dense)
         if dense is not out:
             out.copy_(dense)
 

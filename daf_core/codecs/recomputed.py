@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.sides import KeptSides
+from daf_core.readers.table import Bounds
 
 Unpack = Callable[[], Tensor]
 """Gives a small exact tensor."""
@@ -214,6 +216,32 @@ class CastActivation(StoredActivation):
         out.copy_(values)
 
 
+class BoundedActivation(StoredActivation):
+    """What follows from other activations, with each value on its side of bounds."""
+
+    name: ClassVar[str] = "bounded"
+
+    def __init__(self, recipe: StoredActivation, sides: KeptSides) -> None:
+        self._recipe = recipe
+        self._sides = sides
+
+    @property
+    @override
+    def bounds(self) -> Bounds:
+        return self._sides.bounds
+
+    @property
+    @override
+    def suits_rows(self) -> bool:
+        return self._recipe.suits_rows
+
+    @override
+    def decode_into(self, out: Tensor) -> None:
+        self._recipe.decode_into(out)
+        self._sides.keep(out)
+
+
 RECIPES = (
     ProductActivation, NormalizedActivation, ElementwiseActivation, SumActivation, ScaledActivation, CastActivation,
+    BoundedActivation,
 )  # fmt: skip

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from daf_core.codecs.common_row import RowBlocks
 from daf_core.codecs.tensor_layout import Geometry, Rows
+from daf_core.readers.table import Bounds
+from daf_kernels import mask_pages
 from daf_kernels.layout import SHARED_ROW, group_size, shares_groups
 
 LEAST_MAP = 128
@@ -107,16 +109,22 @@ class Grouping:
     own: bool = False  # whether each row has a group of its own, where it would share one
     # What is kept beside codes: of rows what they share, which the codes are without, or the sums of probabilities.
     beside: RowBlocks | ProbabilityRows | None = None
+    bounds: Bounds | None = None  # decoded values stay on their side of these
 
     @property
     def group(self) -> int:
         """Elements in a scaling group; 0 for none."""
         return self.row if self.own or not self.row else group_size(self.row)
 
+    def bytes_beside(self, elements: int, page_bytes: int) -> int:
+        """Returns the bytes that are held beside the codes of so many elements, on pages of so many bytes or not."""
+        sides = 0 if self.bounds is None else mask_pages(elements, page_bytes) * page_bytes
+        return sides if self.beside is None else sides + self.beside.nbytes
+
     @property
-    def bytes_beside(self) -> int:
-        """Bytes that are held beside the codes."""
-        return 0 if self.beside is None else self.beside.nbytes
+    def keeps_more(self) -> bool:
+        """Whether anything may be kept beside codes."""
+        return self.beside is not None or self.bounds is not None
 
     @property
     def shares(self) -> bool:

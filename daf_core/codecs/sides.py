@@ -1,8 +1,9 @@
-"""One bit an element: on which side of a bound it lies."""
+"""One bit an element: on which side of a bound it lies, in place of its value or beside the code of it."""
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -13,8 +14,9 @@ from daf_core.codecs.base import EncodeContext, StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.relu_signs import RELU
 from daf_core.codecs.saved_tensor import SavedTensor
+from daf_core.memory.pager import Pager
 from daf_core.readers.table import Bounds, Kind, Reading
-from daf_kernels import is_capturing
+from daf_kernels import Backend, is_capturing
 
 
 class SidesActivation(StoredActivation):
@@ -60,3 +62,54 @@ class SidesActivation(StoredActivation):
         self._inside.decode_into(inside)
         within, beyond = self._bounds.examples()
         out.fill_(beyond).masked_fill_(inside, within)
+
+
+class KeptSides:
+    """Says which values lie inside of bounds where a derivative jumps, and moves what codes give for them there.
+
+    A value on a bound is outside.
+    """
+
+    def __init__(self, inside: BitmaskActivation, bounds: Bounds) -> None:
+        self._inside = inside
+        self.bounds = bounds
+
+    @classmethod
+    def of(cls, values: Tensor, bounds: Bounds, pager: Pager, backend: Backend) -> Self:
+        """Keeps the sides of values.
+
+        Raises:
+            ActivationBudgetError: They do not fit in the budget.
+        """
+        inside = BitmaskActivation.pack(bounds.inside(values), pager, backend)
+        assert inside is not None  # what is true or false has two values
+        return cls(inside, bounds)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages."""
+        return self._inside.lease.size * self._inside.pager.pool.page_bytes
+
+    def keep(self, decoded: Tensor) -> None:
+        """Moves decoded values, which have no holes, to their sides in place."""
+        inside = torch.empty_like(decoded, dtype=torch.bool)
+        self._inside.decode_into(inside)
+        low, high = self.bounds.low, self.bounds.high
+        within = decoded.clamp(*_edges(self.bounds, decoded.dtype))
+        if not math.isfinite(low):
+            beyond = decoded.clamp_min(high)
+        elif not math.isfinite(high):
+            beyond = decoded.clamp_max(low)
+        else:
+            above = decoded >= low / 2 + high / 2
+            beyond = torch.where(above, decoded.clamp_min(high), decoded.clamp_max(low))
+        torch.where(inside, within, beyond, out=decoded)
+
+
+@lru_cache(maxsize=64)
+def _edges(bounds: Bounds, dtype: torch.dtype) -> tuple[float, float]:
+    """Returns the least and the largest value of a type inside of bounds, but for denormal ones, which may be 0."""
+    low, high = (torch.tensor(bound, dtype=dtype, device="cpu") for bound in (bounds.low, bounds.high))
+    tiny = torch.finfo(dtype).tiny
+    least, most = (float(torch.nextafter(bound, other)) for bound, other in ((low, high), (high, low)))
+    return tiny if 0 < least < tiny else least, -tiny if -tiny < most < 0 else most

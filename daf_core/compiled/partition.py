@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from daf_core.autograd.torch_compile import given_parameters
 from daf_core.compiled.decide import LEAST_ELEMENTS, made_of_gradients
-from daf_core.compiled.readers import CASTS, is_softmax, is_view, name_of, tensors_of
+from daf_core.compiled.readers import CASTS, is_side, is_softmax, is_view, name_of, tensors_of
 from daf_core.compiled.sizes import elements_of
 
 _REGION = 0
@@ -61,6 +61,8 @@ def _policy(node: fx.Node) -> CheckpointPolicy | None:
     """Returns what to tell the partitioner of a forward node; None leaves the choice to it."""
     name = name_of(node)
     if name == "div" and is_softmax(node):  # rather than the scores, whose error an exponential enlarges
+        return CheckpointPolicy.MUST_SAVE
+    if is_side(node) and not _is_small(node):  # codes of what it reads lose it close to a bound
         return CheckpointPolicy.MUST_SAVE
     again = CheckpointPolicy.MUST_RECOMPUTE
     if name == "mul" and any(_is_mask(each) or _is_vector(each) for each in node.all_input_nodes):

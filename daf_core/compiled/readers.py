@@ -227,11 +227,16 @@ def reached(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx
 def needs_of(saved: fx.Node) -> Needs:
     """Returns what the backward needs of a saved tensor, given its placeholder in the backward graph."""
     found, seen, pending = Needs.NOTHING, {saved}, [saved]
+    same = {saved}
     while pending:
         source = pending.pop()
         for user in source.users:
             needs, goes_on = _reading(user, source)
+            if needs is Needs.SIGNS and source not in same:  # codes keep signs, but not those of what is made of them
+                needs = Needs.EXACT
             found |= needs
+            if is_view(user) and source in same:
+                same.add(user)
             if goes_on and user not in seen:
                 seen.add(user)
                 pending.append(user)
@@ -254,6 +259,15 @@ def _comparison(node: fx.Node, source: fx.Node) -> Sides | None:
     if name in ("le", "gt", "lt", "ge") and len(arguments) == 2 and isinstance(arguments[1], int | float):
         return Sides(float(arguments[1]), closed=name in ("lt", "ge"))
     return None
+
+
+def is_side(node: fx.Node) -> bool:
+    """Says whether a node works out on which side of a number values lie, or is a ReLU, whose result says that too."""
+    [*read] = node.all_input_nodes
+    if len(read) != 1 or not (name_of(node) == "relu" or _comparison(node, read[0]) is not None):
+        return False
+    values = read[0].meta.get("val")
+    return name_of(read[0]) != "relu" and isinstance(values, Tensor) and values.is_floating_point()
 
 
 def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:

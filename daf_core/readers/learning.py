@@ -345,11 +345,7 @@ class Readers:
     def _learn(self, place: Place, reading: Reading) -> Reading:
         """Remembers what reads at a place; where that is not always the same, it is the most exact."""
         known = self._readings.get(place)
-        if known is not None and known.kind is not reading.kind:
-            reading = more_exact(known, reading)
-        elif known is not None and not reading.deviation:
-            reading = replace(reading, deviation=known.deviation)
-        self._set(place, reading)
+        self._set(place, reading if known is None else more_exact(known, reading))
         return self._readings[place]
 
     def _lead(self, node: Node, unpack: Unpack) -> None:

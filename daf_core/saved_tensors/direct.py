@@ -127,10 +127,11 @@ class Direct:
         codec = backend.direct_planes(layout, planes, dtype, row, device)
         if codec is None or (row and groups.beside is not None):
             return None
-        pages = PlanesActivation.pages_of(elements, groups.group, dtype.itemsize, planes, pager, groups.bytes_beside)
+        beside = groups.bytes_beside(elements, page_bytes)
+        pages = PlanesActivation.pages_of(elements, groups.group, dtype.itemsize, planes, pager, beside)
         if pages is None:
             return None
-        sizes = PlanesActivation.sizes_of(elements, groups.group, dtype.itemsize, page_bytes, groups.bytes_beside)
+        sizes = PlanesActivation.sizes_of(elements, groups.group, dtype.itemsize, page_bytes, beside)
         return cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, derive)
 
     def for_shape(self, decision: Decision, look: Look, dtype: torch.dtype) -> Direct | None:
@@ -192,9 +193,9 @@ class Direct:
             stored = PlanesActivation(pager, backend, layout, groups)
         geometry, dense = decision.geometry, tensor
         decodes: DirectCodec | None = codec
-        if type(stored) is PlanesActivation and stored.groups.beside is not None:
+        if type(stored) is PlanesActivation and stored.groups.keeps_more:
             dense = stored.set_aside(geometry.compact(tensor.detach()))
-            decodes = codec if stored.beside is None else None  # otherwise that is to be added
+            decodes = codec if stored.is_codes_alone else None  # otherwise that is to be added
         elif geometry.has_holes:
             dense = geometry.compact(tensor.detach()).contiguous()
         declined, zero, one, finite = pager.take(kind, stored, codec.encode, dense.data_ptr())

@@ -30,7 +30,7 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import DROPOUT, calling_frame, input_of, is_written_late
-from daf_core.readers.table import Kind, Reading
+from daf_core.readers.table import Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting, saver_of
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
@@ -253,7 +253,7 @@ class Packer:
 
     def _store_again(self, saved: SavedTensor, packed: Packed, reading: Reading | None) -> None:
         """Stores a tensor as its reader needs it; None keeps it as it is."""
-        as_it_is = reading is not None and reading.kind in (Kind.APPROXIMATE, Kind.ATTENTION) and not reading.deviation
+        as_it_is = reading is not None and reading.takes_any_codes
         if not as_it_is:
             self.drain()
         handle = packed_now(packed)

@@ -31,8 +31,10 @@ from daf_core.codecs import (
 from daf_core.codecs.common_row import CommonRows
 from daf_core.codecs.planes import spreads_differ
 from daf_core.codecs.raw import KeptStorage
+from daf_core.codecs.recomputed import BoundedActivation
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind, capture
 from daf_core.codecs.scaling_groups import Grouping, grouping_of, logarithms_of, normalized_groups, probabilities_of
+from daf_core.codecs.sides import KeptSides
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
@@ -330,8 +332,14 @@ class ActivationStore:
             return derivation.attended(saved) or derivation.derive(saved, self._exact)
         if not saved.takes_approximations:
             return None
-        pager = self._pagers.on(saved.tensor.device)
-        return derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation, self._encode, pager)
+        tensor, pager = saved.tensor, self._pagers.on(saved.tensor.device)
+        recipe = derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation, self._encode, pager)
+        bounds = None if saved.reading is None else saved.reading.bounds
+        if recipe is None or bounds is None or not recipe.lossy:
+            return recipe
+        backend = self._backends.get(tensor.device)
+        values = geometry_of(tuple(tensor.shape), tuple(tensor.stride())).compact(tensor.detach())
+        return None if backend is None else BoundedActivation(recipe, KeptSides.of(values, bounds, pager, backend))
 
     def _encode(
         self, saved: SavedTensor, geometry: Geometry, derivation: Derivation, require_finite: bool = True
@@ -372,6 +380,8 @@ class ActivationStore:
         if groups is None:
             groups = grouping_of(geometry, saved.site.op)
             groups = groups.for_rows() if normalized else groups
+        if reading is not None and reading.bounds is not None:
+            groups = replace(groups, bounds=reading.bounds)
         if groups.shape is not None:  # the groups are of channels
             return groups
         common = self._common.blocks(saved.site, geometry, groups.group, values)

@@ -87,6 +87,8 @@ SIDES: dict[str, Function] = {
     "hardswish": F.hardswish,
     "hardsigmoid": F.hardsigmoid,
     "elu": F.elu,
+    "selu": F.selu,
+    "prelu": lambda x: F.prelu(x, x.detach().new_tensor([0.1])),
     "where": lambda x: torch.where(x > 0, x, x.square()),
     "maximum": lambda x: torch.maximum(x, NOISE),
     "minimum": lambda x: torch.minimum(x, NOISE),

@@ -389,3 +389,40 @@ def test_rows_that_are_normalized_share_no_groups(convolves: bool) -> None:
     else:
         inputs[:, ::3] = 0.0
     assert 0 < error_of_weight(model, model.norm.weight, inputs, 4)[0] < 0.2
+
+
+class Normalized(nn.Module):
+    """Layers whose functions read normalized values, which backward would work out again of codes of others."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        self.function = function
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = self.function(nn.functional.layer_norm(layer(values), (128,)))
+        return values.square().mean(0)[:64].sum()
+
+
+def _pooled_relu(values: Tensor) -> Tensor:
+    return values.relu().unflatten(-1, (64, 2)).mean(-1).repeat_interleave(2, -1)
+
+
+def _squared_relu(values: Tensor) -> Tensor:
+    return values.relu().square()
+
+
+def _bent(values: Tensor) -> Tensor:
+    return torch.where(values > 0, values, values / 10)
+
+
+@pytest.mark.parametrize("function", [nn.functional.leaky_relu, _bent, _pooled_relu, _squared_relu])
+def test_sides_of_what_is_worked_out_again_are_saved(function: Callable[[Tensor], Tensor]) -> None:
+    """A bit an element: the error of four layers with leaky ReLUs was .05 at 8 bits, as codes lose sides near 0."""
+    model = Normalized(function)
+    inputs = torch.randn(512, 128, generator=torch.Generator().manual_seed(1))
+    error, statistics = error_of_weight(model, model.layers[0].weight, inputs, 8)
+    assert error < 0.011
+    assert statistics.held_bytes < 0.5 * statistics.raw_bytes

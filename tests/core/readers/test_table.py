@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from daf_core.readers.table import (
     _POWERS,
     Bounds,
     Kind,
+    Reading,
     has_pole,
     listed,
+    more_exact,
     reading_of,
     reading_of_function,
     stops_poles,
@@ -183,6 +186,55 @@ def test_bounds_are_those_of_the_call(result: Callable[[], Tensor], bounds: Boun
     reading = reading_of(node_of(result()), "self")
     assert reading.bounds == bounds
     assert reading.kind is (Kind.EXACT if bounds is None else Kind.SIDES)
+
+
+JUMPS: dict[str, tuple[Callable[[Tensor], Tensor], str, Bounds | None]] = {
+    "hardswish": (F.hardswish, "self", Bounds(-3, 3)),
+    "prelu": (lambda x: F.prelu(x, x.detach().new_tensor([0.5])), "self", Bounds(0, INF)),
+    "selu": (F.selu, "self", Bounds(0, INF)),
+    "selu_": (lambda x: F.selu_(x * 1), "result", Bounds(0, INF)),
+    "elu of another slope": (lambda x: F.elu(x, 0.5), "self", Bounds(0, INF)),
+    "elu": (F.elu, "self", None),
+    "elu_": (lambda x: F.elu_(x * 1), "result", None),
+    "celu": (lambda x: F.celu(x, 2.0), "self", None),
+    "gelu": (F.gelu, "self", None),
+    "gelu of tanh": (lambda x: F.gelu(x, approximate="tanh"), "self", None),
+    "silu": (F.silu, "self", None),
+    "mish": (F.mish, "self", None),
+    "softplus": (F.softplus, "self", None),
+    "logsigmoid": (F.logsigmoid, "self", None),
+    "sigmoid": (torch.sigmoid, "result", None),
+    "tanh": (torch.tanh, "result", None),
+    "sin": (torch.sin, "self", None),
+    "atan": (torch.atan, "self", None),
+    "asinh": (torch.asinh, "self", None),
+    "var": (lambda x: x.view(-1, 2).var(1), "self", None),
+}
+
+
+@pytest.mark.parametrize(("call", "field", "bounds"), JUMPS.values(), ids=JUMPS)
+def test_gradients_of_approximate_values_jump_at_their_bounds_alone(
+    call: Callable[[Tensor], Tensor], field: str, bounds: Bounds | None
+) -> None:
+    values = torch.linspace(-8, 8, 16001, dtype=torch.float64)[:16000].requires_grad_()
+    result = call(values)
+    reading = reading_of(node_of(result), field)
+    assert (reading.kind, reading.bounds) == (Kind.APPROXIMATE, bounds)
+    (slopes,) = torch.autograd.grad(result.sum(), values)
+    jumps = (slopes.diff().abs() > 0.02).nonzero().flatten()
+    found = values.detach()[jumps].tolist()
+    expected = [] if bounds is None else [each for each in (bounds.low, bounds.high) if math.isfinite(each)]
+    assert found == pytest.approx(expected, abs=2e-3)
+
+
+def test_what_serves_two_readings_keeps_the_bounds_of_both() -> None:
+    smooth, jumps = Reading(Kind.APPROXIMATE, "Mul"), Reading(Kind.APPROXIMATE, "Hardswish", Bounds(-3, 3))
+    above = replace(jumps, bounds=Bounds(0, INF))
+    for first, second in ((smooth, jumps), (jumps, smooth), (jumps, jumps)):
+        assert more_exact(first, second).bounds == jumps.bounds
+    assert more_exact(jumps, above).kind is Kind.EXACT
+    assert more_exact(jumps, Reading(Kind.NORMALIZED, "Norm")).kind is Kind.EXACT
+    assert more_exact(smooth, Reading(Kind.NORMALIZED, "Norm")).kind is Kind.NORMALIZED
 
 
 @pytest.mark.parametrize("dim", [-1, -2, -3, 0, 1, 2])
