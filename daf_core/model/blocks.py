@@ -10,16 +10,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from daf_core.autograd.torch_private import is_compiled
-from daf_core.readers.places import has_experts
+from daf_core.readers.places import needs_exact_input
 
 CHECKPOINTING_LAYER = "GradientCheckpointingLayer"
 """What transformers calls the class of its layers that can be recomputed."""
 
 LEAST_WEIGHTS = 2
 """Modules with a matrix or convolution in a block at least: recomputing a single one saves next to nothing."""
-
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(frozen=True)
@@ -32,13 +29,8 @@ class Block:
 
     @property
     def needs_exact_input(self) -> bool:
-        """Whether a small error of its input is no small error of what is computed from it.
-
-        Statistics of batches and the signs that ReLUs read off them change: ResNets had a larger gradient error from
-        inputs in 8 bits than from everything in 4 (.0201 against .0180). Experts are others.
-        """
-        routes = self.routes or has_experts(self.module)
-        return routes or any(isinstance(each, BATCH_NORMS) for each in self.module.modules())
+        """Whether a small error of its input is no small error of what is computed from it."""
+        return self.routes or needs_exact_input(self.module)
 
 
 def blocks_of(model: nn.Module, left_out: Collection[str] = ()) -> list[Block]:

@@ -68,7 +68,9 @@ class Look(NamedTuple):
     def reads_rows(self) -> bool:
         """Whether a normalization reads it, in a module of its own or written out; or a checkpoint, where one may."""
         reading = self.reading
-        return self.normalizes or (reading is not None and (reading.kind is Kind.NORMALIZED or reading == CHECKPOINT))
+        if reading is None:
+            return self.normalizes
+        return self.normalizes or reading.kind is Kind.NORMALIZED or reading.reader == CHECKPOINT.reader
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ProfileError
 from daf_core.memory.system.release import release_memory
-from daf_core.model.blocks import BATCH_NORMS, Block, blocks_of
+from daf_core.model.blocks import Block, blocks_of
 from daf_core.model.caches import LeftEmptyError, holds_state, is_cache, layers_of
 from daf_core.model.layer_drop import all_layers
 from daf_core.model.treatments import Treatments
@@ -26,6 +26,7 @@ from daf_core.plan.observe.meter import meter_on
 from daf_core.plan.observe.repeats import unlike_blocks
 from daf_core.plan.observe.trace import Observation, observe
 from daf_core.plan.run.retry import is_out_of_memory
+from daf_core.readers.places import BATCH_NORMS
 from daf_core.snapshots.step import devices_of
 
 REPEATS = 2  # passes with few rows whose shortest times count; of those with many rows one is enough

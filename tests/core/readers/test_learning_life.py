@@ -19,7 +19,7 @@ from daf_core.autograd.functions import apply
 from daf_core.errors import ActivationBudgetError, ReaderError
 from daf_core.readers import learning
 from daf_core.readers.learning import NEWEST, PATIENCE, Readers
-from daf_core.readers.places import function_that_saves, has_experts
+from daf_core.readers.places import function_that_saves
 from daf_core.saved_tensors.itemize import SavedItem
 from tests.core.harness import LARGE, assert_empty, assert_same, engine_for, error, normal, watch_held
 from tests.core.readers.test_learning import WIDTH, Net, X, plain, step
@@ -346,19 +346,3 @@ def test_a_first_pass_in_parts_gives_the_same() -> None:
     del first, second
     assert LARGE == (128, WIDTH)
     assert_empty(engine)
-
-
-@pytest.mark.parametrize(
-    ("name", "routes"),
-    [(name, True) for name in ("MixtralSparseMoeBlock", "DeepseekV3MoE", "MoEMLP", "GptOssExperts", "Top2Router")]
-    + [
-        ("JetMoeTopKGating", True),
-        ("SparseMoE", True),
-        ("GraniteMoeHybridDecoderLayer", False),
-        ("RemoeLinear", False),
-    ],
-)
-def test_experts_are_known_by_their_classes(name: str, routes: bool) -> None:
-    """Not by those of their families of models, of which some have none."""
-    inner = type(name, (nn.Module,), {})()
-    assert has_experts(nn.Sequential(nn.Linear(2, 2), inner)) is routes
