@@ -101,7 +101,9 @@ class RawActivation(StoredActivation):
 
     @property
     def elements(self) -> int:
-        """Different elements in memory of the tensor, at most."""
+        """Different elements in memory of the tensor, at most; 0 of one without a single memory: sparse or nested."""
+        if self._tensor.layout is not torch.strided or self._tensor.is_nested:
+            return 0
         return min(self._tensor.numel(), self._tensor.untyped_storage().nbytes() // self._tensor.element_size())
 
     @property

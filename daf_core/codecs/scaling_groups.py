@@ -178,39 +178,39 @@ def grouping_of(geometry: Geometry, op: str) -> Grouping:
     fill a group with the same channel of several images. Where all images have less than `OWN_ROW` of it, channels
     share groups.
     """
-    shape, strides = geometry.shape, geometry.strides
+    shape = geometry.shape
     maps = len(shape) > 2 if op.startswith(_ON_MAPS) else op.startswith(_ON_ANYTHING) and len(shape) in (4, 5)
     if not maps or geometry.compact_shape != (math.prod(shape),):
         return Grouping(geometry.row)
-    images, channels, positions = shape[0], shape[1], math.prod(shape[2:])
-    if geometry.row_major:
-        if positions >= LEAST_MAP:
-            return Grouping(positions)
-        return _by_channel((channels, images, positions), (positions, channels * positions, 1))
-    if strides[1] == 1 and geometry.row == channels:
-        return _by_channel((channels, images * positions), (1, channels))
-    return Grouping(geometry.row)
+    return _of_channels(geometry)
 
 
 @lru_cache(maxsize=4096)
-def normalized_groups(geometry: Geometry, reader: str, dim: int) -> Grouping | None:
+def normalized_groups(geometry: Geometry, reader: str, dim: int, pieces: int = 1) -> Grouping | None:
     """Returns the grouping of what a normalization reads; None where it is that of `grouping_of`.
 
     Args:
         geometry: How the tensor lies in memory.
-        reader: The name of the autograd node that reads it. Of a matrix, one that normalizes the batch sees a channel
-            in each column.
+        reader: The name of the autograd node that reads it. One that normalizes the batch sees channels in the second
+            dimension, whatever has made them: where groups ran across channels that deviate from .1 to 10, as in the
+            result of a linear layer that is seen with channels first, the error at 4 bits was 1.5 instead of .16.
         dim: The dimension that is normalized, counted from the end; 0 where that is not known. The result of a
             convolution, seen as tokens, has the tokens of a channel side by side in memory: with groups along these, a
             LayerNorm of padded tokens, which spread little, had a gradient of five times its size in errors.
+        pieces: Equal parts of the dimension that are normalized each for itself, as the heads of a RetNet. Where a
+            group ran across heads that deviate from .1 to 10, the error at 4 bits was 20 instead of .17.
     """
     shape = geometry.shape
     flat = geometry.compact_shape == (math.prod(shape),)
-    if len(shape) == 2 and flat and geometry.row_major and reader.startswith(_NORMALIZATIONS):
-        rows, channels = shape
-        return _by_channel((channels, rows), (1, channels))
+    if len(shape) > 1 and flat and reader.startswith(_NORMALIZATIONS):
+        return _of_channels(geometry)
     if not dim:
         return None
+    if pieces > 1 and flat and geometry.strides[dim] == 1 and shape[dim] % pieces == 0:
+        piece = shape[dim] // pieces
+        if piece >= OWN_ROW:
+            return Grouping(piece).for_rows()
+        return _by_channel((pieces, math.prod(shape) // shape[dim], piece), (piece, shape[dim], 1))
     if not flat or geometry.strides[dim] == 1 or shape[dim] == 1:
         return Grouping(geometry.row).for_rows()
     others = sorted(
@@ -221,6 +221,21 @@ def normalized_groups(geometry: Geometry, reader: str, dim: int) -> Grouping | N
     ordered = [*reversed(others), (geometry.strides[dim], shape[dim])]
     strides, sizes = zip(*ordered, strict=True)
     return Grouping(shape[dim], sizes, strides, own=OWN_ROW <= shape[dim] <= SHARED_ROW)
+
+
+def _of_channels(geometry: Geometry) -> Grouping:
+    """Returns the grouping of what has channels in its second dimension, and no holes, in whatever order of memory."""
+    shape, strides = geometry.shape, geometry.strides
+    if geometry.row_major and (positions := math.prod(shape[2:])) >= LEAST_MAP:
+        return Grouping(positions)
+    others = [(strides[place], size) for place, size in enumerate(shape) if place != 1 and size > 1]
+    merged = list[tuple[int, int]]()
+    for stride, size in sorted(others, reverse=True):
+        if merged and merged[-1][0] == stride * size:
+            merged[-1] = stride, merged[-1][1] * size
+        else:
+            merged.append((stride, size))
+    return _by_channel((shape[1], *(size for _, size in merged)), (strides[1], *(stride for stride, _ in merged)))
 
 
 def _by_channel(shape: tuple[int, ...], strides: tuple[int, ...]) -> Grouping:

@@ -64,14 +64,22 @@ def _is_last(dims: tuple[int, ...] | None, count: int) -> bool:
 def is_large(node: Node, unpack: Unpack, field: str) -> bool:
     """Says whether what a node has saved of a name is no statistic of its result: relative to it, as batches differ."""
     packed: Any = packed_for(node, field, unpack)
-    return packed is not None and packed.elements * STATISTIC_SHARE >= math.prod(node._input_metadata[0].shape)
+    results = _results_of(node)
+    return packed is not None and results is not None and packed.elements * STATISTIC_SHARE >= results
 
 
 def is_narrow(node: Node, unpack: Unpack) -> bool:
     """Says whether a matrix product has far fewer results than inputs."""
     field = product_input(node)
     packed: Any = None if field is None else packed_for(node, field, unpack)
-    return packed is not None and packed.elements >= math.prod(node._input_metadata[0].shape) * STATISTIC_SHARE
+    results = _results_of(node)
+    return packed is not None and results is not None and packed.elements >= results * STATISTIC_SHARE
+
+
+def _results_of(node: Node) -> int | None:
+    """Returns the elements of what a node has made; None where it is a nested tensor, of no shape or one of symbols."""
+    made = node._input_metadata[0]
+    return None if made.is_nested_tensor else math.prod(made.shape)
 
 
 def capped_scores(node: Node) -> Node | None:
@@ -129,8 +137,7 @@ def poles(newest: Node, oldest: int, unpack: Unpack) -> Iterator[Node]:
 
 def _has_several(node: Node) -> bool:
     """Says whether a node has made several numbers; a single one, as a loss, is a factor of all gradients before it."""
-    made = node._input_metadata
-    return bool(made) and not made[0].is_nested_tensor and math.prod(made[0].shape) > 1
+    return bool(node._input_metadata) and (_results_of(node) or 0) > 1
 
 
 def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[object]:

@@ -77,6 +77,7 @@ class Reading:
     # the end. Of a GLU's argument: that which is cut into halves. Of `Kind.NORMALIZED`: that which is normalized; 0
     # where it is none, or several.
     dim: int = 0
+    pieces: int = 1  # of `Kind.NORMALIZED`: equal parts of that dimension that are normalized each for itself
     # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
     # the like: its own. Of the input of a last layer of few results: infinity. Of an exponential's result: 0, or what
     # gives it twice the bits.
@@ -163,6 +164,8 @@ GLU = _full("Glu0")
 NARROW = 8
 """Width of heads below which attention stays exact: with 2 and 3 the gradient's error was up to 1.8 at 4 bits, where
 what the queries read is almost equal."""
+
+_GROUP_NORM = _full("NativeGroupNorm0")
 
 _NORMALIZED = _fields("""
     NativeLayerNorm0 NativeGroupNorm0 FusedRmsNorm0 NativeBatchNorm0 CudnnBatchNorm0 MiopenBatchNorm0: input
@@ -291,11 +294,6 @@ _STOPS = (
 activation functions alone."""
 
 
-CANCELLING = frozenset({"corrcoef", "cosine_similarity", "cov"})
-"""Functions of torch whose gradient is what is left where terms cancel that are up to a thousand times as large: all
-that is saved while they run stays exact. At 4 bits the error of the gradient was above .5."""
-
-
 def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda _field: True) -> Reading:
     """Returns what a node reads of a field.
 
@@ -323,6 +321,8 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         return Reading(kind, name, dim=dim_from_end(node))
     if kind is Kind.NORMALIZED and len(getattr(node, "_saved_normalized_shape", ())) == 1:
         return Reading(kind, name, dim=-1)
+    if name == _GROUP_NORM and node._saved_HxW == 1:
+        return Reading(kind, name, dim=-1, pieces=node._saved_group)
     jump = _JUMPS.get((name, field))
     if kind is Kind.APPROXIMATE and jump is not None:
         return Reading(kind, name, jump(node), varies=jump is _jump_of_elu)

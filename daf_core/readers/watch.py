@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from typing_extensions import override
 
-from daf_core.readers.table import CANCELLING
+CANCELLING = frozenset({"corrcoef", "cosine_similarity", "cov"})
+"""Functions of torch whose gradient is what is left where terms cancel that are up to a thousand times as large: all
+that is saved while they run stays exact. At 4 bits the error of the gradient was above .5."""
 
 _HANDLE: CodeType = handle_torch_function.__code__
 

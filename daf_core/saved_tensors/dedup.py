@@ -238,5 +238,6 @@ def groups_otherwise(stored: StoredActivation, geometry: Geometry, reading: Read
     """Says whether scaling groups are others than a normalization needs, as where it reads columns."""
     if reading is None or reading.kind is not Kind.NORMALIZED or not isinstance(stored, PlanesActivation):
         return False
-    wanted, found = normalized_groups(geometry, reading.reader, reading.dim), stored.groups
+    wanted = normalized_groups(geometry, reading.reader, reading.dim, reading.pieces)
+    found = stored.groups
     return wanted is not None and (wanted.row, wanted.shape, wanted.strides) != (found.row, found.shape, found.strides)

@@ -376,7 +376,7 @@ class ActivationStore:
             return probabilities_of(geometry, reading.dim)
         groups = None
         if reading is not None and reading.kind is Kind.NORMALIZED:
-            groups = normalized_groups(geometry, reading.reader, reading.dim)
+            groups = normalized_groups(geometry, reading.reader, reading.dim, reading.pieces)
         if groups is None:
             groups = grouping_of(geometry, saved.site.op)
             groups = groups.for_rows() if normalized else groups
@@ -396,5 +396,5 @@ def _suits_normalization(stored: StoredActivation, saved: SavedTensor, reading: 
     """Says whether what was stored of a tensor keeps the error of each row small beside the row."""
     if not stored.suits_rows or groups_otherwise(stored, geometry, reading):
         return False
-    own = normalized_groups(geometry, reading.reader, reading.dim)
+    own = normalized_groups(geometry, reading.reader, reading.dim, reading.pieces)
     return own is None or not (own.shares and spreads_differ(geometry.compact(saved.tensor), own))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -42,6 +44,8 @@ MAPS: dict[str, tuple[Tensor, str]] = {
         CONVOLUTION,
     ),
     "transposed-sequence": (normal(8, 20, 16).transpose(1, 2), CONVOLUTION),
+    "images-innermost": (normal(16, 7, 7, 6).permute(3, 0, 1, 2), CONVOLUTION),
+    "rows-before-channels": (normal(6, 7, 16, 7).transpose(1, 2), CONVOLUTION),
     "batch-norm": (normal(6, 16, 20), "NativeBatchNormBackward0"),
     "pooled": (normal(6, 16, 7, 7), "MaxPool2DWithIndicesBackward0"),
     "relu": (normal(6, 16, 7, 7), "ReluBackward0"),
@@ -58,8 +62,6 @@ OTHERS: dict[str, tuple[Tensor, str]] = {
     "part-of-each-row": (normal(6, 16, 7, 9)[..., :7], CONVOLUTION),
     "broadcast-images": (normal(1, 16, 7, 7).expand(6, -1, -1, -1), CONVOLUTION),
     "broadcast-positions": (normal(6, 16, 1, 1).expand(-1, -1, 7, 7), CONVOLUTION),
-    "images-innermost": (normal(16, 7, 7, 6).permute(3, 0, 1, 2), CONVOLUTION),
-    "rows-before-channels": (normal(6, 7, 16, 7).transpose(1, 2), CONVOLUTION),
 }
 
 
@@ -101,7 +103,7 @@ def test_order_begins_where_the_values_do(offset: int) -> None:
 
 @pytest.mark.parametrize(("tensor", "op"), OTHERS.values(), ids=OTHERS)
 def test_others_keep_their_rows(tensor: Tensor, op: str) -> None:
-    """What is no map, or does not lie in one piece in one of the two formats, is taken as it lies."""
+    """What is no map, or does not lie in one piece, is taken as it lies."""
     row = geometry_of(tuple(tensor.shape), tuple(tensor.stride())).row
     assert _grouping(tensor, op) == Grouping(row)
 
@@ -181,9 +183,36 @@ def test_columns_that_a_batch_normalization_reads_have_groups() -> None:
         assert not groups.shares
         assert torch.equal(groups.arrange(_flat(matrix)), matrix.t())
         assert normalized_groups(geometry, "NativeLayerNormBackward0", 0) is None
-    assert normalized_groups(geometry_of((64, 24), (1, 64)), reader, 0) is None
     assert normalized_groups(geometry_of((64, 24), (48, 1)), reader, 0) is None
-    assert normalized_groups(geometry_of((4, 24, 8), (192, 8, 1)), reader, 0) is None
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))], ids=str)
+@pytest.mark.parametrize("shape", [(8, 24, 4, 4), (1, 24, 8, 8), (8, 24, 16, 16), (8, 24, 64, 1), (2, 24, 1, 300)])
+def test_channels_that_a_batch_normalization_reads_have_groups(shape: tuple[int, ...], order: tuple[int, ...]) -> None:
+    """In whatever order they lie in memory, and whatever has made them."""
+    tensor = torch.arange(math.prod(shape)).view([shape[place] for place in order])
+    tensor = tensor.permute([order.index(place) for place in range(4)])
+    assert tensor.shape == shape
+    geometry = geometry_of(tuple(tensor.shape), tensor.stride())
+    groups = normalized_groups(geometry, "NativeBatchNormBackward0", 0)
+    assert groups is not None
+    assert not groups.shares
+    memory = tensor.as_strided((tensor.numel(),), (1,))
+    channel_of = torch.empty_like(memory)
+    channel_of[tensor] = torch.arange(24).view(1, -1, 1, 1).expand_as(tensor)
+    channels = channel_of[groups.arrange(memory)].reshape(-1, groups.group)
+    assert (channels == channels[:, :1]).all()
+    assert groups == grouping_of(geometry, "ConvolutionBackward0")
+
+
+@pytest.mark.parametrize(("heads", "width"), [(8, 16), (4, 32), (4, 64), (2, 96), (2, 300)])
+def test_heads_that_are_normalized_share_no_groups(heads: int, width: int) -> None:
+    tokens = torch.arange(40 * heads * width).view(40, -1)
+    groups = normalized_groups(geometry_of(tuple(tokens.shape), tokens.stride()), "NativeGroupNorm", -1, heads)
+    assert groups is not None
+    assert groups.group >= OWN_ROW
+    head_of = groups.arrange(_flat(tokens)).reshape(-1, groups.group) // width % heads
+    assert (head_of == head_of[:, :1]).all()
 
 
 @pytest.mark.parametrize("dim", [-1, -2, -3])

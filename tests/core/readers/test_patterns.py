@@ -134,3 +134,40 @@ class ReadTwice(nn.Module):
 def test_what_stays_as_it_is_anyway_is_not_stored_beside() -> None:
     x = normal(ROWS, TOKENS, WIDTH)
     assert x.nbytes < held(ReadTwice(), x) < 1.3 * x.nbytes
+
+
+class LastOf(nn.Module):
+    """Layers of which the last product has a sparse or a nested operand."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind in ("coo", "csr", "csc"):
+            dense = (normal(48, 256, seed=2) > 1).float()
+            sparse = {"coo": dense.to_sparse_coo, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[self.kind]()
+            return (sparse @ self.layers(x).flatten(0, 1)).square().mean()
+        layout = torch.jagged if self.kind == "jagged" else torch.strided
+        nested = torch.nested.as_nested_tensor([x[row, : 8 * row + 8] for row in range(ROWS)], layout=layout)
+        return torch.nested.to_padded_tensor(self.layers(nested), 0.0).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "jagged", "strided"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
+def test_a_last_product_may_be_of_sparse_or_nested_tensors(kind: str) -> None:
+    model, x = LastOf(kind), texts()
+    model(x).backward()
+    expected = gradients(model)
+    engine = engine_for(model, 8)
+    for _ in range(3):
+        model.zero_grad()
+        with engine.compress():
+            loss = model(x)
+        loss.backward()
+        assert error(gradients(model), expected) < 0.02
+        del loss
+    assert_empty(engine)
