@@ -297,6 +297,10 @@ class Readers:
                 self._lead(node, unpack)
         return reading
 
+    def keep_exact(self, place: Place, reader: str) -> None:
+        """Has what is saved at a place stay exact from now on."""
+        self._set(place, Reading(Kind.EXACT, reader))
+
     def _resolve(self, node: Node, found: list[Waiting]) -> None:
         unpack = found[0].unpack
         large = partial(is_large, node, unpack)

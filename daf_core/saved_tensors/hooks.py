@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from logging import getLogger
 from types import FrameType
 
 import torch
@@ -51,6 +52,13 @@ OF_ATTENTION = (
     "keeps them"
 )
 
+OF_GRADIENTS = (
+    "a gradient is taken with create_graph=True, as for forces, penalties or residuals of equations. In this step it "
+    "is that of values in few bits; from the next one on what it reads is kept as it is"
+)
+
+log = getLogger("daf")
+
 
 class _Own(threading.local):
     """The forward pass of this thread."""
@@ -77,6 +85,7 @@ class Packer:
         self.recorder = recorder
         self._own = _Own()
         self._attention = AttentionAgain(readers.sharpen)
+        self._differentiates = False  # whether a gradient was taken to be differentiated itself
 
     @property
     def replayed_by(self) -> ActivationStore | None:
@@ -274,12 +283,24 @@ class Packer:
         self.recorder.unpacked = True
         if self._own.background is not None:
             self.drain()  # a backward inside the scope lets go of nodes that packing looks at
+        if torch.is_grad_enabled():
+            self._keep_exact(packed)
         # `isinstance` runs Python code for an abstract class, as that of all codecs is: 0.5 us a tensor each time.
         if type(packed) is RawActivation and not packed.values_gone:
             return packed.unpack()
         if type(packed) is Handle and (tensor := self._unpack_known(packed)) is not None:
             return tensor
         return self._attention.unpack(packed, self.unpack, partial(self._decode, packed))
+
+    def _keep_exact(self, packed: Packed) -> None:
+        """Has what a gradient is made of that is differentiated itself stay exact: it may be a part of a loss."""
+        handle, node = packed_now(packed), running_node()
+        if not isinstance(handle, Handle) or handle.place is None or not handle.stored.lossy or node is None:
+            return
+        if not self._differentiates:
+            self._differentiates = True
+            log.warning(OF_GRADIENTS)
+        self.readers.keep_exact(handle.place, node.name())
 
     def _unpack_known(self, handle: Handle) -> Tensor | None:
         """Returns the tensor, where whoever asks is known to take what was stored of it; None elsewhere."""
