@@ -14,6 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import FrameType
 
 import torch
@@ -42,14 +43,7 @@ from daf_core.readers.sharpness import (
     takes_same_bits,
     told_by,
 )
-from daf_core.readers.table import (
-    Kind,
-    Reading,
-    has_pole,
-    more_exact,
-    reading_of,
-    stops_poles,
-)
+from daf_core.readers.table import Kind, Reading, has_pole, more_exact, reading_of, stops_poles
 from daf_core.readers.waiting import (
     EXACT_MODE,
     NEWEST,
@@ -213,13 +207,13 @@ class Readers:
         node = result.grad_fn if torch.is_grad_enabled() else None
         if node is None:
             return
+        own, oldest = self._own, self._own.looked
         self.show(node)
-        self._own.newest.append(weakref.ref(result))
-        for saver, field, reading in told_by(node):
+        own.newest.append(weakref.ref(result))
+        own.looked = max(oldest, node_number(node))
+        for saver, field, reading in chain.from_iterable(map(told_by, nodes_since(node, oldest + 1))):
             self._change(saver, field, reading)
-        oldest = self._own.looked
-        self._own.looked = max(oldest, node_number(node))
-        if (unpack := self._own.unpack) is not None:
+        if (unpack := own.unpack) is not None:
             for pole in poles(node, oldest, unpack):
                 self._lead(pole, unpack)
 

@@ -7,14 +7,15 @@ written out at a deviation of 1, 1.5 times at 3 and 3.6 times at 10. With twice 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from daf_core.autograd.torch_private import Node
-from daf_core.readers.patterns import capped_scores, normalized_squares, width_of_scores
+from daf_core.autograd.torch_private import Node, fields_of
+from daf_core.readers.patterns import capped_scores, compared, cosine_factors, normalized_squares, width_of_scores
 from daf_core.readers.places import Place
 from daf_core.readers.table import GLU, NARROW, SOFTMAXES, Kind, Reading, dim_from_end
 from daf_core.readers.waiting import Unpack
@@ -139,6 +140,12 @@ def told_by(node: Node) -> Iterator[tuple[Node, str, Reading]]:
         yield square, "self", Reading(Kind.NORMALIZED, square.name(), dim=-1, varies=True)
     if (tanh := capped_scores(node)) is not None:
         yield tanh, "result", Reading(Kind.APPROXIMATE, tanh.name(), deviation=SHARP)
+    for made in compared(node):
+        yield made, "result", Reading(Kind.LOGARITHMS, made.name(), dim=dim_from_end(made), deviation=math.inf)
+        for field in fields_of(node):
+            yield node, field, Reading(Kind.APPROXIMATE, node.name(), deviation=math.inf)
+    for factor, field in cosine_factors(node):
+        yield factor, field, Reading(Kind.APPROXIMATE, factor.name(), deviation=math.inf, varies=True)
 
 
 class Looks:

@@ -326,7 +326,7 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
     jump = _JUMPS.get((name, field))
     if kind is Kind.APPROXIMATE and jump is not None:
         return Reading(kind, name, jump(node), varies=jump is _jump_of_elu)
-    return Reading(kind, name, varies=name in (*_DIVISIONS, *_POWERS, *_NORMS))
+    return Reading(kind, name, varies=name in (*_DIVISIONS, *_POWERS, *NORMS))
 
 
 def more_exact(known: Reading, reading: Reading) -> Reading:
@@ -373,7 +373,7 @@ def stops_poles(node: Node) -> bool:
 
 _DIVISIONS = (_full("Div0"), _full("Div2"), _full("Addcdiv0"))
 _POWERS = (_full("Pow0"), _full("Pow1"), _full("Pow2"))
-_NORMS = (_full("LinalgVectorNorm0"), _full("Norm0"), _full("Norm1"), _full("Norm2"), _full("Norm3"))
+NORMS = (_full("LinalgVectorNorm0"), _full("Norm0"), _full("Norm1"), _full("Norm2"), _full("Norm3"))
 
 
 def _multiplies(node: Node, name: str, field: str, is_large: Callable[[str], bool]) -> bool:
@@ -382,7 +382,7 @@ def _multiplies(node: Node, name: str, field: str, is_large: Callable[[str], boo
         return field == "self" and name != _full("Addcdiv0") and not is_large("other")
     if name == _full("Pow0"):
         return _to_natural(node)
-    if name in _NORMS:  # values over their root of squares
+    if name in NORMS:  # values over their root of squares
         return field == "self" and getattr(node, "_saved_ord", getattr(node, "_saved_p", 2)) in (2, None)
     return False
 

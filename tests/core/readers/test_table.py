@@ -16,9 +16,9 @@ from torch.utils import checkpoint
 from daf_core.autograd.torch_private import all_nodes
 from daf_core.readers.table import (
     _DIVISIONS,
-    _NORMS,
     _POLES,
     _POWERS,
+    NORMS,
     Bounds,
     Kind,
     Reading,
@@ -50,12 +50,12 @@ def test_every_field_exists(kind: Kind, node: str, field: str) -> None:
     assert hasattr(found, f"_raw_saved_{field}")
 
 
-@pytest.mark.parametrize("node", sorted({*_POLES, *_DIVISIONS, *_POWERS, *_NORMS}))
+@pytest.mark.parametrize("node", sorted({*_POLES, *_DIVISIONS, *_POWERS, *NORMS}))
 def test_every_node_exists(node: str) -> None:
     assert hasattr(torch._C._functions, node)
 
 
-@pytest.mark.parametrize("node", [*_DIVISIONS, *_POWERS, *_NORMS])
+@pytest.mark.parametrize("node", [*_DIVISIONS, *_POWERS, *NORMS])
 def test_arguments_that_decide_exist(node: str) -> None:
     found = dir(getattr(torch._C._functions, node))
     names = {"_raw_saved_other", "_raw_saved_tensor2", "_saved_exponent", "_saved_p", "_saved_ord"}
