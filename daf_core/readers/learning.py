@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -208,14 +208,18 @@ class Readers:
         if node is None:
             return
         own, oldest = self._own, self._own.looked
-        self.show(node)
         own.newest.append(weakref.ref(result))
+        self._change_behind(nodes_since(node, oldest + 1))
         own.looked = max(oldest, node_number(node))
-        for saver, field, reading in chain.from_iterable(map(told_by, nodes_since(node, oldest + 1))):
-            self._change(saver, field, reading)
+        self.show(node)  # lets go of values
         if (unpack := own.unpack) is not None:
             for pole in poles(node, oldest, unpack):
                 self._lead(pole, unpack)
+
+    def _change_behind(self, nodes: Iterable[Node]) -> None:
+        """Learns what new nodes tell of those before them."""
+        for saver, field, reading in chain.from_iterable(map(told_by, nodes)):
+            self._change(saver, field, reading)
 
     def _change(self, node: Node, field: str, reading: Reading) -> None:
         """Learns what a node reads of a field that waits, now that more of the graph is known."""
@@ -226,7 +230,9 @@ class Readers:
 
     def _look_through(self, node: Node, unresolved: dict[int, list[Waiting]]) -> None:
         for each in nodes_since(node, min(unresolved)):
-            if (number := node_number(each)) in unresolved:
+            if (number := node_number(each)) > self._own.looked:  # in a pass that is not watched
+                self._change_behind([each])
+            if number in unresolved:
                 self._resolve(each, unresolved.pop(number))
             if not unresolved:
                 return

@@ -23,15 +23,19 @@ MOST_LEADING = 32
 LEADING = 3
 """Operators before one with a pole that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
 
+PRODUCT = "MulBackward0"
+
 _PRODUCT_INPUTS = {"MmBackward0": "self", "AddmmBackward0": "mat1", "LinearBackward0": "input"}
 _SCORES = {"BmmBackward0": "self", "BaddbmmBackward0": "batch1"}
 _PROBABILITIES = ("Softmax", "SafeSoftmax", "LogSoftmax")
 _TANH = "TanhBackward0"
 _SQUARE = "PowBackward0"
 _MEANS = ("MeanBackward1", "SumBackward1")
+_SPREADS = ("VarBackward0", "StdBackward0", *NORMS)
+_RECIPROCALS = ("RsqrtBackward0", "ReciprocalBackward0")
 
 _LOG_SOFTMAX = "LogSoftmaxBackward0"
-_WEIGHS = ("MulBackward0", "SubBackward0", "ExpBackward0", "KlDivBackward0")
+_WEIGHS = (PRODUCT, "SubBackward0", "ExpBackward0", "KlDivBackward0")
 _PARTS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -59,12 +63,37 @@ def last_products(node: Node) -> Iterator[Node]:
             pending += following
 
 
-def normalized_squares(node: Node) -> Iterator[Node]:
-    """Yields the nodes that square what a root mean square is about to divide: those under a mean of each row."""
-    if node.name() in _MEANS and _is_last(node._saved_dim, len(node._saved_self_sym_sizes)):
+def normalized(node: Node) -> Iterator[tuple[Node, str]]:
+    """Yields what nodes have saved of rows that a normalization by hand divides, with the node and its field.
+
+    It is known by a mean of squares, a variance or a norm of each row, and by the division, or the product with a
+    reciprocal, of which it is one number for each row.
+    """
+    name = node.name()
+    if name in _MEANS and _is_last(node._saved_dim, len(node._saved_self_sym_sizes)):
         for square, _ in node.next_functions:
             if square is not None and square.name() == _SQUARE and square._saved_exponent == 2:
-                yield square
+                yield square, "self"
+            if square is not None and square.name() == PRODUCT and len({*square.next_functions}) == 1:
+                yield from ((square, field) for field in fields_of(square))
+    elif name in _SPREADS:
+        kept = len(node._input_metadata[0].shape) + (not node._saved_keepdim)
+        if _is_last(node._saved_dim, kept):
+            yield node, "self"
+    elif name == "DivBackward0" and _spread(node.next_functions[1][0]) is not None:
+        yield node, "self"
+    elif name == PRODUCT:
+        for (factor, _), field in zip(node.next_functions, ("other", "self"), strict=True):
+            if factor is not None and factor.name() in _RECIPROCALS and _last_size(factor) == 1:
+                yield node, field
+
+
+def _spread(divisor: Node | None) -> Node | None:
+    """Returns the root, deviation or norm of each row that a divisor is, or is not less than; None where it is none."""
+    while divisor is not None and divisor.name() in ("AddBackward0", "ExpandBackward0", "ClampMinBackward0"):
+        divisor = divisor.next_functions[0][0]
+    found = divisor is not None and divisor.name() in (*_SPREADS, "SqrtBackward0") and _last_size(divisor) == 1
+    return divisor if found else None
 
 
 def cosine_factors(node: Node) -> Iterator[tuple[Node, str]]:
@@ -76,7 +105,7 @@ def cosine_factors(node: Node) -> Iterator[tuple[Node, str]]:
     if node.name() not in _MEANS or not _is_last(node._saved_dim, len(node._saved_self_sym_sizes)):
         return
     for product, _ in node.next_functions:
-        if product is not None and product.name() == "MulBackward0":
+        if product is not None and product.name() == PRODUCT:
             normalize = [part for each, _ in product.next_functions if each is not None for part in _normalizes(each)]
             for each in (product, *normalize) if normalize else ():
                 yield from ((each, field) for field in fields_of(each))
@@ -84,9 +113,7 @@ def cosine_factors(node: Node) -> Iterator[tuple[Node, str]]:
 
 def _normalizes(node: Node) -> tuple[Node, ...]:
     """Returns a node that divides by a norm, as it is or where that is not too small, and that of the norm."""
-    divisor = node.next_functions[1][0] if node.name() == "DivBackward0" else None
-    while divisor is not None and divisor.name() in ("ExpandBackward0", "ClampMinBackward0"):
-        divisor = divisor.next_functions[0][0]
+    divisor = _spread(node.next_functions[1][0]) if node.name() == "DivBackward0" else None
     return (node, divisor) if divisor is not None and divisor.name() in NORMS else ()
 
 
@@ -214,4 +241,4 @@ def _picks(node: Node) -> bool:
     if not node.name().startswith("SumBackward"):
         return False
     product = node.next_functions[0][0]
-    return product is not None and product.name() == "MulBackward0" and (None, 0) in product.next_functions
+    return product is not None and product.name() == PRODUCT and (None, 0) in product.next_functions

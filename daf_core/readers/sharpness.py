@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.torch_private import Node, fields_of
-from daf_core.readers.patterns import capped_scores, compared, cosine_factors, normalized_squares, width_of_scores
+from daf_core.readers.patterns import capped_scores, compared, cosine_factors, normalized, width_of_scores
 from daf_core.readers.places import Place
 from daf_core.readers.table import GLU, NARROW, SOFTMAXES, Kind, Reading, dim_from_end
 from daf_core.readers.waiting import Unpack
@@ -136,8 +136,8 @@ def _decays(result: Tensor) -> bool:
 
 def told_by(node: Node) -> Iterator[tuple[Node, str, Reading]]:
     """Yields what a result tells of nodes before it: the node, the field, and what that needs now."""
-    for square in normalized_squares(node):
-        yield square, "self", Reading(Kind.NORMALIZED, square.name(), dim=-1, varies=True)
+    for reader, field in normalized(node):
+        yield reader, field, Reading(Kind.NORMALIZED, reader.name(), dim=-1, varies=True)
     if (tanh := capped_scores(node)) is not None:
         yield tanh, "result", Reading(Kind.APPROXIMATE, tanh.name(), deviation=SHARP)
     for made in compared(node):

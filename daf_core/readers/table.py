@@ -337,7 +337,8 @@ def more_exact(known: Reading, reading: Reading) -> Reading:
     if known.kind is reading.kind and None in (known.bounds, reading.bounds):
         return reading if known.bounds is None else known
     if alike and {known.kind, reading.kind} == {Kind.APPROXIMATE, Kind.NORMALIZED}:
-        return known if known.kind is Kind.NORMALIZED else reading
+        normalized = known if known.kind is Kind.NORMALIZED else reading
+        return replace(normalized, deviation=max(known.deviation, reading.deviation))
     both = alike and known.takes_approximations and reading.takes_approximations
     return Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)
 

@@ -284,7 +284,7 @@ class ActivationStore:
         tensor, stored = saved.tensor, None
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         if reading is not None and reading.kind is Kind.NORMALIZED:
-            if _suits_normalization(handle.stored, saved, reading, geometry):
+            if not reading.deviation and _suits_normalization(handle.stored, saved, reading, geometry):
                 return
             saved.normalizes = True
         if reading is not None and (reading.kind is Kind.SHAPE or tensor._version == saved.version):
