@@ -195,12 +195,14 @@ def _is_zero(value: Any) -> bool:
 
 def dim_normalized(node: fx.Node) -> int | None:
     """Returns the only dimension along which a node works out what a normalization divides by; None for other nodes."""
-    arguments: list[Any] = [*node.args, None, None]
+    arguments: list[Any] = [*node.args, None, None, None]
     name, value, dims = name_of(node), arguments[0], arguments[1]
     if name in ("native_layer_norm", "_fused_rms_norm"):
         dims = [-1] if len(dims) == 1 else None
-    elif name == "pow" and dims == 2:  # of whose mean the root is a root mean square
-        means: list[list[Any]] = [[*user.args, None] for user in node.users if name_of(user) == "mean"]
+    elif name == "linalg_vector_norm":
+        dims = arguments[2]
+    elif (name == "pow" and dims == 2) or (name == "mul" and dims is value):  # of whose mean the root is the divisor
+        means: list[list[Any]] = [[*user.args, None] for user in node.users if name_of(user) in ("mean", "sum")]
         dims = means[0][1] if means else None
     elif name not in ("var_mean", "var"):
         return None

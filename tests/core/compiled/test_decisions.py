@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
 from tests.core.compiled.graphs import BACKEND, error_of_weight
+from tests.core.readers.test_patterns import NORMALIZATIONS, ByHand
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")]
 
@@ -426,3 +427,11 @@ def test_sides_of_what_is_worked_out_again_are_saved(function: Callable[[Tensor]
     error, statistics = error_of_weight(model, model.layers[0].weight, inputs, 8)
     assert error < 0.011
     assert statistics.held_bytes < 0.5 * statistics.raw_bytes
+
+
+@pytest.mark.parametrize("how", NORMALIZATIONS)
+def test_normalizations_by_hand_are_known(how: str) -> None:
+    """Rows of several sizes shared groups where squares are sums, products or in a norm: an error of .10 at 8 bits."""
+    model = ByHand(NORMALIZATIONS[how])
+    inputs = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(1))
+    assert error_of_weight(model, model.layer.weight, inputs, 8)[0] < 0.02
