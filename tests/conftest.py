@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from daf_core.autograd.torch_compile import has_compiled_anything
+from daf_core.autograd.torch_compile import _met, has_compiled_anything
 from daf_core.saved_tensors import background_choice
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +66,7 @@ def _forget_graphs() -> None:
     """Has torch.compile forget what a test compiled: afterwards every engine would look for compiled modules."""
     if has_compiled_anything():
         torch.compiler.reset()
+    _met.graph = False
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -52,6 +52,18 @@ class _Within(threading.local):
 _within = _Within()
 
 
+class _Met:
+    """Whether a compiled graph has run that nothing here knew of."""
+
+    graph = False
+
+
+_met = _Met()
+
+GRAPH = "CompiledFunction"
+"""The name of the functions that graphs of torch.compile are, whoever has compiled them."""
+
+
 def leave_to_run(function: Any) -> None:
     """Has torch.compile run a function as it is, also inside of what it compiles, and compile what that one calls.
 
@@ -109,11 +121,19 @@ def has_compiled_parts(model: nn.Module) -> bool:
     return any(type(each) is made and getattr(each, "_orig_mod", None) in modules for each in gc.get_objects())
 
 
+def meet(function: type) -> None:
+    """Takes that a function of Python saves: what is compiled in a forward pass, or again after a reset, is met so."""
+    if function.__name__ == GRAPH:
+        _met.graph = True
+
+
 def has_compiled_anything() -> bool:
     """Whether torch.compile was used in this process, but for what libraries compile when they are imported.
 
     Where it cannot be known, whether it was loaded.
     """
+    if _met.graph:
+        return True
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None:
         return False

@@ -255,8 +255,7 @@ def listed() -> Mapping[Kind, Sequence[tuple[str, str]]]:
 
 
 _FUNCTIONS: dict[str, Kind] = {
-    # A part of the model is computed again from what a checkpoint has saved, and so is its gradient. A compiled graph
-    # is not looked into.
+    # A part of the model is computed again from what a checkpoint has saved, and so is its gradient.
     "torch.utils.checkpoint.CheckpointFunction": Kind.APPROXIMATE,
     "torch.utils.checkpoint._NoopSaveInputs": Kind.APPROXIMATE,
     "daf_core.rewrites.gated._GatedProduct": Kind.APPROXIMATE,
@@ -272,8 +271,6 @@ _FUNCTIONS: dict[str, Kind] = {
 }
 """What functions of Python read of all that they save, but for parameters, statistics and small tensors: they stay
 exact."""
-
-_COMPILED = "CompiledFunction"
 
 # Their gradient is without bound where a value that they read is small, or at an edge of the domain.
 _POLES = {
@@ -345,8 +342,7 @@ def more_exact(known: Reading, reading: Reading) -> Reading:
 
 def reading_of_function(function: type) -> Reading:
     """Returns what a ``torch.autograd.Function`` reads of what it has saved."""
-    known = Kind.APPROXIMATE if function.__name__ == _COMPILED else Kind.EXACT
-    kind = _FUNCTIONS.get(f"{function.__module__}.{function.__qualname__}", known)
+    kind = _FUNCTIONS.get(f"{function.__module__}.{function.__qualname__}", Kind.EXACT)
     return Reading(kind, f"{function.__name__}Backward", dim=-1 if kind is Kind.NORMALIZED else 0)
 
 

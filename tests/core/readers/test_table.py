@@ -255,7 +255,7 @@ class CompiledFunction(torch.autograd.Function):
     ("function", "kind"),
     [
         (_Product, Kind.EXACT),
-        (CompiledFunction, Kind.APPROXIMATE),
+        (CompiledFunction, Kind.EXACT),
         (checkpoint.CheckpointFunction, Kind.APPROXIMATE),
     ],
 )
