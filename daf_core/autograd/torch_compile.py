@@ -121,8 +121,8 @@ def has_compiled_parts(model: nn.Module) -> bool:
     return any(type(each) is made and getattr(each, "_orig_mod", None) in modules for each in gc.get_objects())
 
 
-def meet(function: type) -> None:
-    """Takes that a function of Python saves: what is compiled in a forward pass, or again after a reset, is met so."""
+def notice_graph(function: type) -> None:
+    """Notices where a function that saves is a graph, such as one that was compiled in forward, or after a reset."""
     if function.__name__ == GRAPH:
         _met.graph = True
 

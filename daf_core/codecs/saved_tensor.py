@@ -16,6 +16,7 @@ from torch import Tensor
 from daf_core.autograd.sites import ModuleScopes, Site
 from daf_core.autograd.torch_private import Node, is_being_saved, node_number, skip_nodes
 from daf_core.readers.attention import KERNELS, can_attend_again
+from daf_core.readers.patterns import PRODUCT
 from daf_core.readers.places import LINEAR, Place, input_of, inputs_of_modules, runs
 from daf_core.readers.table import Reading
 from daf_core.readers.waiting import Sighting
@@ -30,9 +31,6 @@ CAST = "ToCopyBackward0"
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Types of half precision, which autocast casts to."""
-
-PRODUCT = "MulBackward0"
-"""The node of a product, element by element."""
 
 DROPOUTS = frozenset((PRODUCT, "NativeDropoutBackward0"))
 """Nodes of dropouts in training: that of CPUs is a product with a mask that it draws, that of GPUs saves bools."""

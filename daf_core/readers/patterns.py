@@ -24,6 +24,7 @@ LEADING = 3
 """Operators before one with a pole that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
 
 PRODUCT = "MulBackward0"
+"""The node of a product, element by element."""
 
 _PRODUCT_INPUTS = {"MmBackward0": "self", "AddmmBackward0": "mat1", "LinearBackward0": "input"}
 _SCORES = {"BmmBackward0": "self", "BaddbmmBackward0": "batch1"}

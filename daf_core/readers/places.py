@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from daf_core.autograd.functions import apply
 from daf_core.autograd.sites import ModuleCall
-from daf_core.autograd.torch_compile import meet
+from daf_core.autograd.torch_compile import notice_graph
 from daf_core.autograd.torch_private import MODULE_CALLS, module_calls, running_module
 from daf_core.readers.table import CHECKPOINT, Kind, Reading, reading_of_function
 from daf_core.readers.watch import unwatched
@@ -155,7 +155,7 @@ def reading_of_frame(frame: FrameType | None, model: nn.Module) -> Reading | Non
     if function is None and not is_checkpoint(frame):
         return None
     if function is not None:
-        meet(function)
+        notice_graph(function)
     reading = CHECKPOINT if function is None else reading_of_function(function)
     if function is not None and function is not checkpoint.CheckpointFunction:
         return reading

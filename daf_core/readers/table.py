@@ -318,7 +318,7 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         return Reading(kind, name, dim=dim_from_end(node))
     if kind is Kind.NORMALIZED and len(getattr(node, "_saved_normalized_shape", ())) == 1:
         return Reading(kind, name, dim=-1)
-    if name == _GROUP_NORM and node._saved_HxW == 1:
+    if name == _GROUP_NORM and len(node._input_metadata[0].shape) == 2:
         return Reading(kind, name, dim=-1, pieces=node._saved_group)
     jump = _JUMPS.get((name, field))
     if kind is Kind.APPROXIMATE and jump is not None:

@@ -33,11 +33,11 @@ from daf_core.codecs.saved_tensor import (
     DERIVABLE,
     DROPOUTS,
     LOW_PRECISION,
-    PRODUCT,
     VIEWS,
     SavedTensor,
 )
 from daf_core.readers.attention import INPUTS, kernel_of
+from daf_core.readers.patterns import PRODUCT
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.elementwise import COMPARABLE, agrees, elementwise
 from daf_core.saved_tensors.handle import Handle, Packed

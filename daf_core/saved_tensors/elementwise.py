@@ -12,8 +12,9 @@ from daf_core.autograd.torch_private import Node, skip_nodes
 from daf_core.codecs import ElementwiseActivation, RawActivation, StoredActivation
 from daf_core.codecs.gelu_derivative import GELU
 from daf_core.codecs.recomputed import RECIPES
-from daf_core.codecs.saved_tensor import ACTIVATIONS, PRODUCT, VIEWS, SavedTensor
+from daf_core.codecs.saved_tensor import ACTIVATIONS, VIEWS, SavedTensor
 from daf_core.errors import ModifiedInPlaceError
+from daf_core.readers.patterns import PRODUCT
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.handle import Packed
 from daf_core.saved_tensors.pending import UnpackHook, packed_of
