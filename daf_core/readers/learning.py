@@ -154,16 +154,16 @@ class Readers:
         if place is None:
             return sighting
         if self._own.cancelling:
-            return Sighting(place, number, self._learn(place, Reading(Kind.EXACT, "terms that cancel")), False)
+            return Sighting(place, number, self.learn(place, Reading(Kind.EXACT, "terms that cancel")), False)
         if reading is not None and reading.kind is not Kind.LOGARITHMS and not self.looks.are_due(place, reading):
             return sighting
         known = reading is not None
         if known and (found := of_new_values(reading, tensor)) is not reading:
-            reading = self._learn(place, found)
+            reading = self.learn(place, found)
         if node is not None and not is_leaf_node(node) and node_number(node) == number:
             field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
             if field:
-                reading = self._learn(place, of_result(reading_of(node, field), node, tensor, unpack))
+                reading = self.learn(place, of_result(reading_of(node, field), node, tensor, unpack))
                 if has_pole(node, partial(is_large, node, unpack)):
                     self._lead(node, unpack)
         return Sighting(place, number, reading, not known)
@@ -222,11 +222,14 @@ class Readers:
             self._change(saver, field, reading)
 
     def _change(self, node: Node, field: str, reading: Reading) -> None:
-        """Learns what a node reads of a field that waits, now that more of the graph is known."""
+        """Learns what a node reads of a field, now that more of the graph is known, at once if the field waits."""
+        if (unpack := self._own.unpack) is None or (packed := packed_for(node, field, unpack)) is None:
+            return
+        if (place := getattr(packed, "place", None)) is not None:
+            self.learn(place, reading)
         for waiting in [*self._own.waiting]:
-            place, packed = waiting.sighting.place, waiting.packed()
-            if place is not None and packed is not None and packed is packed_for(node, field, waiting.unpack):
-                waiting.settle(self._learn(place, reading))
+            if waiting.packed() is packed and (place := waiting.sighting.place) is not None:
+                waiting.settle(self.learn(place, reading))
 
     def _look_through(self, node: Node, unresolved: dict[int, list[Waiting]]) -> None:
         for each in nodes_since(node, min(unresolved)):
@@ -292,14 +295,10 @@ class Readers:
             if known is not None and known.bounds != reading.bounds:  # no graph has shown that in the forward pass
                 self._set(place, Reading(Kind.EXACT, reading.reader))
             else:
-                self._learn(place, reading)
+                self.learn(place, reading)
             if has_pole(node, large):
                 self._lead(node, unpack)
         return reading
-
-    def keep_exact(self, place: Place, reader: str) -> None:
-        """Has what is saved at a place stay exact from now on."""
-        self._set(place, Reading(Kind.EXACT, reader))
 
     def _resolve(self, node: Node, found: list[Waiting]) -> None:
         unpack = found[0].unpack
@@ -316,7 +315,7 @@ class Readers:
             elif reading.kind is Kind.APPROXIMATE and field in values:
                 reading = of_argument(reading, node, values[field])
             assert waiting.sighting.place is not None
-            waiting.settle(self._learn(waiting.sighting.place, reading))
+            waiting.settle(self.learn(waiting.sighting.place, reading))
             if waiting.sighting.reading is not None or (stops_poles(node) and not is_narrow(node, unpack)):
                 waiting.let_go()
         if has_pole(node, large):
@@ -346,7 +345,7 @@ class Readers:
             self._readings[place] = reading
             self.changes += 1
 
-    def _learn(self, place: Place, reading: Reading) -> Reading:
+    def learn(self, place: Place, reading: Reading) -> Reading:
         """Remembers what reads at a place; where that is not always the same, it is the most exact."""
         known = self._readings.get(place)
         self._set(place, reading if known is None else more_exact(known, reading))

@@ -31,7 +31,7 @@ from daf_core.memory.devices import DevicePagers
 from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
 from daf_core.readers.places import DROPOUT, calling_frame, input_of, is_written_late
-from daf_core.readers.table import Reading
+from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting, saver_of
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
@@ -300,7 +300,7 @@ class Packer:
         if not self._differentiates:
             self._differentiates = True
             log.warning(OF_GRADIENTS)
-        self.readers.keep_exact(handle.place, node.name())
+        self.readers.learn(handle.place, Reading(Kind.EXACT, node.name()))
 
     def _unpack_known(self, handle: Handle) -> Tensor | None:
         """Returns the tensor, where whoever asks is known to take what was stored of it; None elsewhere."""
