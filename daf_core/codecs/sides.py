@@ -67,7 +67,7 @@ class SidesActivation(StoredActivation):
 class KeptSides:
     """Says which values lie inside of bounds where a derivative jumps, and moves what codes give for them there.
 
-    A value on a bound is outside.
+    A value on a bound is outside. Values are flat and have no holes, or lie as they did when they were stored.
     """
 
     def __init__(self, inside: BitmaskActivation, bounds: Bounds) -> None:

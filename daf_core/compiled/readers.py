@@ -265,7 +265,7 @@ def _comparison(node: fx.Node, source: fx.Node) -> Sides | None:
 
 def is_side(node: fx.Node) -> bool:
     """Says whether a node works out on which side of a number values lie, or is a ReLU, whose result says that too."""
-    [*read] = node.all_input_nodes
+    read = node.all_input_nodes
     if len(read) != 1 or not (name_of(node) == "relu" or _comparison(node, read[0]) is not None):
         return False
     values = read[0].meta.get("val")

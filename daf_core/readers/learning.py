@@ -218,12 +218,13 @@ class Readers:
 
     def _change_behind(self, nodes: Iterable[Node]) -> None:
         """Learns what new nodes tell of those before them."""
-        for saver, field, reading in chain.from_iterable(map(told_by, nodes)):
-            self._change(saver, field, reading)
+        if (unpack := self._own.unpack) is not None:
+            for saver, field, reading in chain.from_iterable(told_by(node, unpack) for node in nodes):
+                self._change(saver, field, reading, unpack)
 
-    def _change(self, node: Node, field: str, reading: Reading) -> None:
+    def _change(self, node: Node, field: str, reading: Reading, unpack: Unpack) -> None:
         """Learns what a node reads of a field, now that more of the graph is known, at once if the field waits."""
-        if (unpack := self._own.unpack) is None or (packed := packed_for(node, field, unpack)) is None:
+        if (packed := packed_for(node, field, unpack)) is None:
             return
         if (place := getattr(packed, "place", None)) is not None:
             self.learn(place, reading)
@@ -292,8 +293,8 @@ class Readers:
         reading = reading_of(node, field, large)
         if place is not None:
             known = self._readings.get(place)
-            if known is not None and known.bounds != reading.bounds:  # no graph has shown that in the forward pass
-                self._set(place, Reading(Kind.EXACT, reading.reader))
+            if known is not None and known.kind is Kind.SIDES and known.bounds != reading.bounds:
+                self._set(place, Reading(Kind.EXACT, reading.reader))  # no graph has shown that in the forward pass
             else:
                 self.learn(place, reading)
             if has_pole(node, large):
@@ -333,12 +334,12 @@ class Readers:
         The gradient of a loss by a classifier's logits sums to almost zero over the classes and the rows of a batch. So
         what the rows have in common cancels in the gradient of the weight, and the errors of the rows do not.
         """
-        if not self._own.waiting:
+        if (unpack := self._own.unpack) is None:
             return
         for node in last_products(newest):
-            if is_narrow(node, self._own.waiting[-1].unpack):
+            if is_narrow(node, unpack):
                 reading = Reading(Kind.APPROXIMATE, node.name(), deviation=math.inf)
-                self._change(node, product_input(node) or "", reading)
+                self._change(node, product_input(node) or "", reading, unpack)
 
     def _set(self, place: Place, reading: Reading) -> None:
         if self._readings.get(place) != reading:  # the same object as long as nothing is learned: see `still_reads`

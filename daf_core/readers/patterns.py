@@ -28,16 +28,15 @@ PRODUCT = "MulBackward0"
 
 _PRODUCT_INPUTS = {"MmBackward0": "self", "AddmmBackward0": "mat1", "LinearBackward0": "input"}
 _SCORES = {"BmmBackward0": "self", "BaddbmmBackward0": "batch1"}
-_PROBABILITIES = ("Softmax", "SafeSoftmax", "LogSoftmax")
+_PROBABILITIES = ("Softmax", "SafeSoftmax")
 _TANH = "TanhBackward0"
 _SQUARE = "PowBackward0"
 _MEANS = ("MeanBackward1", "SumBackward1")
 _SPREADS = ("VarBackward0", "StdBackward0", *NORMS)
 _RECIPROCALS = ("RsqrtBackward0", "ReciprocalBackward0")
 
-_LOG_SOFTMAX = "LogSoftmaxBackward0"
-_WEIGHS = (PRODUCT, "SubBackward0", "ExpBackward0", "KlDivBackward0")
-_PARTS = frozenset(
+LOG_SOFTMAX = "LogSoftmaxBackward0"
+_COMPARES = frozenset(
     f"{name}Backward0"
     for name in (
         *("View", "UnsafeView", "Expand", "Alias", "Slice", "Index", "Transpose", "Clone", "ToCopy", "Stack"),
@@ -71,17 +70,14 @@ def normalized(node: Node) -> Iterator[tuple[Node, str]]:
     reciprocal, of which it is one number for each row.
     """
     name = node.name()
+    divisor = _spread(node.next_functions[1][0]) if name == "DivBackward0" else None
     if name in _MEANS and _is_last(node._saved_dim, len(node._saved_self_sym_sizes)):
         for square, _ in node.next_functions:
             if square is not None and square.name() == _SQUARE and square._saved_exponent == 2:
                 yield square, "self"
             if square is not None and square.name() == PRODUCT and len({*square.next_functions}) == 1:
                 yield from ((square, field) for field in fields_of(square))
-    elif name in _SPREADS:
-        kept = len(node._input_metadata[0].shape) + (not node._saved_keepdim)
-        if _is_last(node._saved_dim, kept):
-            yield node, "self"
-    elif name == "DivBackward0" and _spread(node.next_functions[1][0]) is not None:
+    elif divisor is not None or (name in _SPREADS and _is_of_rows(node)):
         yield node, "self"
     elif name == PRODUCT:
         for (factor, _), field in zip(node.next_functions, ("other", "self"), strict=True):
@@ -89,12 +85,22 @@ def normalized(node: Node) -> Iterator[tuple[Node, str]]:
                 yield node, field
 
 
+def _is_of_rows(node: Node) -> bool:
+    """Says whether a variance, a deviation or a norm is that of each row along the last dimension."""
+    made, dims = node._input_metadata[0], getattr(node, "_saved_dim", None)  # None of all elements, or of one row each
+    if made.is_nested_tensor:
+        return False
+    return _is_last(dims, len(made.shape) + (not getattr(node, "_saved_keepdim", True)))
+
+
 def _spread(divisor: Node | None) -> Node | None:
     """Returns the root, deviation or norm of each row that a divisor is, or is not less than; None where it is none."""
     while divisor is not None and divisor.name() in ("AddBackward0", "ExpandBackward0", "ClampMinBackward0"):
         divisor = divisor.next_functions[0][0]
-    found = divisor is not None and divisor.name() in (*_SPREADS, "SqrtBackward0") and _last_size(divisor) == 1
-    return divisor if found else None
+    if divisor is None or _last_size(divisor) != 1:
+        return None
+    of_rows = divisor.name() in _SPREADS and _is_of_rows(divisor)
+    return divisor if of_rows or divisor.name() == "SqrtBackward0" else None
 
 
 def cosine_factors(node: Node) -> Iterator[tuple[Node, str]]:
@@ -160,18 +166,34 @@ def capped_scores(node: Node) -> Node | None:
     return None
 
 
-def compared(node: Node) -> Iterator[Node]:
-    """Yields the logarithms of probabilities of which a node compares all, as with those of a teacher.
+def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
+    """Yields what is saved where a product weighs how far logarithms of probabilities are from a teacher's.
 
     The gradient is then the difference of the two, whose error is the larger the closer they are: a student at a
-    divergence of .005 had one of 1.3 at 4 bits, now .17. What is picked of them first, as a target's, is another case.
+    divergence of .005 had one of 1.3 at 4 bits, now .17. What is picked of them first, as a target's or by a mask, and
+    what is compared with itself, as in an entropy, is another case. Nothing that is constant has a node.
     """
-    pending = [node] if node.name() in _WEIGHS else []
+    if product.name() != PRODUCT:
+        return
+    pending, constant = [product], False
     for each in pending:
-        if len(pending) < MOST_NODES and (each is node or each.name() in _PARTS):
+        if len(pending) < MOST_NODES and (each is product or each.name() in _COMPARES):
             pending += [made for made, _ in each.next_functions if made is not None and made not in pending]
-        elif each.name() == _LOG_SOFTMAX and _last_size(each) == _last_size(node):
-            yield each
+            constant |= each is not product and any(made is None for made, _ in each.next_functions)
+    found = [each for each in pending if each.name() == LOG_SOFTMAX and _has_rows_of(each, product)]
+    if found and not constant and (None, 0) in product.next_functions:
+        weights = packed_for(product, "other" if product.next_functions[1][0] is None else "self", unpack)
+        constant = getattr(getattr(weights, "stored", None), "lossy", True)  # others are masks, or packed later
+    if found and constant:
+        yield from ((each, "result") for each in found)
+        yield from ((product, field) for field in fields_of(product))
+        yield from ((each, "result") for each, _ in product.next_functions if each and each.name() == "ExpBackward0")
+
+
+def _has_rows_of(node: Node, other: Node) -> bool:
+    """Says whether what two nodes have made has rows of the same size, as where nothing of them was picked."""
+    shape = other._input_metadata[0].shape
+    return _last_size(node) == _last_size(other) and len(shape) >= min(2, len(node._input_metadata[0].shape))
 
 
 def _last_size(node: Node) -> int | None:

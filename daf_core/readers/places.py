@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import NamedTuple
@@ -49,10 +50,11 @@ _APPLY: tuple[CodeType | None, ...] = (
 _EXPERTS = re.compile(r"expert|router|gating|^(sparse)?moe|moe(block|layer|mlp)?$", re.IGNORECASE)
 """Classes of modules with experts. That of a family of models tells nothing: a GraniteMoeHybrid may have none."""
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-_JUMPS = re.compile(
-    r"^((p|r|leaky_?)?relu6?|selu|hard(tanh|swish|shrink)|threshold)_?$|^(adaptive_?)?max_?pool", re.IGNORECASE
+_JUMPING = re.compile(
+    r"^((p|r|leaky_?)?relu6?|selu|hard(tanh|swish)|(hard|soft)shrink|threshold)_?$|^(adaptive_?)?max_?pool",
+    re.IGNORECASE,
 )
 """Classes of modules, and functions that modules call, whose slope jumps."""
 
@@ -140,8 +142,10 @@ def _parts_of(module: nn.Module) -> _Parts:
 def _jumps(module: nn.Module) -> bool:
     """Says whether a module is a function whose slope jumps, or calls one."""
     code = getattr(type(module).forward, "__code__", None)
-    held = [value.__name__ for value in vars(module).values() if isinstance(value, FunctionType | BuiltinFunctionType)]
-    return any(map(_JUMPS.search, (type(module).__name__, *held, *(() if code is None else code.co_names))))
+    held = [value.func if isinstance(value, partial) else value for value in vars(module).values()]
+    names = [value.__name__ for value in held if isinstance(value, FunctionType | BuiltinFunctionType)]
+    found = any(map(_JUMPING.search, (type(module).__name__, *names, *(() if code is None else code.co_names))))
+    return found or (isinstance(module, nn.ELU) and module.alpha != 1)
 
 
 def reading_of_frame(frame: FrameType | None, model: nn.Module) -> Reading | None:
@@ -159,10 +163,22 @@ def reading_of_frame(frame: FrameType | None, model: nn.Module) -> Reading | Non
     reading = CHECKPOINT if function is None else reading_of_function(function)
     if function is not None and function is not checkpoint.CheckpointFunction:
         return reading
-    around = running_module(frame) or model  # what is checkpointed is a part of it
+    # Where it is not known what is checkpointed, it is a part of what runs.
+    around = _checkpointed(frame) or running_module(frame) or model
     if needs_exact_input(around):
         return replace(reading, kind=Kind.EXACT)
     return replace(reading, deviation=math.inf) if _parts_of(around).jump else reading
+
+
+def _checkpointed(frame: FrameType | None) -> nn.Module | None:
+    """Returns the module that a checkpoint runs, which is saving; None where that is a function of somebody else."""
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != (_CHECKPOINT, "checkpoint"):
+        frame = frame.f_back if frame.f_code in _APPLY or is_checkpoint(frame) else None
+    function = None if frame is None else frame.f_locals.get("function")
+    while isinstance(function, partial):
+        function = function.func
+    found = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return found if isinstance(found, nn.Module) else None
 
 
 def is_written_late(tensor: Tensor, frame: FrameType | None) -> bool:

@@ -14,8 +14,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from daf_core.autograd.torch_private import Node, fields_of
-from daf_core.readers.patterns import capped_scores, compared, cosine_factors, normalized, width_of_scores
+from daf_core.autograd.torch_private import Node
+from daf_core.readers.patterns import (
+    LOG_SOFTMAX,
+    PRODUCT,
+    capped_scores,
+    compared,
+    cosine_factors,
+    normalized,
+    width_of_scores,
+)
 from daf_core.readers.places import Place
 from daf_core.readers.table import GLU, NARROW, SOFTMAXES, Kind, Reading, dim_from_end
 from daf_core.readers.waiting import Unpack
@@ -134,18 +142,19 @@ def _decays(result: Tensor) -> bool:
     return len(found) > 1 and float(found.std()) >= SHARP
 
 
-def told_by(node: Node) -> Iterator[tuple[Node, str, Reading]]:
+def told_by(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str, Reading]]:
     """Yields what a result tells of nodes before it: the node, the field, and what that needs now."""
     for reader, field in normalized(node):
-        yield reader, field, Reading(Kind.NORMALIZED, reader.name(), dim=-1, varies=True)
+        yield reader, field, Reading(Kind.NORMALIZED, reader.name(), dim=-1, varies=reader.name() != PRODUCT)
     if (tanh := capped_scores(node)) is not None:
         yield tanh, "result", Reading(Kind.APPROXIMATE, tanh.name(), deviation=SHARP)
-    for made in compared(node):
-        yield made, "result", Reading(Kind.LOGARITHMS, made.name(), dim=dim_from_end(made), deviation=math.inf)
-        for field in fields_of(node):
-            yield node, field, Reading(Kind.APPROXIMATE, node.name(), deviation=math.inf)
+    for reader, field in compared(node, unpack):
+        logarithms = reader.name() == LOG_SOFTMAX
+        kind, dim = (Kind.LOGARITHMS, dim_from_end(reader)) if logarithms else (Kind.APPROXIMATE, 0)
+        yield reader, field, Reading(kind, reader.name(), dim=dim, deviation=math.inf)
     for factor, field in cosine_factors(node):
-        yield factor, field, Reading(Kind.APPROXIMATE, factor.name(), deviation=math.inf, varies=True)
+        varies = factor.name() != PRODUCT
+        yield factor, field, Reading(Kind.APPROXIMATE, factor.name(), deviation=math.inf, varies=varies)
 
 
 class Looks:

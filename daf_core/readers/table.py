@@ -79,8 +79,9 @@ class Reading:
     dim: int = 0
     pieces: int = 1  # of `Kind.NORMALIZED`: equal parts of that dimension that are normalized each for itself
     # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
-    # the like: its own. Of the input of a last layer of few results: infinity. Of an exponential's result: 0, or what
-    # gives it twice the bits.
+    # the like: its own. Of an exponential's result: 0, or what gives it twice the bits. Infinity of what takes twice
+    # the bits in any case, or stays exact at 8, but within a budget: the input of a last layer of few results, vectors
+    # that are compared, and what is recomputed where slopes jump.
     deviation: float = 0.0
     varies: bool = False  # whether the same operator reads otherwise where it has other arguments
 
@@ -88,6 +89,11 @@ class Reading:
     def takes_approximations(self) -> bool:
         """Whether values of few bits will do."""
         return self.kind in (Kind.APPROXIMATE, Kind.NORMALIZED, Kind.ATTENTION)
+
+    @property
+    def jumps(self) -> bool:
+        """Whether the derivative jumps at bounds of what may be approximate elsewhere."""
+        return self.kind is Kind.APPROXIMATE and self.bounds is not None
 
     @property
     def takes_any_codes(self) -> bool:
@@ -164,8 +170,6 @@ GLU = _full("Glu0")
 NARROW = 8
 """Width of heads below which attention stays exact: with 2 and 3 the gradient's error was up to 1.8 at 4 bits, where
 what the queries read is almost equal."""
-
-_GROUP_NORM = _full("NativeGroupNorm0")
 
 _NORMALIZED = _fields("""
     NativeLayerNorm0 NativeGroupNorm0 FusedRmsNorm0 NativeBatchNorm0 CudnnBatchNorm0 MiopenBatchNorm0: input
@@ -318,8 +322,8 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         return Reading(kind, name, dim=dim_from_end(node))
     if kind is Kind.NORMALIZED and len(getattr(node, "_saved_normalized_shape", ())) == 1:
         return Reading(kind, name, dim=-1)
-    if name == _GROUP_NORM and len(node._input_metadata[0].shape) == 2:
-        return Reading(kind, name, dim=-1, pieces=node._saved_group)
+    if name == _full("NativeGroupNorm0") and node._saved_HxW == 1:
+        return Reading(kind, name, dim=1 - len(node._input_metadata[0].shape), pieces=node._saved_group)
     jump = _JUMPS.get((name, field))
     if kind is Kind.APPROXIMATE and jump is not None:
         return Reading(kind, name, jump(node), varies=jump is _jump_of_elu)

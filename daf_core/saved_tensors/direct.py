@@ -194,7 +194,7 @@ class Direct:
         geometry, dense = decision.geometry, tensor
         decodes: DirectCodec | None = codec
         if type(stored) is PlanesActivation and stored.groups.keeps_more:
-            dense = stored.set_aside(geometry.compact(tensor.detach()))
+            dense = stored.set_aside(geometry.compact(tensor.detach()).contiguous())
             decodes = codec if stored.is_codes_alone else None  # otherwise that is to be added
         elif geometry.has_holes:
             dense = geometry.compact(tensor.detach()).contiguous()

@@ -22,7 +22,7 @@ class Handle:
     autograd releases the graph's node: after its backward, or with a graph that never runs backward.
     """
 
-    __slots__ = ("__weakref__", "_device", "_geometry", "_saved", "_version", "dtype", "place", "reading", "stored")
+    __slots__ = ("__weakref__", "_geometry", "_saved", "_version", "device", "dtype", "place", "reading", "stored")
 
     def __init__(
         self, stored: StoredActivation, geometry: Geometry, dtype: torch.dtype, device: torch.device,
@@ -31,7 +31,7 @@ class Handle:
         self.stored = stored
         self._geometry = geometry
         self.dtype = dtype  # type of the saved tensor
-        self._device = device
+        self.device = device
         self.place = place  # where the tensor was saved; None where that is of no use
         self.reading = reading  # what the operator reads that has saved it; None where that is not known yet
         self._saved = saved
@@ -47,7 +47,7 @@ class Handle:
 
     def as_stored(self) -> Handle:
         """Returns a handle of what is stored now, whatever this one has later."""
-        geometry, dtype, device = self._geometry, self.dtype, self._device
+        geometry, dtype, device = self._geometry, self.dtype, self.device
         return Handle(self.stored, geometry, dtype, device, self.place, self.reading, self._saved, self._version)
 
     @property
@@ -80,7 +80,7 @@ class Handle:
     def is_dense(self, like: Tensor, dtype: torch.dtype) -> bool:
         """Says whether it is one dense run of as many elements as `like`, there and in its order, and has a type."""
         geometry = self._geometry
-        if self.dtype is not dtype or geometry.compact_shape != (like.numel(),) or self._device != like.device:
+        if self.dtype is not dtype or geometry.compact_shape != (like.numel(),) or self.device != like.device:
             return False
         if geometry.row_major:
             return like.is_contiguous()
@@ -93,10 +93,10 @@ class Handle:
         """
         geometry, stored = self._geometry, self.stored
         if stored.direct is not None and not geometry.has_holes:
-            tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self.dtype, device=self._device)
+            tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self.dtype, device=self.device)
             if stored.decode_to(tensor.data_ptr()):
                 return tensor
-        tensor, compact = geometry.allocate(self.dtype, self._device)
+        tensor, compact = geometry.allocate(self.dtype, self.device)
         stored.decode_into(compact)
         return tensor
 

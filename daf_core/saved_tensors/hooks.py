@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -52,10 +53,9 @@ OF_ATTENTION = (
     "keeps them"
 )
 
-OF_GRADIENTS = (
-    "a gradient is taken with create_graph=True, as for forces, penalties or residuals of equations. In this step it "
-    "is that of values in few bits; from the next one on what it reads is kept as it is"
-)
+OF_GRADIENTS = "a gradient is taken with create_graph=True, as for forces, penalties or residuals of equations"
+FROM_NOW_ON = "In this step it is that of values in few bits; from the next one on what it reads is kept as it is"
+IN_A_BUDGET = "It is that of values in few bits: without memory_budget what it reads would be kept as it is"
 
 log = getLogger("daf")
 
@@ -293,14 +293,23 @@ class Packer:
         return self._attention.unpack(packed, self.unpack, partial(self._decode, packed))
 
     def _keep_exact(self, packed: Packed) -> None:
-        """Has what a gradient is made of that is differentiated itself stay exact: it may be a part of a loss."""
+        """Has what a gradient is made of that is differentiated itself stay exact: it may be a part of a loss.
+
+        A budget may have no room for that.
+        """
         handle, node = packed_now(packed), running_node()
         if not isinstance(handle, Handle) or handle.place is None or not handle.stored.lossy or node is None:
             return
+        limited = self._is_limited(handle)
         if not self._differentiates:
             self._differentiates = True
-            log.warning(OF_GRADIENTS)
-        self.readers.learn(handle.place, Reading(Kind.EXACT, node.name()))
+            log.warning(f"{OF_GRADIENTS}. {IN_A_BUDGET if limited else FROM_NOW_ON}")
+        if not limited:
+            self.readers.learn(handle.place, Reading(Kind.EXACT, node.name()))
+
+    def _is_limited(self, handle: Handle) -> bool:
+        """Whether a budget limits what is stored where a tensor lies."""
+        return self._store.room(handle.device) < sys.maxsize
 
     def _unpack_known(self, handle: Handle) -> Tensor | None:
         """Returns the tensor, where whoever asks is known to take what was stored of it; None elsewhere."""
@@ -347,6 +356,8 @@ class Packer:
         found = None
         if node is not None:
             found = self.readers.read(packed, handle.place, node, self.unpack)
+        if found is not None and found.kind is Kind.APPROXIMATE and self._is_limited(handle):
+            found = replace(found, bounds=None)  # a budget has no bits for sides
         # Where the first to ask for what a checkpoint recomputes is a node, the checkpoint's input is read meanwhile.
         if stored.readable_by_any_op if found is None else stored.serves(found):
             return

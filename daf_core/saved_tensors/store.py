@@ -105,7 +105,7 @@ class ActivationStore:
         """
         tensor = saved.tensor
         if self._spares_bits(saved.reading, tensor.device):
-            saved.reading = replace(saved.reading, deviation=0.0)
+            saved.reading = replace(saved.reading, deviation=0.0, bounds=None)
         met = self._meet(tensor)
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         key = sharing_key(tensor, geometry)
@@ -306,11 +306,12 @@ class ActivationStore:
         self._recorder.stored_as = +counts
 
     def _spares_bits(self, reading: Reading | None, device: torch.device) -> TypeGuard[Reading]:
-        """Says whether a budget has no bits to give to what takes twice as many without one, or stays exact.
+        """Says whether a budget has no bits to give to what takes more of them without one, or stays exact.
 
-        That is the input of a last layer, whose error is larger by it, and not without bounds as that of sharp scores.
+        That is the input of a last layer, say, whose error is larger by it, and not without limit as of sharp scores.
         """
-        return reading is not None and reading.deviation == math.inf and self._pagers.on(device).budget is not None
+        more = reading is not None and (reading.deviation == math.inf or reading.jumps)
+        return more and self._pagers.on(device).budget is not None
 
     def _encode_for(self, reading: Reading, saved: SavedTensor, geometry: Geometry) -> StoredActivation | None:
         """Stores a tensor that waited for its reader; None keeps it as it is."""
@@ -334,10 +335,9 @@ class ActivationStore:
             return None
         tensor, pager = saved.tensor, self._pagers.on(saved.tensor.device)
         recipe = derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation, self._encode, pager)
-        bounds = None if saved.reading is None else saved.reading.bounds
+        bounds, backend = saved.reading and saved.reading.bounds, self._backends.get(tensor.device)
         if recipe is None or bounds is None or not recipe.lossy:
             return recipe
-        backend = self._backends.get(tensor.device)
         values = geometry_of(tuple(tensor.shape), tuple(tensor.stride())).compact(tensor.detach())
         return None if backend is None else BoundedActivation(recipe, KeptSides.of(values, bounds, pager, backend))
 

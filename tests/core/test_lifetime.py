@@ -150,6 +150,17 @@ def test_rule_4_what_a_differentiated_gradient_reads_stays_exact(
     assert [record.message.split(",")[0] for record in caplog.records] == ["a gradient is taken with create_graph=True"]
 
 
+def test_rule_4_within_a_budget_it_has_the_bits_that_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    model = Forces()
+    engine = engine_for(model, 4, memory_budget="100kB")
+    for step in range(4):
+        with engine.compress():
+            loss = model(normal(512, 8, seed=step), nullcontext())
+        loss.backward()
+        assert pager_of(engine).finish_step().peak_bytes <= 100_000
+    assert ["without memory_budget" in record.message for record in caplog.records] == [True]
+
+
 def test_rule_4_a_plain_gradient_keeps_nothing_exact(caplog: pytest.LogCaptureFixture) -> None:
     model, loss_of = make_model("mlp")
     engine = engine_for(model, 8)

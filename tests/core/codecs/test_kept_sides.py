@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf_core import ActivationBudgetError, ActivationEngine, DAFConfig
+from daf_core import ActivationEngine, DAFConfig
 from daf_core.codecs import EncodeContext, PlanesActivation
 from daf_core.codecs.common_row import RowBlocks
 from daf_core.codecs.scaling_groups import Grouping, grouping_of
@@ -165,18 +165,47 @@ def test_what_is_replayed_is_what_is_decided_anew(name: str, normalizes: bool) -
     assert held[0] == held[1]
 
 
-def test_a_budget_counts_them() -> None:
-    """What a pass holds is within the budget, and a budget that has no room for them is refused."""
-    model = network(F.selu, False)
-    engine = ActivationEngine(model, DAFConfig(precision=8, memory_budget="400kB"))
+@pytest.mark.parametrize("name", ["hardswish", "selu", "selu in place", "elu of another slope", "prelu"])
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_a_budget_has_no_bits_for_them(name: str, normalizes: bool) -> None:
+    """What cannot be dropped would make the least budget four times as large."""
+    model = network(FUNCTIONS[name][0], normalizes)
     expected = backward(model, loss_of)
-    for _ in range(3):
+    engine = ActivationEngine(model, DAFConfig(precision=8, memory_budget="600kB"))
+    for _ in range(4):
         found = backward(model, loss_of, engine)
-        assert pager_of(engine).finish_step().peak_bytes <= 400_000
-    assert error(found, expected) < 0.15  # pyright: ignore[reportPossiblyUnboundVariable]
-    engine.set_memory_budget("20kB")
-    with pytest.raises(ActivationBudgetError):
-        backward(model, loss_of, engine)
+        assert error(found, expected) < 0.25
+        assert pager_of(engine).finish_step().peak_bytes <= 600_000
+    engine.set_memory_budget("100kB")
+    backward(model, loss_of, engine)
+    assert pager_of(engine).finish_step().peak_bytes <= 100_000
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("way", ["chunk", "channels last", "every second", "expanded"])
+def test_whatever_lies_between_the_values(name: str, way: str) -> None:
+    """Also in passes that are replayed: a half of a projection's result is read row by row."""
+    function, layer = FUNCTIONS[name][0], nn.Linear(64, 256)
+
+    def seen(values: Tensor) -> tuple[Tensor, Tensor | float]:
+        if way == "chunk":
+            first, second = layer(values).chunk(2, -1)
+            return first, second
+        if way == "channels last":
+            return layer(values).view(8, 8, 8, 256).permute(0, 3, 1, 2), 1.0
+        if way == "every second":
+            return layer(values)[:, ::2], 1.0
+        return layer(values)[:, None].expand(-1, 2, -1), 1.0
+
+    def loss(model: nn.Module, _: int) -> Tensor:
+        first, factor = seen(normal(512, 64))
+        return (function(first + 0 if "in place" in name else first) * factor).square().mean()
+
+    engine, expected = engine_for(layer, 8), backward(layer, loss)
+    for _ in range(8):
+        assert error(backward(layer, loss, engine), expected) < 0.02
+    assert_empty(engine)
 
 
 def test_what_rows_share_is_kept_too() -> None:

@@ -166,6 +166,8 @@ class Spread(nn.Module):
         hidden = self.first(inputs)
         if self.layout == "tokens":
             return self.norm(hidden.flatten(0, 1))
+        if self.layout == "one position":
+            return self.norm(hidden.flatten(0, 1)[:, :, None, None])
         if self.layout == "sequences":
             return self.norm(hidden.transpose(1, 2))
         return self.norm(hidden.unflatten(1, (4, 10)).permute(0, 3, 1, 2))
@@ -177,11 +179,12 @@ class Spread(nn.Module):
     [
         (nn.GroupNorm(8, 128), "tokens"),
         (nn.GroupNorm(4, 128), "tokens"),
+        (nn.GroupNorm(8, 128), "one position"),
         (nn.BatchNorm1d(128), "tokens"),
         (nn.BatchNorm1d(128), "sequences"),
         (nn.BatchNorm2d(128), "images"),
     ],
-    ids=["heads of 16", "heads of 32", "columns", "sequences", "images"],
+    ids=["heads of 16", "heads of 32", "maps", "columns", "sequences", "images"],
 )
 def test_what_is_normalized_by_itself_has_groups_of_its_own(
     norm: nn.Module, layout: str, bits: int, bound: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ JUMPING: list[tuple[nn.Module, bool]] = [
     (nn.ReLU6(), True),
     (nn.PReLU(), True),
     (nn.SELU(), True),
+    (nn.ELU(0.25), True),
+    (nn.Softshrink(), True),
     (nn.Hardswish(), True),
     (nn.MaxPool2d(2), True),
     (nn.AdaptiveMaxPool2d(2), True),
@@ -62,6 +65,9 @@ def test_functions_whose_slope_jumps_are_known(jumping: tuple[nn.Module, bool]) 
     assert _parts_of(nn.Sequential(nn.Linear(2, 2), module)).jump is jumps
 
 
+REENTRANT = False
+
+
 class Checkpointed(nn.Module):
     """Four blocks that are recomputed."""
 
@@ -76,7 +82,7 @@ class Checkpointed(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         values = self.first(values)
         for block in self.blocks:
-            values = checkpoint(block, values, use_reentrant=False)
+            values = checkpoint(partial(block.forward), values, use_reentrant=REENTRANT)
         return values.square().mean()
 
 
@@ -106,3 +112,30 @@ def test_within_a_budget_they_have_the_bits_that_there_are() -> None:
             backward(model, lambda model, _: model(inputs), engine)
         held.append(engine.finish_step().held_bytes)
     assert held[1] < 0.75 * held[0]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_batch_normalizations_need_exact_inputs(norm: type[nn.Module]) -> None:
+    assert needs_exact_input(nn.Sequential(nn.Linear(2, 2), norm(2)))
+
+
+class Stem(Checkpointed):
+    """Recomputed blocks after something that is not recomputed."""
+
+    def __init__(self, stem: nn.Module) -> None:
+        super().__init__(nn.GELU(), nn.LayerNorm)
+        self.first = nn.Sequential(nn.Linear(64, 64), stem)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_runs_beside_a_checkpoint_is_not_recomputed(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that begins with a batch normalization has blocks whose inputs have codes."""
+    monkeypatch.setitem(globals(), "REENTRANT", reentrant)
+    held = list[int]()
+    for stem in (nn.LayerNorm(64), nn.BatchNorm1d(64)):
+        model = Stem(stem)
+        engine = engine_for(model, 4)
+        for _ in range(2):
+            backward(model, lambda model, _: model(normal(512, 64)), engine)
+        held.append(engine.finish_step().held_bytes)
+    assert held[1] < 1.5 * held[0]
