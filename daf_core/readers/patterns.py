@@ -192,8 +192,9 @@ def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
 
 def _has_rows_of(node: Node, other: Node) -> bool:
     """Says whether what two nodes have made has rows of the same size, as where nothing of them was picked."""
-    shape = other._input_metadata[0].shape
-    return _last_size(node) == _last_size(other) and len(shape) >= min(2, len(node._input_metadata[0].shape))
+    if (size := _last_size(node)) is None or size != _last_size(other):
+        return False
+    return len(other._input_metadata[0].shape) >= min(2, len(node._input_metadata[0].shape))
 
 
 def _last_size(node: Node) -> int | None:
