@@ -157,6 +157,7 @@ class DAFCallback(TrainerCallback, ExportableState):
         parts = [(trainer, EPOCH)] if hasattr(trainer, EPOCH) else []
         parts += [(handler, "on_epoch_begin"), (handler, "on_train_end")]
         self._patches += [_Patch(owner, name, self._given_back) for owner, name in parts]
+        self._patches += [_Patch(handler, name, self._without) for name in ("pop_callback", "remove_callback")]
         if type(trainer.label_smoother) is LabelSmoother:
             self._patches.append(_Patch(trainer, "label_smoother", _smoothed))
 
@@ -172,6 +173,13 @@ class DAFCallback(TrainerCallback, ExportableState):
     def _given_back(self, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._uninstalled_on_error():
             return part(*args, **kwargs)
+
+    def _without(self, take: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gives the model back where this callback is taken from its Trainer while that trains."""
+        taken = take(*args, **kwargs)
+        if not any(each is self for each in take.__self__.callbacks):
+            self._uninstall()
+        return taken
 
     def _uninstall(self) -> None:
         for patch in self._patches:

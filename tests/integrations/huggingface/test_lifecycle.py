@@ -96,6 +96,24 @@ class TestFailures:
         assert steps_of(callback) == STEPS
         assert left_behind(trainer) == []
 
+    @pytest.mark.parametrize("way", ["pop_callback", "remove_callback"])
+    def test_a_callback_that_is_taken_away_gives_the_model_back(self, make_trainer: MakeTrainer, way: str) -> None:
+        """The steps that come are those of a Trainer without it."""
+        callback, other = DAFCallback(precision=4, audit_every=None), DAFCallback
+        trainer, left = make_trainer(callback), list[Any]()
+
+        class Taking(TrainerCallback):
+            def on_step_end(self, _: Any, state: Any, __: Any, **___: Any) -> None:
+                if state.global_step == 1:
+                    getattr(trainer, way)(other)
+                    left.append(left_behind(trainer))
+
+        trainer.add_callback(Taking)
+        run(trainer)
+        assert left == [[]]
+        assert left_behind(trainer) == []
+        assert steps_of(callback) == 1
+
     def test_that_are_caught_in_an_epoch_end_nothing(
         self, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
