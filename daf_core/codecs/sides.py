@@ -95,15 +95,15 @@ class KeptSides:
         inside = torch.empty_like(decoded, dtype=torch.bool)
         self._inside.decode_into(inside)
         low, high = self.bounds.low, self.bounds.high
-        within = decoded.clamp(*_edges(self.bounds, decoded.dtype))
         if not math.isfinite(low):
             beyond = decoded.clamp_min(high)
         elif not math.isfinite(high):
             beyond = decoded.clamp_max(low)
         else:
-            above = decoded >= low / 2 + high / 2
-            beyond = torch.where(above, decoded.clamp_min(high), decoded.clamp_max(low))
-        torch.where(inside, within, beyond, out=decoded)
+            assert low == -high  # as those of all functions whose slope jumps twice
+            beyond = decoded.abs().clamp_min_(high).copysign_(decoded)
+        decoded.clamp_(*_edges(self.bounds, decoded.dtype))
+        torch.where(inside, decoded, beyond, out=decoded)
 
 
 @lru_cache(maxsize=64)
