@@ -39,11 +39,14 @@ LOG_SOFTMAX = "LogSoftmaxBackward0"
 _COMPARES = frozenset(
     f"{name}Backward0"
     for name in (
-        *("View", "UnsafeView", "Expand", "Alias", "Slice", "Index", "Transpose", "Clone", "ToCopy", "Stack"),
-        *("Neg", "Add", "Sub", "Logsumexp"),
+        *("View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "Slice", "Index", "IndexSelect", "Transpose"),
+        *("Clone", "ToCopy", "Stack", "Cat", "MaskedFill", "Neg", "Add", "Sub", "Logsumexp"),
     )
 )
 """Nodes that move logarithms of probabilities, compare them with others, or mix them."""
+
+_WITH_OTHERS = ("SubBackward0", "StackBackward0")
+"""Those of them that show a teacher where something has no node. To add a number is no comparison."""
 
 
 def product_input(node: Node) -> str | None:
@@ -177,13 +180,16 @@ def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
         return
     pending, constant = [product], False
     for each in pending:
-        if len(pending) < MOST_NODES and (each is product or each.name() in _COMPARES):
+        with_constant = (None, 0) in each.next_functions
+        scales = each.name() in (PRODUCT, "DivBackward0") and with_constant
+        if len(pending) < MOST_NODES and (each is product or scales or each.name() in _COMPARES):
             pending += [made for made, _ in each.next_functions if made is not None and made not in pending]
-            constant |= each is not product and any(made is None for made, _ in each.next_functions)
+            constant |= with_constant and each.name() in _WITH_OTHERS
     found = [each for each in pending if each.name() == LOG_SOFTMAX and _has_rows_of(each, product)]
     if found and not constant and (None, 0) in product.next_functions:
-        weights = packed_for(product, "other" if product.next_functions[1][0] is None else "self", unpack)
-        constant = getattr(getattr(weights, "stored", None), "lossy", True)  # others are masks, or packed later
+        weights: Any = packed_for(product, "other" if product.next_functions[1][0] is None else "self", unpack)
+        weights = weights.result() if hasattr(weights, "result") else weights  # it may be packed in the background
+        constant = weights is not None and weights.stored.lossy  # a mask is not, and a number is not saved
     if found and constant:
         yield from ((each, "result") for each in found)
         yield from ((product, field) for field in fields_of(product))

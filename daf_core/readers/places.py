@@ -141,10 +141,12 @@ def _parts_of(module: nn.Module) -> _Parts:
 
 def _jumps(module: nn.Module) -> bool:
     """Says whether a module is a function whose slope jumps, or calls one."""
-    code = getattr(type(module).forward, "__code__", None)
+    methods = [value for kind in type(module).__mro__ if kind is not nn.Module for value in vars(kind).values()]
+    functions = [each for each in methods if isinstance(each, FunctionType) and not each.__name__.startswith("__")]
     held = [value.func if isinstance(value, partial) else value for value in vars(module).values()]
     names = [value.__name__ for value in held if isinstance(value, FunctionType | BuiltinFunctionType)]
-    found = any(map(_JUMPING.search, (type(module).__name__, *names, *(() if code is None else code.co_names))))
+    called = [name for function in functions for name in function.__code__.co_names]
+    found = any(map(_JUMPING.search, (type(module).__name__, *names, *called)))
     return found or (isinstance(module, nn.ELU) and module.alpha != 1)
 
 

@@ -300,16 +300,12 @@ class Packer:
         handle, node = packed_now(packed), running_node()
         if not isinstance(handle, Handle) or handle.place is None or not handle.stored.lossy or node is None:
             return
-        limited = self._is_limited(handle)
+        limited = self._store.room(handle.device) < sys.maxsize
         if not self._differentiates:
             self._differentiates = True
             log.warning(f"{OF_GRADIENTS}. {IN_A_BUDGET if limited else FROM_NOW_ON}")
         if not limited:
             self.readers.learn(handle.place, Reading(Kind.EXACT, node.name()))
-
-    def _is_limited(self, handle: Handle) -> bool:
-        """Whether a budget limits what is stored where a tensor lies."""
-        return self._store.room(handle.device) < sys.maxsize
 
     def _unpack_known(self, handle: Handle) -> Tensor | None:
         """Returns the tensor, where whoever asks is known to take what was stored of it; None elsewhere."""
@@ -356,8 +352,8 @@ class Packer:
         found = None
         if node is not None:
             found = self.readers.read(packed, handle.place, node, self.unpack)
-        if found is not None and found.kind is Kind.APPROXIMATE and self._is_limited(handle):
-            found = replace(found, bounds=None)  # a budget has no bits for sides
+        if found is not None and reading is not None and found.jumps and reading == replace(found, bounds=None):
+            found = reading  # when it was stored a budget had no bits for sides
         # Where the first to ask for what a checkpoint recomputes is a node, the checkpoint's input is read meanwhile.
         if stored.readable_by_any_op if found is None else stored.serves(found):
             return

@@ -43,6 +43,10 @@ KINDS = 8
 """Treatments whose trees are kept: those of a plan, and three of elastic training, take turns."""
 
 
+_CHECKPOINTS = CHECKPOINT.reader, "CheckpointFunctionBackward"
+"""The readers of what checkpoints keep, of both kinds."""
+
+
 class Look(NamedTuple):
     """What is found of a tensor before anything looks at its values."""
 
@@ -70,7 +74,7 @@ class Look(NamedTuple):
         reading = self.reading
         if reading is None:
             return self.normalizes
-        return self.normalizes or reading.kind is Kind.NORMALIZED or reading.reader == CHECKPOINT.reader
+        return self.normalizes or reading.kind is Kind.NORMALIZED or reading.reader in _CHECKPOINTS
 
 
 @dataclass(slots=True)

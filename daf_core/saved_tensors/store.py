@@ -71,8 +71,7 @@ class ActivationStore:
         self._recorder = recorder
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
-        self._arguments = Arguments(self._exact, self._sharing)
-        self._common = CommonRows()
+        self._arguments, self._common = Arguments(self._exact, self._sharing), CommonRows()
 
     def beside(self, pagers: DevicePagers, lossy: LossyStore) -> ActivationStore:
         """Returns a store of other memory that knows what this one has measured."""
@@ -280,6 +279,7 @@ class ActivationStore:
         if reading is not None and reading.deviation and not self._lossy.sharpens(saved.site, reading.deviation):
             return
         if self._spares_bits(reading, saved.tensor.device):
+            handle.reading = replace(reading, deviation=0.0, bounds=None)
             return
         tensor, stored = saved.tensor, None
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
@@ -308,7 +308,7 @@ class ActivationStore:
     def _spares_bits(self, reading: Reading | None, device: torch.device) -> TypeGuard[Reading]:
         """Says whether a budget has no bits to give to what takes more of them without one, or stays exact.
 
-        That is the input of a last layer, say, whose error is larger by it, and not without limit as of sharp scores.
+        Its error is larger by that, and not without limit as that of sharp scores.
         """
         more = reading is not None and (reading.deviation == math.inf or reading.jumps)
         return more and self._pagers.on(device).budget is not None

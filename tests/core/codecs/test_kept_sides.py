@@ -183,6 +183,26 @@ def test_a_budget_has_no_bits_for_them(name: str, normalizes: bool) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_budget_may_go_while_a_graph_is_alive(name: str, first: int) -> None:
+    """What was stored within it has no sides, and is read as such."""
+    model = network(FUNCTIONS[name][0], False)
+    engine = ActivationEngine(model, DAFConfig(precision=8, memory_budget="3MB"))
+    for _ in range(first):
+        backward(model, loss_of, engine)
+    with engine.compress():
+        loss = loss_of(model, 0)
+    engine.set_memory_budget(None)
+    loss.backward()
+    expected = backward(model, loss_of)
+    del loss
+    for _ in range(3):
+        found = backward(model, loss_of, engine)
+    assert error(found, expected) < 0.012  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("way", ["chunk", "channels last", "every second", "expanded"])
 def test_whatever_lies_between_the_values(name: str, way: str) -> None:
     """Also in passes that are replayed: a half of a projection's result is read row by row."""

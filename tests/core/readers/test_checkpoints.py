@@ -38,6 +38,16 @@ class Written(nn.Module):
         return F.leaky_relu(values)
 
 
+class Helped(nn.Module):
+    """A function that a method of its own calls."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.bent(values)
+
+    def bent(self, values: Tensor) -> Tensor:
+        return torch.relu(values)
+
+
 JUMPING: list[tuple[nn.Module, bool]] = [
     (nn.ReLU(), True),
     (nn.ReLU6(), True),
@@ -49,6 +59,7 @@ JUMPING: list[tuple[nn.Module, bool]] = [
     (nn.MaxPool2d(2), True),
     (nn.AdaptiveMaxPool2d(2), True),
     (Written(), True),
+    (Helped(), True),
     (nn.TransformerEncoderLayer(8, 2), True),
     (nn.TransformerEncoderLayer(8, 2, activation="gelu"), False),
     (nn.GELU(), False),

@@ -229,6 +229,15 @@ DISTILLATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reversed": lambda s, t: F.kl_div(_logs(t), _logs(s), reduction="batchmean", log_target=True),
     "written out": lambda s, t: (s.softmax(-1) * (_logs(s) - _logs(t))).sum(-1).mean(),
     "cross entropy": lambda s, t: F.cross_entropy(s.flatten(0, 1), t.softmax(-1).flatten(0, 1)),
+    "of a temperature": lambda s, t: F.kl_div(_logs(s / 2) * 0.5, t.softmax(-1), reduction="batchmean"),
+    "of chosen tokens": lambda s, t: F.kl_div(
+        _logs(s).flatten(0, 1).index_select(0, torch.arange(ROWS * TOKENS // 2)),
+        t.softmax(-1).flatten(0, 1)[: ROWS * TOKENS // 2],
+        reduction="batchmean",
+    ),
+    "with a mask": lambda s, t: F.kl_div(
+        _logs(s).masked_fill((normal(TOKENS, 1) > 1), 0.0), t.softmax(-1), reduction="batchmean"
+    ),
     "of some tokens": lambda s, t: F.kl_div(_logs(s)[:, 1:], t[:, 1:].softmax(-1), reduction="batchmean"),
     "of both": _divergence_of_both,
 }
@@ -266,7 +275,7 @@ def _picked(scores: Tensor, _: Tensor) -> Tensor:
 
 def _one_hot(scores: Tensor, _: Tensor) -> Tensor:
     targets = F.one_hot(torch.arange(ROWS * TOKENS) % 512, 512).view_as(scores)
-    return -(_logs(scores) * targets.float()).sum(-1).mean()
+    return -((_logs(scores) + 1e-6) * targets.float()).sum(-1).mean()
 
 
 def _indexed(scores: Tensor, _: Tensor) -> Tensor:
@@ -278,17 +287,19 @@ PICKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "by gather": _picked,
     "by an index": _indexed,
     "by a product with zeros and ones": _one_hot,
+    "of twice as much": lambda s, _: F.nll_loss((2.0 * _logs(s)).flatten(0, 1), torch.arange(ROWS * TOKENS) % 512),
     "a mask": lambda s, _: (_logs(s) * (normal(TOKENS, 1) > 0).float()).sum(-1).mean(),
     "an entropy": lambda s, _: (s.softmax(-1) * _logs(s)).sum(-1).mean(),
 }
 
 
+@pytest.mark.parametrize("packing", ["device", "workers"])
 @pytest.mark.parametrize("how", PICKED)
-def test_logarithms_that_nothing_is_compared_with_take_the_usual_bits(how: str) -> None:
+def test_logarithms_that_nothing_is_compared_with_take_the_usual_bits(how: str, packing: str) -> None:
     """As those of targets, that policies are trained with."""
     x = normal(ROWS, TOKENS, WIDTH)
     model = Student(PICKED[how])
-    engine = engine_for(model, 8)  # at which what is compared stays exact
+    engine = engine_for(model, 8, packing=packing)  # at which what is compared stays exact
     for _ in range(3):
         with engine.compress():
             loss = model(x)
