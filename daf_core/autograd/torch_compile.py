@@ -60,9 +60,6 @@ class _Met:
 
 _met = _Met()
 
-GRAPH = "CompiledFunction"
-"""The name of the functions that graphs of torch.compile are, whoever has compiled them."""
-
 
 def leave_to_run(function: Any) -> None:
     """Has torch.compile run a function as it is, also inside of what it compiles, and compile what that one calls.
@@ -123,7 +120,7 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 def notice_graph(function: type) -> None:
     """Notices where a function that saves is a graph, such as one that was compiled in forward, or after a reset."""
-    if function.__name__ == GRAPH:
+    if function.__name__ == "CompiledFunction":  # whoever has compiled it
         _met.graph = True
 
 

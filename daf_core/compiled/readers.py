@@ -229,7 +229,7 @@ def reached(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx
 def needs_of(saved: fx.Node) -> Needs:
     """Returns what the backward needs of a saved tensor, given its placeholder in the backward graph."""
     found, seen, pending = Needs.NOTHING, {saved}, [saved]
-    same = {saved}
+    same = set(reached([saved], lambda node: filter(is_view, node.users)))
     while pending:
         source = pending.pop()
         for user in source.users:
@@ -237,8 +237,6 @@ def needs_of(saved: fx.Node) -> Needs:
             if needs is Needs.SIGNS and source not in same:  # codes keep signs, but not those of what is made of them
                 needs = Needs.EXACT
             found |= needs
-            if is_view(user) and source in same:
-                same.add(user)
             if goes_on and user not in seen:
                 seen.add(user)
                 pending.append(user)

@@ -73,19 +73,23 @@ def normalized(node: Node) -> Iterator[tuple[Node, str]]:
     reciprocal, of which it is one number for each row.
     """
     name = node.name()
-    divisor = _spread(node.next_functions[1][0]) if name == "DivBackward0" else None
-    if name in _MEANS and _is_last(node._saved_dim, len(node._saved_self_sym_sizes)):
+    if _is_mean_of_rows(node):
         for square, _ in node.next_functions:
             if square is not None and square.name() == _SQUARE and square._saved_exponent == 2:
                 yield square, "self"
             if square is not None and square.name() == PRODUCT and len({*square.next_functions}) == 1:
                 yield from ((square, field) for field in fields_of(square))
-    elif divisor is not None or (name in _SPREADS and _is_of_rows(node)):
+    elif _divisor(node) is not None or (name in _SPREADS and _is_of_rows(node)):
         yield node, "self"
     elif name == PRODUCT:
         for (factor, _), field in zip(node.next_functions, ("other", "self"), strict=True):
             if factor is not None and factor.name() in _RECIPROCALS and _last_size(factor) == 1:
                 yield node, field
+
+
+def _is_mean_of_rows(node: Node) -> bool:
+    """Says whether a node is the mean, or the sum, of each row along the last dimension."""
+    return node.name() in _MEANS and _is_last(node._saved_dim, len(node._saved_self_sym_sizes))
 
 
 def _is_of_rows(node: Node) -> bool:
@@ -96,8 +100,9 @@ def _is_of_rows(node: Node) -> bool:
     return _is_last(dims, len(made.shape) + (not getattr(node, "_saved_keepdim", True)))
 
 
-def _spread(divisor: Node | None) -> Node | None:
-    """Returns the root, deviation or norm of each row that a divisor is, or is not less than; None where it is none."""
+def _divisor(node: Node) -> Node | None:
+    """Returns the root, deviation or norm of each row that a node divides by, or by no less; None where it does not."""
+    divisor = node.next_functions[1][0] if node.name() == "DivBackward0" else None
     while divisor is not None and divisor.name() in ("AddBackward0", "ExpandBackward0", "ClampMinBackward0"):
         divisor = divisor.next_functions[0][0]
     if divisor is None or _last_size(divisor) != 1:
@@ -112,9 +117,7 @@ def cosine_factors(node: Node) -> Iterator[tuple[Node, str]]:
     Of vectors that are almost parallel the gradient is what little of one is at right angles to the other: its error
     was .67 at 4 bits, and is .12. Torch's own function is known by its name.
     """
-    if node.name() not in _MEANS or not _is_last(node._saved_dim, len(node._saved_self_sym_sizes)):
-        return
-    for product, _ in node.next_functions:
+    for product, _ in node.next_functions if _is_mean_of_rows(node) else ():
         if product is not None and product.name() == PRODUCT:
             normalize = [part for each, _ in product.next_functions if each is not None for part in _normalizes(each)]
             for each in (product, *normalize) if normalize else ():
@@ -123,7 +126,7 @@ def cosine_factors(node: Node) -> Iterator[tuple[Node, str]]:
 
 def _normalizes(node: Node) -> tuple[Node, ...]:
     """Returns a node that divides by a norm, as it is or where that is not too small, and that of the norm."""
-    divisor = _spread(node.next_functions[1][0]) if node.name() == "DivBackward0" else None
+    divisor = _divisor(node)
     return (node, divisor) if divisor is not None and divisor.name() in NORMS else ()
 
 
@@ -188,7 +191,6 @@ def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
     found = [each for each in pending if each.name() == LOG_SOFTMAX and _has_rows_of(each, product)]
     if found and not constant and (None, 0) in product.next_functions:
         weights: Any = packed_for(product, "other" if product.next_functions[1][0] is None else "self", unpack)
-        weights = weights.result() if hasattr(weights, "result") else weights  # it may be packed in the background
         constant = weights is not None and weights.stored.lossy  # a mask is not, and a number is not saved
     if found and constant:
         yield from ((each, "result") for each in found)

@@ -193,11 +193,12 @@ class Direct:
             stored = PlanesActivation(pager, backend, layout, groups)
         geometry, dense = decision.geometry, tensor
         decodes: DirectCodec | None = codec
-        if type(stored) is PlanesActivation and stored.groups.keeps_more:
-            dense = stored.set_aside(geometry.compact(tensor.detach()).contiguous())
-            decodes = codec if stored.is_codes_alone else None  # otherwise that is to be added
-        elif geometry.has_holes:
+        keeps_more = groups is not None and groups.keeps_more
+        if keeps_more or geometry.has_holes:
             dense = geometry.compact(tensor.detach()).contiguous()
+        if keeps_more and type(stored) is PlanesActivation:
+            dense = stored.set_aside(dense)
+            decodes = codec if stored.is_codes_alone else None  # otherwise that is to be added
         declined, zero, one, finite = pager.take(kind, stored, codec.encode, dense.data_ptr())
         if declined:
             return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from daf_core.autograd.torch_private import Node, packed_for, version_counter
-from daf_core.codecs import RawActivation
+from daf_core.codecs import RawActivation, StoredActivation
 from daf_core.codecs.raw import modified_in_place
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.pending import Pending, Signal
@@ -81,6 +81,11 @@ class PendingActivation:
         """What it was packed as; None before that, and where it was changed: perhaps before it was read."""
         counter = self._job.counter
         return self._job.packed if counter is None or counter._version == self._version else None
+
+    @property
+    def stored(self) -> StoredActivation:
+        """What is stored of it, which may have to be waited for; the errors are those of `result`."""
+        return self.result().stored
 
     def end_pass(self) -> None:
         """Ends the forward pass: from now on, changes in place do no harm."""

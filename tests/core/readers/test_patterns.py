@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core.readers.patterns import last_products, normalized
-from tests.core.harness import assert_empty, engine_for, error, gradients, normal
+from tests.core.harness import assert_empty, backward, engine_for, error, gradients, normal
 
 BOUNDS = {8: 0.05, 4: 0.5}
 ROWS, TOKENS, WIDTH = 4, 64, 64
@@ -98,15 +97,12 @@ def test_a_normalization_that_reads_something_else_in_a_later_pass_is_known_at_o
     x, small = normal(ROWS, TOKENS, WIDTH), torch.where(torch.arange(TOKENS) % 3 == 1, 0.01, 1.0)[:, None]
     engine = engine_for(model, 4)
     for number in range(6):
-        found = list[list[Tensor]]()
-        for scope in (nullcontext(), engine.compress()):
-            model.zero_grad()
-            with scope:
-                values = first(x) * small if number > 3 else first(x)
-                loss = (last(NORMALIZATIONS["pow"](values)).tanh() * x).mean()
-            loss.backward()
-            found.append(gradients(model))
-        assert error(found[1], found[0]) < 0.1
+
+        def loss_of(_: nn.Module, __: int, changed: bool = number > 3) -> Tensor:
+            values = first(x) * small if changed else first(x)
+            return (last(NORMALIZATIONS["pow"](values)).tanh() * x).mean()
+
+        assert error(backward(model, loss_of, engine), backward(model, loss_of)) < 0.1
 
 
 def held(model: nn.Module, x: Tensor) -> int:
@@ -183,18 +179,7 @@ class LastOf(nn.Module):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
 def test_a_last_product_may_be_of_sparse_or_nested_tensors(kind: str) -> None:
-    model, x = LastOf(kind), texts()
-    model(x).backward()
-    expected = gradients(model)
-    engine = engine_for(model, 8)
-    for _ in range(3):
-        model.zero_grad()
-        with engine.compress():
-            loss = model(x)
-        loss.backward()
-        assert error(gradients(model), expected) < 0.02
-        del loss
-    assert_empty(engine)
+    assert max(errors(LastOf(kind), texts(), 8, passes=3)) < 0.02
 
 
 class Student(nn.Module):
@@ -258,14 +243,9 @@ def test_a_teacher_that_comes_later_is_known_after_two_passes() -> None:
     for number in range(8):
         if number == 4:
             model.loss = DISTILLATIONS["kl_div"]
-        found = list[list[Tensor]]()
-        for scope in (nullcontext(), engine.compress()):
-            model.zero_grad()
-            with scope:
-                loss = model(inputs)
-            loss.backward()
-            found.append(gradients(model))
-        assert number in (4, 5) or error(found[1], found[0]) < 0.2
+        plain = backward(model, lambda model, _: model(inputs))
+        found = backward(model, lambda model, _: model(inputs), engine)
+        assert number in (4, 5) or error(found, plain) < 0.2
 
 
 def _picked(scores: Tensor, _: Tensor) -> Tensor:
@@ -348,15 +328,10 @@ def test_norms_of_all_elements_are_none_of_rows() -> None:
     """As those of a weight that has one length: its node says nothing of dimensions."""
     torch.manual_seed(0)
     model = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 128), dim=None)  # pyright: ignore[reportArgumentType]
-    x = texts()
-    model(x).square().mean().backward()
-    expected, engine = gradients(model), engine_for(model, 8)
+    x, engine = texts(), engine_for(model, 8)
+    expected = backward(model, lambda model, _: model(x).square().mean())
     for _ in range(3):
-        model.zero_grad()
-        with engine.compress():
-            loss = model(x).square().mean()
-        loss.backward()
-        assert error(gradients(model), expected) < 0.02
+        assert error(backward(model, lambda model, _: model(x).square().mean(), engine), expected) < 0.02
     values = x.requires_grad_()
     for norm in (values.norm(), values.norm(p=2, dim=(1, 2), keepdim=True), values.std(), values.var(0)):
         assert not [*normalized(norm.grad_fn)]
