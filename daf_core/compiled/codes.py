@@ -9,32 +9,24 @@ element. All functions are traced: they contain no decision that depends on valu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from daf_core.codecs.scaling_groups import OWN_ROW
-from daf_core.compiled.common_row import Across, across_rows, common_row
-from daf_core.compiled.sizes import hint, is_known
+from daf_core.compiled.common_row import common_row
+from daf_core.compiled.groups import PARTS, Shape
+from daf_core.compiled.sizes import hint
 from daf_kernels.layout import (
     CLIP,
     CLIPPED_PRECISION,
     LARGEST_CLIPPED,
     LARGEST_SPREAD,
     LEAST_TAIL,
-    MAX_GROUP,
-    SHARED_ROW,
-    group_size,
 )
 from daf_kernels.reference.gelu_derivative import LEAST, STEPS
-
-PARTS = 8
-"""Groups have a multiple of so many elements, so that codes of any number of bits fill whole bytes."""
 
 INVISIBLE = 1.2e-35
 """Groups whose spread is smaller are stored as their minimum."""
@@ -48,107 +40,8 @@ WORTHWHILE = 0.7
 SLOPE_LEAST, SLOPE_RANGE = LEAST, 256 / STEPS
 """The least derivative of a GELU that has a code, and the distance to the largest."""
 
-LEAST_GROUP = 64
-"""Elements in the smallest scaling group that is looked for where rows have no divisor that fits."""
-
 _TINY = {torch.float32: 1e-38, torch.bfloat16: 1e-38, torch.float16: 6e-8}
 """What a positive value of a type decodes to at least where its sign matters."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a tensor is seen as rows of groups, and back.
-
-    Codes of rows that lie far apart share bytes: a loop along a row then reads and writes whole vectors, and decoding
-    needs no memory of its own where a loop reads what is decoded.
-    """
-
-    order: tuple[int, ...]  # its dimensions by falling stride
-    group: int  # elements in a group
-    # The place in `order` of the dimension that is cut into parts; None where groups themselves are.
-    split: int | None = None
-    inner: int = 0  # the place in `order` where rows of whole groups begin
-    padded: bool = False  # whether the last group is filled up
-    across: Across = ()  # what numbers rows that may have something in common
-
-    def rows(self, values: Tensor, parts: int) -> Tensor:
-        """Returns the values in the order of memory, of shape (outer, parts, rows, groups in a row, group).
-
-        Where groups themselves are cut, of shape (groups, group).
-        """
-        values = values.permute(self.order)
-        if self.split is not None:
-            sizes = values.shape
-            return values.reshape(
-                math.prod(sizes[: self.split]),
-                parts,
-                sizes[self.split] // parts * math.prod(sizes[self.split + 1 : self.inner]),
-                math.prod(sizes[self.inner :]) // self.group,
-                self.group,
-            )
-        flat = values.reshape(-1)
-        if self.padded:
-            flat = torch.nn.functional.pad(flat, (0, -flat.shape[0] % self.group))
-        return flat.view(-1, self.group)
-
-    def back(self, rows: Tensor, sizes: Sequence[Any]) -> Tensor:
-        """Returns a tensor of the sizes and the order of memory that `rows` was given."""
-        ordered = [sizes[dim] for dim in self.order]
-        if self.padded:
-            rows = rows.reshape(-1)[: math.prod(sizes)]
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return rows.reshape(ordered).permute(inverse)
-
-    def pack(self, codes: Tensor, bits: int) -> Tensor:
-        """Puts whole numbers of the shape that `rows` returns into as few uint8."""
-        parts = 8 // bits
-        if self.split is None:
-            codes = codes.reshape(-1, parts, self.group // parts)
-        return reduce(torch.add, (codes[:, part] * float(1 << bits * part) for part in range(parts))).to(torch.uint8)
-
-    def unpack(self, packed: Tensor, bits: int) -> Tensor:
-        """Returns the numbers that `pack` was given, float32."""
-        parts, values = 8 // bits, packed.float()
-        place = torch.arange(parts, device=packed.device, dtype=torch.float32)
-        below = torch.exp2(place * -bits).view(1, parts, *[1] * (packed.dim() - 1))
-        left = torch.floor(values.unsqueeze(1) * below)
-        codes = left - torch.floor(left * 2.0**-bits) * float(1 << bits)
-        return codes if self.split is not None else codes.reshape(-1, self.group)
-
-
-def shape_of(
-    values: Tensor, own_rows: bool = False, channels: int | None = None, normalized: int | None = None
-) -> Shape:
-    """Returns how a tensor is cut into groups: those of `group_size`, where eight codes of them fill whole bytes.
-
-    With `own_rows`, rows of `OWN_ROW` elements or more do not share groups. `channels` is the dimension that numbers
-    channels, if that is known, and rows lie along `normalized`, the dimension that a normalization reads, if any. The
-    tensor has no holes in memory; its sizes may be symbols.
-    """
-    strides = [
-        (dim != normalized, hint(values.stride(dim)), hint(values.shape[dim]), dim) for dim in range(values.dim())
-    ]
-    order = tuple(dim for *_, dim in sorted(strides, reverse=True))
-    sizes = [values.shape[dim] for dim in order]
-    fixed = len(sizes)  # from here on sizes are the same whatever the symbols are
-    while fixed and is_known(sizes[fixed - 1]):
-        fixed -= 1
-    known, row = math.prod(sizes[fixed:]), sizes[-1] if sizes else 1
-    group = group_size(row) if is_known(row) else MAX_GROUP
-    if own_rows and is_known(row) and OWN_ROW <= row <= SHARED_ROW:
-        group = row
-    if known % group or group % PARTS:
-        fitting = (size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if known % size == 0)
-        group = next(fitting, MAX_GROUP)
-    across = across_rows(values.shape, order)
-    if channels is not None and channels != order[-1]:  # the tokens of a channel lie side by side
-        # What they share is in the headers of groups, where these are theirs alone.
-        across = () if is_known(row) and row % group == 0 else order[-1:]
-    if known % group:
-        return Shape(order, group, padded=True, across=across)
-    inner = max(place for place in range(fixed, len(sizes)) if math.prod(sizes[place:]) % group == 0)
-    splits = (place for place in range(inner) if is_known(sizes[place]) and sizes[place] % PARTS == 0)
-    return Shape(order, group, next(splits, None), inner, across=across)
 
 
 @dataclass(frozen=True)

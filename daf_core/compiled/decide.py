@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
+from daf_core.codecs.scaling_groups import OWN_ROW
 from daf_core.compiled.attention import attend_again
-from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Shape, Slopes, shape_of
+from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
 from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.dimensions import channels_of, normalized_in, probabilities_of, viewed
+from daf_core.compiled.groups import Shape, Together, elements_together, shape_of
 from daf_core.compiled.readers import (
     CASTS,
     RESHAPES,
@@ -40,6 +42,10 @@ HEADER_BITS = 0.25
 FEW_RESULTS = 16
 """A last layer gives so many times fewer numbers than it reads; see docs/numerics.md."""
 
+BITS_OF_SHORT_ROWS = 8
+"""Of what a normalization takes together that is too short for a scaling group. With 32 heads of 8 channels, which
+deviate from .1 to 10, the error at 4 bits was 38 instead of .01."""
+
 ALIKE = 2e-3
 """How far the derivatives of torch's two GELUs, and of one in another type, may differ."""
 
@@ -58,11 +64,11 @@ class Decision:
     unread: bool = False  # whether the backward graph reads nothing of it, and nothing is stored
     own_rows: bool = False  # whether rows are not to share scaling groups
     channels: int | None = None  # its dimension that numbers channels, where that is known
-    normalized: int | None = None  # that which a normalization reads, where one does
+    together: Together = ()  # what of it a normalization takes together, where one reads it
 
     def shape(self, values: Tensor) -> Shape:
         """Returns how what is stored is cut into groups."""
-        return shape_of(values, self.own_rows, self.channels, self.normalized)
+        return shape_of(values, self.own_rows, self.channels, self.together)
 
 
 KEPT = Decision(None)
@@ -142,8 +148,10 @@ class Decisions:
             return Decision(code)
         if is_softmax(viewed(made)):
             return _of_probabilities(made, values, code)
-        normalized = normalized_in(made)
-        decision = Decision(code, own_rows=normalized is not None, normalized=normalized)
+        decision = Decision(code, together=normalized_in(made))
+        if decision.together and elements_together(values, decision.together) < OWN_ROW:
+            code = replace(code, bits=BITS_OF_SHORT_ROWS)
+            decision = replace(decision, code=code)
         if code.signs or self._is_of_convolution(made, reader):
             return decision
         decision = replace(decision, channels=channels_of(made))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
+from daf_core.compiled.groups import Together
 from daf_core.compiled.readers import (
     CASTS,
-    dim_normalized,
     dim_of_softmax,
     is_pointwise,
     is_view,
     name_of,
+    normalized_by,
     tensors_of,
 )
 from daf_core.compiled.sizes import elements_of, hint
@@ -39,8 +39,8 @@ def _is_seen_otherwise(node: fx.Node) -> bool:
 def channels_of(node: fx.Node) -> int | None:
     """Returns the dimension of a tensor that numbers channels; None where that is not known.
 
-    It is the last one of what a linear layer gives, of which views, copies and multiples have made the tensor. Keys are
-    copied channel by channel, with the tokens of each side by side.
+    It is the last one of what a linear layer gives, of which views, copies and multiples have made the tensor; the
+    innermost part of it, if views have cut it. Keys are copied channel by channel, the tokens of each side by side.
     """
     path = [node]
     while len(tensors_of(node)) == 1 and (is_view(node) or is_pointwise(node)):
@@ -50,23 +50,24 @@ def channels_of(node: fx.Node) -> int | None:
         path.append(node)
     if name_of(path[-1]) not in ("mm", "addmm"):  # of others, as convolutions, any dimension may be
         return None
-    return _followed(path[::-1], -1)
+    found, values = _followed(path[::-1], {1: 0}), path[0].meta["val"]
+    return min(found, key=lambda dim: hint(values.stride(dim)), default=None)
 
 
-def normalized_in(node: fx.Node) -> int | None:
-    """Returns the dimension of a tensor that a LayerNorm or the like normalizes, perhaps of a view or a copy of it.
+def normalized_in(node: fx.Node) -> Together:
+    """Returns what a LayerNorm or the like takes together of a tensor, perhaps of a view or a copy of it.
 
-    A row that spreads less than others has a larger gradient, and does not share a group with them.
+    What spreads less than others has a larger gradient, and does not share a group with them.
     """
     pending = [[node]]
     for path in pending:  # which grows meanwhile
         for user in path[0].users:
-            dim = dim_normalized(user)
-            if dim is not None and user.args[0] is path[0]:
-                return _followed(path, dim)
+            dims = normalized_by(user)
+            if dims and user.args[0] is path[0]:
+                return tuple(sorted(_followed(path, dims).items()))
             if _is_seen_otherwise(user) and isinstance(user.meta.get("val"), Tensor) and len(path) < LONGEST_PATH:
                 pending.append([user, *path])
-    return None
+    return ()
 
 
 def probabilities_of(node: fx.Node) -> int | None:
@@ -85,30 +86,44 @@ def probabilities_of(node: fx.Node) -> int | None:
         path.append(node)
     dim = dim_of_softmax(node)
     assert dim is not None
-    return _followed(path[::-1], dim, whole=True)
+    [(found, piece), *others] = _followed(path[::-1], {dim: 0}).items() or [(None, 0)]
+    return None if piece or others else found
 
 
-def _followed(path: Sequence[fx.Node], dim: int, whole: bool = False) -> int | None:
-    """Returns where a dimension of the first of some nodes is in the last. One of two neighbors is made of the other.
+def _followed(path: Sequence[fx.Node], dims: Mapping[int, int]) -> dict[int, int]:
+    """Returns which dimensions of the last of some nodes are those of the first, and how many elements of each.
 
-    Or where the innermost part of it is, if views have cut it; None then if it has to be `whole`.
+    0 stands for all of them. One of two neighbors is made of the other. Empty where that is not known.
     """
-    values = [each.meta["val"] for each in path]
-    stride, size = values[0].stride(dim), hint(values[0].shape[dim])
+    values: list[Tensor] = [each.meta["val"] for each in path]
     for one, other, here, there in zip(path, path[1:], values, values[1:], strict=False):
-        place = _of_stride(here, stride)
-        if place is None or (whole and hint(here.shape[place]) != size):
-            return None
         made = other if one in tensors_of(other) else one
         if is_view(made) and name_of(made) not in _COPIES:
-            continue
-        if here.dim() != there.dim():
-            return None
-        stride = there.stride(place)
-    last = _of_stride(values[-1], stride)
-    return None if last is None or (whole and hint(values[-1].shape[last]) != size) else last
+            dims = _seen_in(there, _runs(here, dims))
+        elif here.dim() != there.dim():
+            return {}
+    return dict(dims)
 
 
-def _of_stride(values: Tensor, stride: Any) -> int | None:
-    found = [dim for dim in range(values.dim()) if hint(values.stride(dim)) == hint(stride)]
-    return next((dim for dim in found if hint(values.shape[dim]) > 1), None)
+def _runs(values: Tensor, dims: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Returns the strides of dimensions in memory, each with what it is at the end of the elements."""
+    found = sorted((hint(values.stride(dim)), piece or hint(values.shape[dim])) for dim, piece in dims.items())
+    runs: list[tuple[int, int]] = []
+    for stride, size in found:
+        if size > 1 and runs and runs[-1][1] == stride:
+            runs[-1] = runs[-1][0], stride * size
+        elif size > 1 and stride:
+            runs.append((stride, stride * size))
+    return runs
+
+
+def _seen_in(values: Tensor, runs: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Returns which dimensions of a tensor lie in runs of memory, and how many elements of each; 0 for all."""
+    found: dict[int, int] = {}
+    for dim in range(values.dim()):
+        stride, size = hint(values.stride(dim)), hint(values.shape[dim])
+        for first, end in runs:
+            if size > 1 and first <= stride < end and stride % first == 0:
+                piece = end // stride
+                found[dim] = piece if piece < size and size % piece == 0 else 0
+    return found

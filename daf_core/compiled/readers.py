@@ -193,22 +193,33 @@ def _is_zero(value: Any) -> bool:
     return name_of(value) in ("zeros", "zeros_like") or (place is not None and arguments[place] == 0)
 
 
-def dim_normalized(node: fx.Node) -> int | None:
-    """Returns the only dimension along which a node works out what a normalization divides by; None for other nodes."""
+def normalized_by(node: fx.Node) -> dict[int, int]:
+    """Returns along which dimensions of its first argument a node works out what a normalization divides by.
+
+    By number, with how many elements of each it takes together: 0 for all. Empty for other nodes.
+    """
     arguments: list[Any] = [*node.args, None, None, None]
     name, value, dims = name_of(node), arguments[0], arguments[1]
+    values = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(values, Tensor):
+        return {}
     if name in ("native_layer_norm", "_fused_rms_norm"):
-        dims = [-1] if len(dims) == 1 else None
+        dims = [*range(-len(dims), 0)]
+    elif name == "native_group_norm":
+        channels, groups = node.args[4], cast("int", node.args[6])
+        return {1: cast("int", channels) // groups, **dict.fromkeys(range(2, values.dim()), 0)}
+    elif "batch_norm" in name and "backward" not in name:
+        dims = [dim for dim in range(values.dim()) if dim != 1]
     elif name == "linalg_vector_norm":
         dims = arguments[2]
     elif (name == "pow" and dims == 2) or (name == "mul" and dims is value):  # of whose mean the root is the divisor
         means: list[list[Any]] = [[*user.args, None] for user in node.users if name_of(user) in ("mean", "sum")]
         dims = means[0][1] if means else None
+        if isinstance(dims, list | tuple) and len(dims) > 1:  # more often a loss, or a penalty
+            return {}
     elif name not in ("var_mean", "var"):
-        return None
-    if not isinstance(dims, list | tuple) or len(dims) != 1 or not isinstance(value, fx.Node):
-        return None
-    return int(cast("Any", dims[0])) % max(1, value.meta["val"].dim())
+        return {}
+    return {dim % values.dim(): 0 for dim in dims} if isinstance(dims, list | tuple) and values.dim() else {}
 
 
 def _is_constant(node: fx.Node) -> bool:

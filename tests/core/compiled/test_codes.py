@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_core.compiled.codes import Bits, Code, Like, Logarithms, Planes, Sides, Slopes, shape_of
+from daf_core.compiled.codes import Bits, Code, Like, Logarithms, Planes, Sides, Slopes
+from daf_core.compiled.groups import shape_of
 from daf_kernels.layout import group_size, plane_layout
 from daf_kernels.reference import codec
 from daf_kernels.reference.gelu_derivative import derivative

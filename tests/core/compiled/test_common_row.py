@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.compiled.codes import Like, Planes, shape_of
+from daf_core.compiled.codes import Like, Planes
 from daf_core.compiled.common_row import across_rows, common_row
+from daf_core.compiled.groups import shape_of
 from tests.core.compiled.graphs import BACKEND, error_of_weight
 from tests.core.harness import normal
 
