@@ -164,7 +164,8 @@ class Decisions:
             return None
         if Needs.EXPONENTIAL in needs:
             return Logarithms(self._bits) if Needs.SIGNS not in needs else None
-        bits = bits_for(self._bits, math.inf) if self._is_of_last_layer(reader) else self._bits
+        more = Needs.MORE_BITS in needs or self._is_of_last_layer(reader)
+        bits = bits_for(self._bits, math.inf) if more else self._bits
         return None if bits is None else Planes(bits, signs=Needs.SIGNS in needs)
 
     def _is_of_last_layer(self, reader: fx.Node) -> bool:

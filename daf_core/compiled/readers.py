@@ -26,6 +26,7 @@ class Needs(Flag):
 
     NOTHING = 0
     VALUES = auto()
+    MORE_BITS = auto()  # than others get
     EXACT = auto()
     EXPONENTIAL = auto()
     SIGNS = auto()
@@ -241,17 +242,42 @@ def needs_of(saved: fx.Node) -> Needs:
     """Returns what the backward needs of a saved tensor, given its placeholder in the backward graph."""
     found, seen, pending = Needs.NOTHING, {saved}, [saved]
     same = set(reached([saved], lambda node: filter(is_view, node.users)))
+    moved = set(reached([saved], lambda node: [each for each in node.users if _moves(each, node)]))
     while pending:
         source = pending.pop()
         for user in source.users:
             needs, goes_on = _reading(user, source)
             if needs is Needs.SIGNS and source not in same:  # codes keep signs, but not those of what is made of them
                 needs = Needs.EXACT
+            if needs is Needs.EXPONENTIAL and source not in moved:  # codes of logarithms are close at their largest
+                needs, goes_on = Needs.NOTHING if _is_minus_square(source) else Needs.MORE_BITS, True
             found |= needs
             if goes_on and user not in seen:
                 seen.add(user)
                 pending.append(user)
     return found
+
+
+def _moves(node: fx.Node, source: fx.Node) -> bool:
+    """Says whether the largest of a tensor's values are the largest of a node's, too, as in logarithms and scores."""
+    name, arguments = name_of(node), node.args
+    if name in ("mul", "div"):
+        return arguments[0] is source and isinstance(arguments[1], int | float) and arguments[1] > 0
+    return is_view(node) or name in (*CASTS, "add") or (name == "sub" and arguments[0] is source)
+
+
+def _is_minus_square(node: fx.Node) -> bool:
+    """Says whether a node is a negative multiple of a square, whose exponential is a density: GELU's derivative."""
+    name, arguments = name_of(node), node.args
+    if name == "mul":
+        numbers = [each for each in arguments if isinstance(each, int | float)]
+        if len(numbers) != 1 or numbers[0] > 0:
+            return False
+    elif name != "neg":
+        return False
+    [square] = node.all_input_nodes
+    name, arguments = name_of(square), square.args
+    return name == "square" or (name == "mul" and arguments[0] is arguments[1]) or (name == "pow" and arguments[1] == 2)
 
 
 def sides_of(saved: fx.Node) -> Sides | None:
