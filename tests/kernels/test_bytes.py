@@ -33,7 +33,7 @@ def test_bytes_are_those_of_the_reference(make: Make, dtype: torch.dtype, seed: 
 
 @pytest.mark.parametrize("planes", range(5), ids="planes{}".format)
 @pytest.mark.parametrize("seed", ROUNDINGS)
-@pytest.mark.parametrize("row", [32, 33, 48, 63, 64])
+@pytest.mark.parametrize("row", [2, 7, 12, 32, 33, 48, 63, 64])
 def test_short_rows_may_have_groups_of_their_own(row: int, seed: Seed | None, planes: int) -> None:
     """Rows that normalizations read; elsewhere they share groups. Each has its own mean, and its own spread."""
     values = normal(300, row) * torch.logspace(-6, 6, 300)[:, None] + torch.arange(300)[:, None]

@@ -63,7 +63,7 @@ def test_every_precision_in_every_kind_of_group(row: int, planes: int, seed: See
 
 
 @pytest.mark.parametrize("form", [EIGHT, FOUR, TWO, ONE], ids=str)
-@pytest.mark.parametrize("row", [32, 48, 63, 64])
+@pytest.mark.parametrize("row", [2, 7, 12, 32, 48, 63, 64])
 def test_short_rows_may_have_groups_of_their_own(row: int, form: TensorKind) -> None:
     check(normal(-(-900 // row), row), form, own=True)
 

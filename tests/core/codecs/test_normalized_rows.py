@@ -39,20 +39,14 @@ def test_columns_that_a_batch_normalization_reads_spread_differently(rows: int) 
     assert 0 < min(errors) <= max(errors) < 0.2
 
 
-def test_few_rows_of_alike_columns_have_codes() -> None:
-    """Of 24 rows columns share groups, and are exact only where columns spread differently, not parts of rows."""
+@pytest.mark.parametrize("rows", [3, 5, 7, 12, 24])
+def test_columns_of_few_rows_have_groups_of_their_own(rows: int) -> None:
+    """Where they shared them, the range was that of their means, and errors of 7 to 24 rows were 1.4 to 2.0."""
     torch.manual_seed(0)
-    first = nn.Linear(64, 512)
-    with torch.no_grad():
-        first.weight[::2] *= 0.005
-    alike = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512))
-    for model, expected in ((alike, 1), (nn.Sequential(first, nn.BatchNorm1d(512)), 0)):
-        engine = ActivationEngine(model, DAFConfig(precision=4))
-        for _ in range(PASSES):
-            with engine.compress():
-                loss = model(normal(24, 64)).sum()
-            loss.backward()
-            assert engine.finish_step().stored_as["planes"] == expected
+    model = nn.Sequential(nn.Linear(32, 2048), nn.BatchNorm1d(2048))
+    inputs = normal(1, 32) + 0.05 * normal(rows, 32, seed=1)
+    errors = errors_of_weight(model, model[1].weight, inputs, 4)
+    assert 0 < min(errors) <= max(errors) < 0.2
 
 
 class ReadBefore(nn.Module):

@@ -175,7 +175,7 @@ def test_channels_of_few_positions_share_no_groups(layout: Callable[[Tensor], Te
 
 def test_columns_that_a_batch_normalization_reads_have_groups() -> None:
     reader = "NativeBatchNormBackward0"
-    for rows in (OWN_ROW, 100, 512):
+    for rows in (2, OWN_ROW, 100, 512):
         matrix = normal(rows, 24) + torch.arange(24)
         geometry = geometry_of((rows, 24), (24, 1))
         groups = normalized_groups(geometry, reader, 0)
