@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from daf_core.codecs.scaling_groups import OWN_ROW
 from daf_core.compiled.attention import attend_again
 from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
 from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.dimensions import channels_of, normalized_in, probabilities_of, viewed
-from daf_core.compiled.groups import Shape, Together, elements_together, shape_of
+from daf_core.compiled.groups import Shape, Together, shape_of
 from daf_core.compiled.readers import (
     CASTS,
     RESHAPES,
@@ -36,15 +35,11 @@ from daf_core.readers.sharpness import bits_for
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are."""
 
-HEADER_BITS = 0.25
-"""Bits an element for headers of groups, rounded up."""
+HEADER_BITS = 64
+"""Bits of the header of a group, at the most."""
 
 FEW_RESULTS = 16
 """A last layer gives so many times fewer numbers than it reads; see docs/numerics.md."""
-
-BITS_OF_SHORT_ROWS = 8
-"""Of what a normalization takes together that is too short for a scaling group. With 32 heads of 8 channels, which
-deviate from .1 to 10, the error at 4 bits was 38 instead of .01."""
 
 ALIKE = 2e-3
 """How far the derivatives of torch's two GELUs, and of one in another type, may differ."""
@@ -129,10 +124,11 @@ class Decisions:
             return 0.0
         if decision.code is None:
             return elements_of(values) * values.element_size()
-        bits = getattr(decision.code, "bits", 1) + HEADER_BITS
+        shape = decision.shape(values)
+        bits = getattr(decision.code, "bits", 1) + HEADER_BITS / shape.group
         if isinstance(decision.code, Planes) and decision.code.common:
-            bits += bits_of_means(values.shape, decision.shape(values).across)
-        return elements_of(values) * bits / 8
+            bits += bits_of_means(values.shape, shape.across)
+        return shape.elements(values.shape) * bits / 8
 
     def _of_values(self, made: fx.Node, reader: fx.Node, values: Tensor) -> Decision:
         chain = function_of_alone(reader)
@@ -149,9 +145,6 @@ class Decisions:
         if is_softmax(viewed(made)):
             return _of_probabilities(made, values, code)
         decision = Decision(code, together=normalized_in(made))
-        if decision.together and elements_together(values, decision.together) < OWN_ROW:
-            code = replace(code, bits=BITS_OF_SHORT_ROWS)
-            decision = replace(decision, code=code)
         if code.signs or self._is_of_convolution(made, reader):
             return decision
         decision = replace(decision, channels=channels_of(made))

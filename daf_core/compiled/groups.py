@@ -52,10 +52,10 @@ class Shape:
 
         Where groups themselves are cut, of shape (groups, group).
         """
+        sizes = self._ordered(values.shape)
         for dim, piece in reversed(self.cuts):
             values = values.unflatten(dim, (-1, piece))
         values = values.permute(self.order)
-        sizes = values.shape
         if self.split is not None:
             return values.reshape(
                 math.prod(sizes[: self.split]),
@@ -65,8 +65,7 @@ class Shape:
                 self.group,
             )
         if self.filled is not None:
-            rows, row = math.prod(sizes[: self.filled]), math.prod(sizes[self.filled :])
-            groups = (row + self.group - 1) // self.group
+            rows, row, groups = self._filled(sizes)
             values = values.reshape(rows, row)
             values = torch.cat([values, values[:, -1:].expand(rows, groups * self.group - row)], 1)
             return values.reshape(rows * groups, self.group)
@@ -74,20 +73,35 @@ class Shape:
 
     def back(self, rows: Tensor, sizes: Sequence[Any]) -> Tensor:
         """Returns a tensor of the sizes and the order of memory that `rows` was given."""
-        cut = [*sizes]
-        for dim, piece in reversed(self.cuts):
-            cut[dim : dim + 1] = sizes[dim] // piece, piece
-        ordered = [cut[dim] for dim in self.order]
+        ordered = self._ordered(sizes)
         if self.filled is not None:
-            row = math.prod(ordered[self.filled :])
-            groups = (row + self.group - 1) // self.group
-            rows = rows.reshape(math.prod(ordered[: self.filled]), groups * self.group)[:, :row]
+            count, row, groups = self._filled(ordered)
+            rows = rows.reshape(count, groups * self.group)[:, :row]
         values = rows.reshape(ordered).permute(_inverse(self.order))
         if self.cuts:
             values = values.reshape(sizes)
         if self.memory is None:
             return values
         return values.permute(self.memory).contiguous().permute(_inverse(self.memory))
+
+    def elements(self, sizes: Sequence[Any]) -> int:
+        """Returns how many elements have codes, those that fill up rows among them, or how many while it is traced."""
+        if self.filled is None:
+            return hint(math.prod(sizes))
+        rows, _, groups = self._filled(self._ordered(sizes))
+        return hint(rows * groups) * self.group
+
+    def _ordered(self, sizes: Sequence[Any]) -> list[Any]:
+        """Returns sizes as cut, and in the order in which the dimensions are read."""
+        cut = [*sizes]
+        for dim, piece in reversed(self.cuts):
+            cut[dim : dim + 1] = sizes[dim] // piece, piece
+        return [cut[dim] for dim in self.order]
+
+    def _filled(self, ordered: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Returns how many rows there are that are filled up, their elements and their groups."""
+        row = math.prod(ordered[self.filled :])
+        return math.prod(ordered[: self.filled]), row, (row + self.group - 1) // self.group
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
         """Puts whole numbers of the shape that `rows` returns into as few uint8."""
@@ -114,7 +128,7 @@ def shape_of(values: Tensor, own_rows: bool = False, channels: int | None = None
     no holes in memory; its sizes may be symbols.
     """
     normalized = together[0][0] if len(together) == 1 and not together[0][1] else None
-    if together and (normalized is None or _leaves_bits(values.shape[normalized])):
+    if together and (normalized is None or not _fills_groups(values.shape[normalized])):
         found = _shape_of_normalized(values, dict(together))
         if found is not None:
             return found
@@ -136,14 +150,9 @@ def shape_of(values: Tensor, own_rows: bool = False, channels: int | None = None
     return _cut_into(group, dims, 0, memory, across)
 
 
-def _leaves_bits(row: Any) -> bool:
-    """Says whether rows that have groups of their own do not fill whole bytes."""
-    return is_known(row) and row >= OWN_ROW and row % PARTS > 0
-
-
-def elements_together(values: Tensor, together: Together) -> int:
-    """Returns how many elements a normalization takes together, or how many they are while it is traced."""
-    return math.prod(piece or hint(values.shape[dim]) for dim, piece in together)
+def _fills_groups(row: Any) -> bool:
+    """Says whether the groups of long rows are whole without more ado, as far as that is known."""
+    return bool(not is_known(row) or (row >= OWN_ROW and row % PARTS == 0))
 
 
 class _Dim(NamedTuple):
@@ -180,8 +189,6 @@ def _shape_of_normalized(values: Tensor, together: Mapping[int, int]) -> Shape |
     if is_known(run) and run >= LEAST_MAP:
         return _cut_into(_group_within(run), memory, begin, memory, cuts=cuts)
     outer, rows = [dim for dim in memory if not dim.together], [dim for dim in memory if dim.together]
-    while outer and hint(_elements(rows)) < OWN_ROW:  # short pieces of many tokens
-        rows.insert(0, outer.pop(0))
     if hint(_elements(outer)) == 1:
         return None
     return _cut_into(_group_within(_elements(rows)), [*outer, *rows], len(outer), memory, cuts=cuts)
