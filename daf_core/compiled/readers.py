@@ -277,7 +277,11 @@ def _is_minus_square(node: fx.Node) -> bool:
         return False
     [square] = node.all_input_nodes
     name, arguments = name_of(square), square.args
-    return name == "square" or (name == "mul" and arguments[0] is arguments[1]) or (name == "pow" and arguments[1] == 2)
+    return (
+        name == "square"
+        or (name == "mul" and arguments[0] is arguments[1])
+        or (name == "pow" and bool(arguments[1] == 2))
+    )
 
 
 def sides_of(saved: fx.Node) -> Sides | None:
