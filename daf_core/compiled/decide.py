@@ -20,14 +20,15 @@ from daf_core.compiled.readers import (
     RESHAPES,
     SIZES,
     Needs,
+    compared_in,
     is_pointwise,
-    is_softmax,
     is_view,
     name_of,
     needs_of,
     reached,
     sides_of,
 )
+from daf_core.compiled.rows import is_softmax
 from daf_core.compiled.sizes import elements_of, is_known
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.sharpness import bits_for
@@ -85,6 +86,7 @@ class Decisions:
         self._unread = attend_again(forward, backward)
         self._readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
         self._from_gradients = made_of_gradients(backward)
+        self._compared = compared_in(backward)
 
     def of(self, name: str) -> Decision:
         """Returns the decision for a saved tensor of a name."""
@@ -155,11 +157,11 @@ class Decisions:
         needs = needs_of(reader)
         if Needs.EXACT in needs:
             return None
-        if Needs.EXPONENTIAL in needs:
-            return Logarithms(self._bits) if Needs.SIGNS not in needs else None
-        more = Needs.MORE_BITS in needs or self._is_of_last_layer(reader)
+        more = Needs.MORE_BITS in needs or reader in self._compared or self._is_of_last_layer(reader)
         bits = bits_for(self._bits, math.inf) if more else self._bits
-        return None if bits is None else Planes(bits, signs=Needs.SIGNS in needs)
+        if bits is None or (Needs.EXPONENTIAL in needs and Needs.SIGNS in needs):
+            return None
+        return Logarithms(bits) if Needs.EXPONENTIAL in needs else Planes(bits, signs=Needs.SIGNS in needs)
 
     def _is_of_last_layer(self, reader: fx.Node) -> bool:
         """Says whether a product of few results reads a tensor, with no other product between it and the loss.

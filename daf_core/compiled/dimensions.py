@@ -9,13 +9,12 @@ from torch import Tensor, fx
 from daf_core.compiled.groups import Together
 from daf_core.compiled.readers import (
     CASTS,
-    dim_of_softmax,
     is_pointwise,
     is_view,
     name_of,
-    normalized_by,
     tensors_of,
 )
+from daf_core.compiled.rows import dim_of_softmax, normalized_by
 from daf_core.compiled.sizes import elements_of, hint
 
 LONGEST_PATH = 6

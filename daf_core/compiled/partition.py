@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from daf_core.autograd.torch_compile import given_parameters
 from daf_core.compiled.decide import LEAST_ELEMENTS, made_of_gradients
-from daf_core.compiled.readers import CASTS, is_side, is_softmax, is_view, name_of, tensors_of
+from daf_core.compiled.readers import CASTS, is_side, is_view, name_of, tensors_of
+from daf_core.compiled.rows import is_softmax
 from daf_core.compiled.sizes import elements_of
 
 _REGION = 0
