@@ -63,6 +63,8 @@ _SUMS = _named(
 )
 """Operators behind which the error of one value is one of many."""
 
+_EXPONENTIALS = ("exp", "exp2")
+
 CASTS = ("convert_element_type", "_to_copy")
 RESHAPES = ("view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
 """Views of one tensor, of all its elements unless its type changes."""
@@ -170,7 +172,8 @@ def needs_of(saved: fx.Node) -> Needs:
             if needs is Needs.SIGNS and source not in same:  # codes keep signs, but not those of what is made of them
                 needs = Needs.EXACT
             if needs is Needs.EXPONENTIAL and source not in moved:  # codes of logarithms are close at their largest
-                needs, goes_on = Needs.NOTHING if _is_minus_square(source) else Needs.MORE_BITS, True
+                bounded = _is_minus_square(source) or any(map(_is_bounded, user.users))
+                needs, goes_on = Needs.NOTHING if bounded else Needs.MORE_BITS, True
             found |= needs
             if goes_on and user not in seen:
                 seen.add(user)
@@ -202,6 +205,18 @@ def _is_minus_square(node: fx.Node) -> bool:
         or (name == "mul" and arguments[0] is arguments[1])
         or (name == "pow" and bool(arguments[1] == 2))
     )
+
+
+def _is_above_one(node: fx.Node) -> bool:
+    """Says whether a node is one and an exponential, by which a sigmoid by hand divides."""
+    numbers = [each for each in node.args if isinstance(each, int | float)]
+    others = node.all_input_nodes
+    return name_of(node) == "add" and numbers == [1] and len(others) == 1 and name_of(others[0]) in _EXPONENTIALS
+
+
+def _is_bounded(node: fx.Node) -> bool:
+    """Says whether what a node makes of an exponential, and of its argument, has a slope of 1 or less: softplus."""
+    return _is_above_one(node) or (name_of(node) == "log1p" and name_of(node.all_input_nodes[0]) in _EXPONENTIALS)
 
 
 def compared_in(backward: fx.Graph) -> set[fx.Node]:
@@ -282,10 +297,13 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
         return Needs.VALUES, True
     if name in _BACKWARDS:
         return _needs_of_argument(user, source), False
-    if name in ("exp", "exp2"):
+    if name in _EXPONENTIALS:
         return Needs.EXPONENTIAL, False
-    if name == "div":  # by what is exact, or of it
-        return (Needs.EXACT, False) if source in user.args[1:] else (Needs.VALUES, True)
+    if name in ("div", "reciprocal"):  # by what is exact, or of it
+        divides = name == "reciprocal" or source in user.args[1:]
+        return (Needs.EXACT, False) if divides and not _is_above_one(source) else (Needs.VALUES, True)
+    if name == "log1p":
+        return (Needs.VALUES, True) if _is_bounded(user) else (Needs.EXACT, False)
     if name == "pow":
         natural = isinstance(user.args[1], int | float) and user.args[1] >= 1 and float(user.args[1]).is_integer()
         return (Needs.VALUES, True) if natural else (Needs.EXACT, False)
