@@ -55,6 +55,7 @@ class Planes:
     # The dimension along which values are probabilities, whose sums of 1 are kept; None where groups keep theirs.
     probabilities: int | None = None
     name: ClassVar[str] = "planes"
+    header_bits: ClassVar[int] = 48
     lossy: ClassVar[bool] = True
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
@@ -127,6 +128,7 @@ class Bits:
     """True and False at one bit each."""
 
     name: ClassVar[str] = "bitmask"
+    header_bits: ClassVar[int] = 0
     lossy: ClassVar[bool] = False
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
@@ -148,6 +150,7 @@ class Logarithms:
 
     bits: int  # of a code: 8, 4, 2 or 1
     name: ClassVar[str] = "logarithms"
+    header_bits: ClassVar[int] = 64
     lossy: ClassVar[bool] = True
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
@@ -184,6 +187,7 @@ class Slopes:
 
     bits: int  # of a code: 8, 4, 2 or 1
     name: ClassVar[str] = "slopes"
+    header_bits: ClassVar[int] = 0
     lossy: ClassVar[bool] = True
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
@@ -206,6 +210,7 @@ class Sides:
     bound: float
     closed: bool  # whether the bound itself counts as above
     name: ClassVar[str] = "sides"
+    header_bits: ClassVar[int] = 0
     lossy: ClassVar[bool] = False
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:

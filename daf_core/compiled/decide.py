@@ -17,10 +17,12 @@ from daf_core.compiled.dimensions import channels_of, normalized_in, probabiliti
 from daf_core.compiled.groups import Shape, Together, shape_of
 from daf_core.compiled.readers import (
     CASTS,
+    EXPONENTIALS,
     RESHAPES,
     SIZES,
     Needs,
     compared_in,
+    is_picked,
     is_pointwise,
     is_view,
     name_of,
@@ -35,9 +37,6 @@ from daf_core.readers.sharpness import bits_for
 
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are."""
-
-HEADER_BITS = 64
-"""Bits of the header of a group, at the most."""
 
 FEW_RESULTS = 16
 """A last layer gives so many times fewer numbers than it reads; see docs/numerics.md."""
@@ -104,7 +103,8 @@ class Decisions:
             return KEPT
         if values.dtype not in _DTYPES or values.shape[-1] == 1:
             return KEPT
-        return self._of_values(made, reader, values)
+        decision = self._of_values(made, reader, values)
+        return decision if _bytes_of(decision, values) < elements_of(values) * values.element_size() else KEPT
 
     def fit(self, names: Sequence[str], levels: Sequence[int], room: int, ways: Sequence[str] = ()) -> None:
         """Takes the most bits, of falling `levels`, for which saved tensors of these names fit in `room` bytes.
@@ -121,18 +121,12 @@ class Decisions:
 
     def _bytes_of(self, name: str) -> float:
         """Returns about how many bytes a saved tensor takes."""
-        decision, values = self.of(name), self.made[name].meta["val"]
-        if decision.unread or not isinstance(values, Tensor):
-            return 0.0
-        if decision.code is None:
-            return elements_of(values) * values.element_size()
-        shape = decision.shape(values)
-        bits = getattr(decision.code, "bits", 1) + HEADER_BITS / shape.group
-        if isinstance(decision.code, Planes) and decision.code.common:
-            bits += bits_of_means(values.shape, shape.across)
-        return shape.elements(values.shape) * bits / 8
+        values = self.made[name].meta["val"]
+        return _bytes_of(self.of(name), values) if isinstance(values, Tensor) else 0.0
 
     def _of_values(self, made: fx.Node, reader: fx.Node, values: Tensor) -> Decision:
+        if name_of(viewed(made)) in EXPONENTIALS and is_picked(reader):
+            return KEPT
         chain = function_of_alone(reader)
         if chain:
             found: Tensor = chain[-1].meta["val"]
@@ -190,6 +184,20 @@ class Decisions:
             return each is node or is_view(each) or (is_pointwise(each) and each not in self._from_gradients)
 
         return (each for each in reached([node], lambda each: each.users if passes(each) else ()) if not passes(each))
+
+
+def _bytes_of(decision: Decision, values: Tensor) -> float:
+    """Returns about how many bytes a tensor takes that is stored so."""
+    code = decision.code
+    if decision.unread:
+        return 0.0
+    if code is None:
+        return elements_of(values) * values.element_size()
+    shape = decision.shape(values)
+    bits = getattr(code, "bits", 1) + code.header_bits / shape.group
+    if isinstance(code, Planes):
+        bits += int(code.signs) + (bits_of_means(values.shape, shape.across) if code.common else 0.0)
+    return shape.elements(values.shape) * bits / 8
 
 
 def function_of_alone(saved: fx.Node) -> tuple[fx.Node, ...]:

@@ -129,7 +129,7 @@ def shape_of(values: Tensor, own_rows: bool = False, channels: int | None = None
     """
     normalized = together[0][0] if len(together) == 1 and not together[0][1] else None
     if together and (normalized is None or not _fills_groups(values.shape[normalized])):
-        found = _shape_of_normalized(values, dict(together))
+        found = _shape_of_normalized(values, channels, dict(together))
         if found is not None:
             return found
     own_rows |= normalized is not None
@@ -177,25 +177,28 @@ def _in_memory(values: Tensor, together: Mapping[int, int]) -> list[_Dim]:
     return sorted(dims, key=lambda each: (each.stride, hint(each.size), each.place), reverse=True)
 
 
-def _shape_of_normalized(values: Tensor, together: Mapping[int, int]) -> Shape | None:
+def _shape_of_normalized(values: Tensor, channels: int | None, together: Mapping[int, int]) -> Shape | None:
     """Returns how groups lie within what a normalization takes together; None where that is too little for one."""
     cuts = tuple(pair for pair in sorted(together.items()) if pair[1])
     if not all(is_known(values.shape[dim]) for dim, _ in cuts):
         return None
-    memory = _in_memory(values, together)
+    memory, order = _in_memory(values, together), [dim.of for dim in _in_memory(values, {})]
+    across = across_rows(values.shape, order) if channels in (None, order[-1]) else ()
+    if not together.keys().isdisjoint(across):  # what they share is in the headers of groups
+        across = ()
     apart = [place for place, dim in enumerate(memory) if not dim.together and hint(dim.size) > 1]
     begin = apart[-1] + 1 if apart else 0
     run = _elements(memory[begin:])
     if is_known(run) and run >= LEAST_MAP:
-        return _cut_into(_group_within(run), memory, begin, memory, cuts=cuts)
+        return _cut_into(_group_within(run), memory, begin, memory, across, cuts)
     outer, rows = [dim for dim in memory if not dim.together], [dim for dim in memory if dim.together]
     if hint(_elements(outer)) == 1:
         return None
-    return _cut_into(_group_within(_elements(rows)), [*outer, *rows], len(outer), memory, cuts=cuts)
+    return _cut_into(_group_within(_elements(rows)), [*outer, *rows], len(outer), memory, across, cuts)
 
 
 def _cut_into(
-    group: int, dims: Sequence[_Dim], rows: int, memory: Sequence[_Dim], across: Across = (), cuts: Together = ()
+    group: int, dims: Sequence[_Dim], rows: int, memory: Sequence[_Dim], across: Across, cuts: Together = ()
 ) -> Shape:
     """Returns how groups lie in dimensions, within the rows that begin at a place among these."""
     order, sizes = tuple(dim.place for dim in dims), [dim.size for dim in dims]

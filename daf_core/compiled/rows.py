@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from daf_core.compiled.readers import name_of, tensors_of
+from daf_core.compiled.sizes import is_known
 
 
 def is_softmax(node: fx.Node) -> bool:
@@ -70,8 +71,9 @@ def normalized_by(node: fx.Node) -> dict[int, int]:
     if name in ("native_layer_norm", "_fused_rms_norm"):
         dims = [*range(-len(dims), 0)]
     elif name == "native_group_norm":
-        channels, groups = node.args[4], cast("int", node.args[6])
-        return {1: cast("int", channels) // groups, **dict.fromkeys(range(2, values.dim()), 0)}
+        channels: Any = values.shape[1]
+        inner = dict.fromkeys(range(2, values.dim()), 0)
+        return {1: channels // cast("int", node.args[6]), **inner} if is_known(channels) else {}
     elif "batch_norm" in name and "backward" not in name:
         dims = [dim for dim in range(values.dim()) if dim != 1]
     elif name == "linalg_vector_norm":

@@ -13,13 +13,13 @@ BACKEND = "aot_eager_decomp_partition"
 
 
 def error_of_weight(
-    model: nn.Module, weight: Tensor, inputs: Tensor, bits: int, dynamic: bool = False
+    model: nn.Module, weight: Tensor, inputs: Tensor, bits: int, dynamic: bool = False, backend: str = BACKEND
 ) -> tuple[float, StepStatistics]:
     """Returns the error of the gradient of a compiled model's weight, and what the step has stored.
 
     The model is compiled for inputs of any size where `dynamic`.
     """
-    compiled = torch.compile(model, backend=BACKEND, dynamic=dynamic)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
     engine, gradients = ActivationEngine(model, DAFConfig(precision=bits)), list[Tensor]()
     for scope in (torch.enable_grad(), engine.compress()):
         torch.manual_seed(2)

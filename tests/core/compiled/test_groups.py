@@ -160,3 +160,63 @@ def test_heads_and_channels_of_tokens_have_groups_of_their_own(norm: nn.Module, 
     weight: Tensor = model.first.weight  # pyright: ignore[reportAssignmentType]
     inputs = torch.randn(4, 64, 256, generator=torch.Generator().manual_seed(1))
     assert 0 < error_of_weight(model, weight, inputs, 4, dynamic)[0] < 0.2
+
+
+class Outliers(nn.Module):
+    """Layers that read RMSNorms of hidden states of which a few channels are large in all tokens, as trained ones."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, width), nn.Linear(width, width)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        bias = torch.zeros(width)
+        bias[3], bias[17], bias[5:9] = 100.0, -60.0, 20.0
+        with torch.no_grad():
+            self.first.bias.copy_(bias)
+            for norm in self.norms:
+                norm.weight.copy_(torch.where(bias != 0, 0.05, 20.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        hidden = hidden + self.second(nn.functional.silu(self.norms[0](hidden)))
+        return nn.functional.silu(self.norms[1](hidden)).mean(1).square().sum()
+
+
+@pytest.mark.parametrize("width", [24, 50, 96])
+def test_rows_of_any_width_are_coded_without_what_they_share(width: int) -> None:
+    """Of 24 and 50 channels codes were of all, and the error at 4 bits ten times as large."""
+    model, inputs = Outliers(width), torch.randn(8, 128, 32, generator=torch.Generator().manual_seed(1))
+    assert 0 < error_of_weight(model, model.second.weight, inputs, 4)[0] < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_take_no_more_than_the_tensor(dtype: torch.dtype, bits: int) -> None:
+    """Those of two values with a group of their own would take four times as much, in budgets as well."""
+    model = Tokens(nn.GroupNorm(128, 256)).to(dtype)
+    weight: Tensor = model.first.weight  # pyright: ignore[reportAssignmentType]
+    inputs = torch.randn(4, 64, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    error, step = error_of_weight(model, weight, inputs, bits)
+    assert step.stored_as["raw"] > 0
+    assert step.held_bytes < step.raw_bytes
+    assert error < (0.2 if dtype is torch.float32 else 0.3)
+
+
+class AnyChannels(nn.Module):
+    """A group normalization of as many channels as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(inputs * self.weight)
+        return (nn.functional.group_norm(hidden, 4) * hidden.detach().sin()).sum()
+
+
+def test_a_number_of_channels_that_varies_compiles() -> None:
+    """Where the operator stays whole, which it does without decompositions, it was divided as a number."""
+    inputs = torch.randn(8, 64, 16, generator=torch.Generator().manual_seed(1))
+    model = AnyChannels()
+    assert error_of_weight(model, model.weight, inputs, 8, dynamic=True, backend="aot_eager")[0] < 0.05
