@@ -64,6 +64,8 @@ _SUMS = _named(
 """Operators behind which the error of one value is one of many."""
 
 EXPONENTIALS = ("exp", "exp2")
+"""Operators whose result is off by the more, relative to itself, the more what they read is off."""
+
 _PICKS = _named("diagonal_scatter scatter scatter_add index_put _unsafe_index_put")
 """Operators that put the gradients of picked values where these were."""
 
