@@ -240,12 +240,6 @@ def _of_channels(geometry: Geometry, least: int = OWN_ROW) -> Grouping:
             merged[-1] = stride, merged[-1][1] * size
         else:
             merged.append((stride, size))
-    return _by_channel(
-        (shape[1], *(size for _, size in merged)), (strides[1], *(stride for stride, _ in merged)), least
-    )
-
-
-def _by_channel(shape: tuple[int, ...], strides: tuple[int, ...], least: int = OWN_ROW) -> Grouping:
-    """Returns the grouping of values that are taken channel by channel in the order of a shape with these strides."""
-    each = math.prod(shape[1:])
-    return Grouping(each, shape, strides, own=least <= each <= SHARED_ROW)
+    sizes, steps = (shape[1], *(size for _, size in merged)), (strides[1], *(stride for stride, _ in merged))
+    each = math.prod(sizes[1:])
+    return Grouping(each, sizes, steps, own=least <= each <= SHARED_ROW)
