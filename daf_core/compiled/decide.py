@@ -104,7 +104,7 @@ class Decisions:
         if values.dtype not in _DTYPES or values.shape[-1] == 1:
             return KEPT
         decision = self._of_values(made, reader, values)
-        return decision if _bytes_of(decision, values) < elements_of(values) * values.element_size() else KEPT
+        return decision if _bytes_of(decision, values) < _bytes_of(KEPT, values) else KEPT
 
     def fit(self, names: Sequence[str], levels: Sequence[int], room: int, ways: Sequence[str] = ()) -> None:
         """Takes the most bits, of falling `levels`, for which saved tensors of these names fit in `room` bytes.

@@ -85,8 +85,8 @@ def probabilities_of(node: fx.Node) -> int | None:
         path.append(node)
     dim = dim_of_softmax(node)
     assert dim is not None
-    [(found, piece), *others] = _followed(path[::-1], {dim: 0}).items() or [(None, 0)]
-    return None if piece or others else found
+    found = _followed(path[::-1], {dim: 0})
+    return next(iter(found)) if [*found.values()] == [0] else None
 
 
 def _followed(path: Sequence[fx.Node], dims: Mapping[int, int]) -> dict[int, int]:

@@ -141,8 +141,7 @@ def shape_of(values: Tensor, own_rows: bool = False, channels: int | None = None
     if own_rows and is_known(row) and OWN_ROW <= row <= SHARED_ROW:
         group = row
     if known % group or group % PARTS:
-        fitting = (size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if known % size == 0)
-        group = next(fitting, MAX_GROUP)
+        group = _divisor(known) or MAX_GROUP
     across = across_rows(values.shape, order)
     if channels is not None and channels != order[-1]:  # the tokens of a channel lie side by side
         # What they share is in the headers of groups, where these are theirs alone.
@@ -182,7 +181,8 @@ def _shape_of_normalized(values: Tensor, channels: int | None, together: Mapping
     cuts = tuple(pair for pair in sorted(together.items()) if pair[1])
     if not all(is_known(values.shape[dim]) for dim, _ in cuts):
         return None
-    memory, order = _in_memory(values, together), [dim.of for dim in _in_memory(values, {})]
+    memory = _in_memory(values, together)
+    order = _whole(memory)
     across = across_rows(values.shape, order) if channels in (None, order[-1]) else ()
     if not together.keys().isdisjoint(across):  # what they share is in the headers of groups
         across = ()
@@ -206,7 +206,7 @@ def _cut_into(
     fills = (rows > 0 and fixed > rows) or math.prod(sizes[max(fixed, rows) :]) % group > 0
     # What is left of rows that were filled up has holes between.
     comes_back = [*dims] == [*memory] and not (fills and rows)
-    lies = None if comes_back else tuple(dict.fromkeys(dim.of for dim in memory))
+    lies = None if comes_back else _whole(memory)
     if fills:
         return Shape(order, group, filled=rows, across=across, cuts=cuts, memory=lies)
     inner = max(place for place in range(fixed, len(sizes)) if math.prod(sizes[place:]) % group == 0)
@@ -217,14 +217,23 @@ def _cut_into(
 def _group_within(row: Any) -> int:
     """Returns the elements of a group where rows of so many are cut into the fewest of them, filled up if need be."""
     elements = hint(row)
-    fitting = (size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if is_known(row) and elements % size == 0)
     piece = math.ceil(elements / math.ceil(elements / MAX_GROUP))
-    return next(fitting, math.ceil(piece / PARTS) * PARTS)
+    return (_divisor(row) if is_known(row) else None) or math.ceil(piece / PARTS) * PARTS
+
+
+def _divisor(elements: int) -> int | None:
+    """Returns the largest group into which so many elements can be cut; None where there is none."""
+    return next((size for size in range(MAX_GROUP, LEAST_GROUP - 1, -PARTS) if elements % size == 0), None)
 
 
 def _fixed(sizes: Sequence[Any]) -> int:
     """Returns the place from which on sizes are the same whatever the symbols are."""
     return next((place for place in range(len(sizes), 0, -1) if not is_known(sizes[place - 1])), 0)
+
+
+def _whole(dims: Iterable[_Dim]) -> tuple[int, ...]:
+    """Returns the dimensions in their order, of which some may be cut."""
+    return tuple(dict.fromkeys(dim.of for dim in dims))
 
 
 def _elements(dims: Iterable[_Dim]) -> Any:

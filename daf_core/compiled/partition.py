@@ -65,10 +65,9 @@ def _policy(node: fx.Node) -> CheckpointPolicy | None:
         return CheckpointPolicy.MUST_SAVE
     if is_side(node) and not _is_small(node):  # codes of what it reads lose it close to a bound
         return CheckpointPolicy.MUST_SAVE
+    # A mean or the like, which stays as it is: of codes it would have their error.
     if _is_small(node) and not is_view(node) and not all(map(_is_small, tensors_of(node))):
-        return (
-            CheckpointPolicy.MUST_SAVE
-        )  # a mean or the like, which stays as it is: of codes it would have their error
+        return CheckpointPolicy.MUST_SAVE
     again = CheckpointPolicy.MUST_RECOMPUTE
     if name == "mul" and any(_is_mask(each) or _is_vector(each) for each in node.all_input_nodes):
         return again

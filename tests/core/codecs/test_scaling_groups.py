@@ -211,6 +211,7 @@ def test_heads_that_are_normalized_share_no_groups(heads: int, width: int) -> No
     groups = normalized_groups(geometry_of(tuple(tokens.shape), tokens.stride()), "NativeGroupNorm", -1, heads)
     assert groups is not None
     assert not groups.shares
+    assert width % groups.group == 0
     head_of = groups.arrange(_flat(tokens)).reshape(-1, groups.group) // width % heads
     assert (head_of == head_of[:, :1]).all()
 
