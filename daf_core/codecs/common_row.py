@@ -49,8 +49,7 @@ CHUNK = 1 << 22
 TINY = torch.finfo(torch.float32).tiny
 
 EVERY = 64
-"""Passes after which all sites are measured again, and what is replayed is recorded again: what rows share changes
-while a model trains. Both together take .5% of a small model's steps."""
+"""Passes after which all sites are measured again: what rows share changes while a model trains."""
 
 MOST_SITES = 1 << 14
 """Sites that are remembered at most: a program with loops of ever more steps has new ones in every pass."""
@@ -185,17 +184,25 @@ class CommonRows:
             group: Elements of a scaling group.
             values: Its compact form, which is looked at now and then.
         """
-        possible = possible_blocks(geometry, group)
+        possible, gain = possible_blocks(geometry, group), self._gain(site, geometry, group, values)
+        found = possible[gain.way] if 0 <= gain.way < len(possible) else None
+        pays = found is not None and found.is_worth_a_look and gain.bits - found.bits >= LEAST_GAIN
+        return found if pays else None
+
+    def may_pay(self, site: Site, geometry: Geometry, group: int, values: Tensor) -> bool:
+        """Says whether rows share so much at a site that `blocks` may return some for tensors of another shape."""
+        return self._gain(site, geometry, group, values).bits >= LEAST_GAIN
+
+    def _gain(self, site: Site, geometry: Geometry, group: int, values: Tensor) -> Gain:
+        """Returns what was measured at a site in this epoch; for the arguments see `blocks`."""
         key = site, group > geometry.row
         measured, gain = self._found.get(key, (-1, Gain(-1, 0.0)))
         if measured != self.epoch and not is_capturing():
             if len(self._found) >= MOST_SITES:
                 self._found = {}
-            gain = _best(possible, values)
+            gain = _best(possible_blocks(geometry, group), values)
             self._found[key] = self.epoch, gain
-        found = possible[gain.way] if 0 <= gain.way < len(possible) else None
-        pays = found is not None and found.is_worth_a_look and gain.bits - found.bits >= LEAST_GAIN
-        return found if pays else None
+        return gain
 
 
 @lru_cache(maxsize=4096)

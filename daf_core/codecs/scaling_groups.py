@@ -12,7 +12,7 @@ from torch import Tensor
 
 from daf_core.codecs.common_row import RowBlocks
 from daf_core.codecs.tensor_layout import Geometry, Rows
-from daf_core.readers.table import Bounds
+from daf_core.readers.table import SOFTMAXES, Bounds, Kind, Reading
 from daf_kernels import mask_pages
 from daf_kernels.layout import SHARED_ROW, group_size, shares_groups
 
@@ -143,6 +143,30 @@ class Grouping:
     def arrange(self, values: Tensor) -> Tensor:
         """Returns flat values in that order, a view."""
         return values if self.shape is None else values.as_strided(self.shape, self.strides)
+
+
+def groups_for(reading: Reading | None, geometry: Geometry, op: str, normalized: bool) -> Grouping | None:
+    """Returns the scaling groups of what an operator has made, for its reader if that is known; None where it has none.
+
+    `normalized` says whether a normalization reads it.
+    """
+    if reading is not None and reading.kind is Kind.LOGARITHMS:
+        return logarithms_of(geometry, reading.dim)
+    if reading is not None and reading.reader in SOFTMAXES:
+        return probabilities_of(geometry, reading.dim)
+    groups = None
+    if reading is not None and reading.kind is Kind.NORMALIZED:
+        groups = normalized_groups(geometry, reading.reader, reading.dim, reading.pieces)
+    if groups is None:
+        groups = grouping_of(geometry, op)
+        groups = groups.for_rows() if normalized else groups
+    return groups if reading is None or reading.bounds is None else replace(groups, bounds=reading.bounds)
+
+
+def may_share(groups: Grouping, reading: Reading | None) -> bool:
+    """Says whether what rows have in common may be kept beside codes with groups of `groups_for`: not of channels."""
+    probabilities = reading is not None and (reading.kind is Kind.LOGARITHMS or reading.reader in SOFTMAXES)
+    return groups.shape is None and not probabilities
 
 
 def logarithms_of(geometry: Geometry, dim: int) -> Grouping | None:

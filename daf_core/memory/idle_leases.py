@@ -9,7 +9,7 @@ from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.tiers.base import Tier
 from daf_kernels import PageAddresses
 
-MOST_KINDS = 1024
+MOST_KINDS = 1 << 12
 """Kinds of leases that are remembered: a step of RoBERTa-base has six for each length of its batch."""
 
 

@@ -24,6 +24,7 @@ from daf_core.codecs.planes import LossyStore
 from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.scaling_groups import Grouping
+from daf_core.memory.idle_leases import MOST_KINDS
 from daf_core.memory.lease import LeaseKind
 from daf_core.memory.pager import Pager
 from daf_core.saved_tensors.dedup import MetStorage, StorageTable
@@ -88,7 +89,7 @@ class Direct:
     layout: PlaneLayout | None = None  # where its codes lie; None for a mask
     groups: Grouping | None = None  # its scaling groups; None for a mask
     sizes: Sequence[int] = ()  # bytes of it at each precision, and as it is; nothing for a mask
-    derive: Derive | None = None  # returns a recipe for a tensor that follows from what is stored; None where it cannot
+    follows: bool = False  # whether it may follow from what is stored
 
     @classmethod
     def of(
@@ -100,7 +101,7 @@ class Direct:
         backend: Backend | None,
         token: object,
         pager: Pager,
-        derive: Derive | None,
+        follows: bool,
     ) -> Direct | None:
         """Returns what the next tensor of a decision is stored with; None where that takes more.
 
@@ -110,7 +111,7 @@ class Direct:
         if look.form is TensorKind.RAW:
             return cls(pager, token)
         if kind in RECIPES:
-            return cls(pager, token, derive=derive)
+            return cls(pager, token, follows=follows)
         # Whether what stays as it is is a mask is seen at its beginning, which is not worth a copy without holes.
         if not isinstance(backend, DirectBackend) or (kind is RawActivation and geometry.has_holes):
             return None
@@ -119,7 +120,7 @@ class Direct:
             if (codec := backend.direct_mask(elements, dtype, page_bytes, device)) is None:
                 return None
             pages = pager.kind(mask_pages(elements, page_bytes)) if kind is BitmaskActivation else None
-            return cls(pager, token, codec, pages, backend, derive=derive)
+            return cls(pager, token, codec, pages, backend, follows=follows)
         if kind is not PlanesActivation or token is None or groups is None or groups.shape is not None:
             return None
         layout = PlaneLayout(elements, groups.group, page_bytes)
@@ -132,13 +133,11 @@ class Direct:
         if pages is None:
             return None
         sizes = PlanesActivation.sizes_of(elements, groups.group, dtype.itemsize, page_bytes, beside)
-        return cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, derive)
+        return cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, follows)
 
-    def for_shape(self, decision: Decision, look: Look, dtype: torch.dtype) -> Direct | None:
-        """Returns what a tensor of another shape is stored with, for which the same was decided."""
-        return Direct.of(decision, look, dtype, self.planes, self.backend, self.token, self.pager, self.derive)
-
-    def store(self, shelf: Shelf, decision: Decision, look: Look, tensor: Tensor, frame: FrameType) -> Packed | None:
+    def store(
+        self, shelf: Shelf, decision: Decision, look: Look, tensor: Tensor, frame: FrameType, derive: Derive
+    ) -> Packed | None:
         """Stores a plain tensor of the decision that `frame` saves; None where it or its values do not allow that.
 
         Raises:
@@ -164,7 +163,7 @@ class Direct:
             met = shelf.meet(number, storage)
         elif key is not None and met.find(key, version) is not None:
             return None
-        stored = None if self.derive is None else self.derive(look, tensor, frame)
+        stored = derive(look, tensor, frame) if self.follows else None
         if stored is None and codec is not None and kind is not None:
             stored = self._encode(shelf, codec, kind, decision, tensor)
             if type(stored) is PlanesActivation:
@@ -208,3 +207,37 @@ class Direct:
             if stored.check is None and not finite:
                 return None
         return stored
+
+
+class Directs:
+    """What the tensors of a store are stored with: those of equal blocks, which are stored alike, share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Direct] = {}
+
+    def get(
+        self,
+        decision: Decision,
+        look: Look,
+        dtype: torch.dtype,
+        planes: int,
+        backend: Backend | None,
+        token: object,
+        pager: Pager,
+        follows: bool,
+    ) -> Direct | None:
+        """As `Direct.of`."""
+        geometry = decision.geometry
+        key = (
+            decision.kind, look.form, look.reads_rows, geometry.compact_shape, geometry.has_holes, decision.groups,
+            dtype, decision.device, planes, follows,
+        )  # fmt: skip
+        known = self._known.get(key)
+        if known is not None and known.token is token and (known.kind is None or not known.kind.retired):
+            return known
+        made = Direct.of(decision, look, dtype, planes, backend, token, pager, follows)
+        if made is not None:
+            if len(self._known) >= MOST_KINDS:
+                self._known.clear()
+            self._known[key] = made
+        return made

@@ -216,9 +216,14 @@ class Packer:
         """Stores a tensor that `frame` saves as another one was stored; None where its values do not allow that."""
         store = self._store
         assert isinstance(store, ActivationStore)
-        packed = store.store_as(decision, look, tensor, Derivation(self.unpack), self.scopes, frame)
+        packed = store.store_as(decision, look, tensor, frame, self.derive)
         self._note_attention(tensor.grad_fn, packed)
         return packed
+
+    def derive(self, look: Look, tensor: Tensor, frame: FrameType) -> StoredActivation | None:
+        """Returns a recipe for a tensor that follows from what is stored, as `frame` saves it; None otherwise."""
+        assert isinstance(self._store, ActivationStore)
+        return self._store.derive_as(Derivation(self.unpack), self.scopes, look, tensor, frame)
 
     def store(self, tensor: Tensor, look: Look, frame: FrameType | None) -> Packed:
         """Stores a tensor that was looked at, where `frame` is running.

@@ -32,8 +32,8 @@ from daf_core.saved_tensors.handle import Handle, Packed
 if TYPE_CHECKING:
     from daf_core.saved_tensors.direct import Direct
 
-SHAPES = 64
-"""Shapes of a save whose decisions are kept: batches of so many lengths may take turns."""
+SHAPES = 128
+"""Shapes of a save whose decisions are kept, of .4 kB each: batches of so many lengths may take turns."""
 
 MOST_SAVES = 1 << 13
 """Saves in all trees, of 1 to 2 kB each. RoBERTa-base has 400; a program that never saves the same twice, as one with
@@ -120,11 +120,12 @@ class Save:
         kept: See `Look`.
         changing: Place and reading of what is looked at again now and then, as a softmax's result; None elsewhere.
         decisions: By shape.
+        epoch: That of the store in which it was measured last what rows share.
     """
 
     __slots__ = (
-        "call", "calls", "changing", "checked", "codes", "decisions", "dtype", "following", "instructions", "kept",
-        "look", "made_by", "module", "op", "small",
+        "call", "calls", "changing", "checked", "codes", "decisions", "dtype", "epoch", "following", "instructions",
+        "kept", "look", "made_by", "module", "op", "small",
     )  # fmt: skip
 
     def __init__(
@@ -136,7 +137,7 @@ class Save:
         self.small = small
         self.calls = [(call.number, call.name) for call in calls]
         self.call = self.calls[-1][0] if calls else -1
-        self.checked = -1
+        self.checked = self.epoch = -1
         self.kept = look is not None and look.kept
         self.decisions: dict[tuple[int, ...], Decision] = {}
         node = None if tensor is None else tensor.grad_fn
@@ -186,11 +187,19 @@ class Save:
         else:
             self.keep(tensor.shape, decision)
 
+    def regroup(self, shares_rows: bool) -> bool:
+        """Forgets all decisions where rows share something or did; returns whether there was nothing to forget."""
+        shared = (each.groups is not None and each.groups.beside is not None for each in self.decisions.values())
+        if shares_rows or any(shared):
+            self.decisions.clear()
+            return False
+        return True
+
     def keep(self, shape: torch.Size, decision: Decision) -> None:
         """Keeps how a tensor of a shape is stored; the latest stands last."""
         self.decisions.pop(shape, None)
         if len(self.decisions) >= SHAPES:
-            self.decisions.clear()
+            del self.decisions[next(iter(self.decisions))]
         self.decisions[shape] = decision
 
 
@@ -225,12 +234,12 @@ class Recordings:
 
     def __init__(self) -> None:
         self._roots: list[tuple[Treatments, Save]] = []
-        self._saves = self._epoch = 0
+        self._saves = 0
 
-    def root(self, treatments: Treatments, epoch: int) -> Save:
-        """Returns the tree of passes with some treatments; in another epoch of the store all is looked at anew."""
-        if self._saves > MOST_SAVES or epoch != self._epoch:
-            self._roots, self._saves, self._epoch = [], 0, epoch
+    def root(self, treatments: Treatments) -> Save:
+        """Returns the tree of passes with some treatments."""
+        if self._saves > MOST_SAVES:
+            self._roots, self._saves = [], 0
         found = next((root for known, root in self._roots if known == treatments), None)
         if found is None:
             found = Save()

@@ -73,6 +73,7 @@ class Replay:
         self._waiting: Mapping[int, object] = {}
         self._at: Save | None = None
         self._replays = False
+        self._epoch = 0  # of the store
         self._taken: list[Save] = []
         self._largest: dict[int, int] = {}  # elements of the largest of them, by the call that saved it
 
@@ -84,8 +85,8 @@ class Replay:
             self._follower.begin()
             return
         store.begin_replay(self._packer.eligibility.storages)
-        root = self._recordings.root(treatments, store.epoch)
-        self._at, self._store, self._replays = root, store, bool(root.following)
+        root = self._recordings.root(treatments)
+        self._at, self._store, self._replays, self._epoch = root, store, bool(root.following), store.epoch
         self._waiting = self._readers.unresolved
         # Torch.compile guards on the hooks of modules: to switch them has everything compiled again.
         if self._replays and not has_compiled_anything():
@@ -166,12 +167,21 @@ class Replay:
         # result depends on whether its query and key are large enough for codes.
         if latest is None or not look.sighting.is_expected or look.site.op in KERNELS:
             return None
-        if self._form(save, tensor) is not look.form:
+        if self._form(save, tensor) is not look.form or not self._is_grouped_alike(save, latest, tensor):
             return None
         decision = self._store.decide_alike(latest, look, tensor)
         if decision is not None:
             save.keep(tensor.shape, decision)
         return decision
+
+    def _is_grouped_alike(self, save: Save, decision: Decision, tensor: Tensor) -> bool:
+        """Says whether decisions at a save hold, as far as rows share something; otherwise forgets them."""
+        if save.epoch == self._epoch or decision.groups is None:
+            return True
+        assert save.look is not None
+        assert self._store is not None
+        save.epoch = self._epoch
+        return save.regroup(self._store.shares_rows(decision.groups, save.look, tensor))
 
     def _as_decided(self, decision: Decision, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:
         """Stores a tensor as the last one was stored; None where that is not what the full way would do."""
@@ -192,9 +202,11 @@ class Replay:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or (unsure and self._form(save, tensor) is not decision.form):
             return None
+        if not self._is_grouped_alike(save, decision, tensor):
+            return None
         packed = None
         if decision.direct is not None and not self._waiting:
-            packed = decision.direct.store(self._store.shelf, decision, look, tensor, frame)
+            packed = decision.direct.store(self._store.shelf, decision, look, tensor, frame, packer.derive)
         if packed is None:
             if tensor.stride() != decision.geometry.strides or tensor.device != decision.device:
                 return None

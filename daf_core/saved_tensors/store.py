@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from types import FrameType
 from typing import TypeGuard
 
@@ -33,16 +32,16 @@ from daf_core.codecs.planes import spreads_differ
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.recomputed import BoundedActivation
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind, capture
-from daf_core.codecs.scaling_groups import Grouping, grouping_of, logarithms_of, normalized_groups, probabilities_of
+from daf_core.codecs.scaling_groups import Grouping, groups_for, may_share, normalized_groups
 from daf_core.codecs.sides import KeptSides
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
-from daf_core.readers.table import SOFTMAXES, Kind, Reading
+from daf_core.readers.table import Kind, Reading
 from daf_core.saved_tensors.dedup import Arguments, MetStorage, groups_otherwise, serves, sharing_key
 from daf_core.saved_tensors.derive import Derivation
-from daf_core.saved_tensors.direct import Derive, Direct, Shelf
+from daf_core.saved_tensors.direct import Derive, Direct, Directs, Shelf
 from daf_core.saved_tensors.handle import Handle, Packed
 from daf_core.saved_tensors.recording import Decision, Look
 from daf_core.telemetry import StepRecorder
@@ -71,7 +70,8 @@ class ActivationStore:
         self._recorder = recorder
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
-        self._arguments, self._common = Arguments(self._exact, self._sharing), CommonRows()
+        self._directs, self._common = Directs(), CommonRows()
+        self._arguments = Arguments(self._exact, self._sharing)
 
     def beside(self, pagers: DevicePagers, lossy: LossyStore) -> ActivationStore:
         """Returns a store of other memory that knows what this one has measured."""
@@ -92,8 +92,18 @@ class ActivationStore:
 
     @property
     def epoch(self) -> int:
-        """Changes where tensors are to be looked at anew."""
-        return self._common.epoch
+        """Changes where what rows share is to be measured anew."""
+        return 0 if self._exact else self._common.epoch
+
+    def shares_rows(self, groups: Grouping, look: Look, tensor: Tensor) -> bool:
+        """Says whether rows of some length may share enough to keep that beside codes; see `CommonRows.may_pay`.
+
+        `groups` are the scaling groups of a tensor that was saved at the same place.
+        """
+        if not may_share(groups, look.reading):
+            return False
+        geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
+        return self._common.may_pay(look.site, geometry, groups.group, geometry.compact(tensor.detach()))
 
     def store(self, saved: SavedTensor, derivation: Derivation) -> Packed:
         """Stores an activation in the first form that can hold it: shared, derived, a codec's, or raw.
@@ -147,9 +157,8 @@ class ActivationStore:
         return kept
 
     def store_as(
-        self, decision: Decision, look: Look, tensor: Tensor, derivation: Derivation, scopes: ModuleScopes,
-        frame: FrameType,
-    ) -> Packed | None:  # fmt: skip
+        self, decision: Decision, look: Look, tensor: Tensor, frame: FrameType, derive: Derive
+    ) -> Packed | None:
         """Stores an activation as another one was stored, where `frame` is running; None where `store` is to decide.
 
         Raises:
@@ -158,9 +167,8 @@ class ActivationStore:
         """
         reading = look.reading
         if look.form is TensorKind.RAW:
-            kept = self.keep(tensor, look.site)
-            decision.direct = self._direct(decision, look, tensor, kept, None)
-            return kept
+            decision.direct = self._direct(decision, look, tensor.dtype, 0, False)
+            return self.keep(tensor, look.site)
         if decision.device not in self._backends or self._spares_bits(reading, decision.device):
             return None
         met = self._meet(tensor)
@@ -175,11 +183,11 @@ class ActivationStore:
         elif stored is None:
             # Whether anything is stored that it follows from is the same in each pass of exact mode: 1.1 of 38 ms.
             follows = decision.follows and not (self._exact and decision.kind is RawActivation)
-            derive = partial(self._derive_as, derivation, scopes) if follows else None
-            stored = None if derive is None else derive(look, tensor, frame)
+            stored = derive(look, tensor, frame) if follows else None
             stored = stored or self._encode_as(decision, look, tensor, met)
             if stored is not None:
-                decision.direct = self._direct(decision, look, tensor, stored, derive)
+                planes = stored.lease.planes if type(stored) is PlanesActivation else 0
+                decision.direct = self._direct(decision, look, tensor.dtype, planes, follows)
         if stored is None or (type(stored) is not decision.kind and not decision.shared):
             return None
         return self._packed_as(decision, look, tensor, met, stored)
@@ -192,25 +200,24 @@ class ActivationStore:
         if latest.kind is PlanesActivation:
             values = decision.geometry.compact(tensor.detach())
             decision.groups = self._grouping(look.takes, look, decision.geometry, look.reads_rows, values)
-        if latest.direct is not None and latest.direct.token is self.shelf.token and decision.follows is latest.follows:
-            decision.direct = latest.direct.for_shape(decision, look, tensor.dtype)
+        known = latest.direct
+        if known is not None and known.token is self.shelf.token and decision.follows is latest.follows:
+            decision.direct = self._direct(decision, look, tensor.dtype, known.planes, known.follows)
         return decision
 
-    def _derive_as(
+    def derive_as(
         self, derivation: Derivation, scopes: ModuleScopes, look: Look, tensor: Tensor, frame: FrameType
     ) -> StoredActivation | None:
+        """Returns a recipe for a tensor that follows from what is stored, as `frame` saves it; None otherwise."""
         saved = capture(tensor, look.takes, look.site, look.sighting, look.reads_rows, scopes, frame)
         return self._derive(saved, derivation)
 
-    def _direct(
-        self, decision: Decision, look: Look, tensor: Tensor, stored: StoredActivation, derive: Derive | None
-    ) -> Direct | None:
+    def _direct(self, decision: Decision, look: Look, dtype: torch.dtype, planes: int, follows: bool) -> Direct | None:
         """Returns what the next tensor of a decision is stored with, in the fewest calls; None where it takes more."""
         if decision.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact:
             return None
         backend, pager = self._backends.get(decision.device), self._pagers.on(decision.device)
-        planes = stored.lease.planes if type(stored) is PlanesActivation else 0
-        return Direct.of(decision, look, tensor.dtype, planes, backend, self._lossy.token, pager, derive)
+        return self._directs.get(decision, look, dtype, planes, backend, self._lossy.token, pager, follows)
 
     def _packed_as(
         self, decision: Decision, look: Look, tensor: Tensor, met: MetStorage, stored: StoredActivation
@@ -367,22 +374,10 @@ class ActivationStore:
 
         `values` are its compact form.
         """
-        reading = saved.reading
         if form is not TensorKind.LOSSY or self._exact:
             return None
-        if reading is not None and reading.kind is Kind.LOGARITHMS:
-            return logarithms_of(geometry, reading.dim)
-        if reading is not None and reading.reader in SOFTMAXES:
-            return probabilities_of(geometry, reading.dim)
-        groups = None
-        if reading is not None and reading.kind is Kind.NORMALIZED:
-            groups = normalized_groups(geometry, reading.reader, reading.dim, reading.pieces)
-        if groups is None:
-            groups = grouping_of(geometry, saved.site.op)
-            groups = groups.for_rows() if normalized else groups
-        if reading is not None and reading.bounds is not None:
-            groups = replace(groups, bounds=reading.bounds)
-        if groups.shape is not None:  # the groups are of channels
+        groups = groups_for(saved.reading, geometry, saved.site.op, normalized)
+        if groups is None or not may_share(groups, saved.reading):
             return groups
         common = self._common.blocks(saved.site, geometry, groups.group, values)
         return groups if common is None else replace(groups, beside=common)

@@ -348,6 +348,28 @@ def test_what_comes_while_a_model_trains_is_noticed(monkeypatch: pytest.MonkeyPa
     assert max(errors[8:]) < 0.22
 
 
+def test_what_comes_and_goes_is_noticed_at_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was decided for a length is not forgotten with what was measured, nor does it outlive that."""
+    monkeypatch.setattr(common_row, "EVERY", 8)
+    model, twin = make({}, "fused"), make({}, "fused")
+    engine, other = (engine_for(each, 4, packing="device") for each in (model, twin))
+    take_the_full_way(other)
+    errors: list[float] = []
+    for number in range(40):
+        tokens = (128, 96, 64)[number % 3]
+        if number in (12, 28):
+            with torch.no_grad():
+                for each in (model, twin):
+                    each.value.bias.copy_((number < 20) * 10 * normal(128, seed=7))
+        exact = gradient(model, lambda number=number, tokens=tokens: attention_loss(model, number, tokens))
+        found = gradient(model, lambda number=number, tokens=tokens: attention_loss(model, number, tokens), engine)
+        others = gradient(twin, lambda number=number, tokens=tokens: attention_loss(twin, number, tokens), other)
+        assert all(torch.equal(*pair) for pair in zip(found, others, strict=True))
+        errors.append(error(found, exact))
+    assert min(errors[12:16]) > 0.5
+    assert max(errors[:12] + errors[16:]) < 0.22
+
+
 def test_a_budget_counts_what_rows_share() -> None:
     """It is never exceeded, and planes are dropped as ever."""
     model = make({"key": 5.0, "value": 5.0}, "fused")

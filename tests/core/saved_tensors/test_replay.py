@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine
+from daf_core.codecs import common_row
 from daf_core.memory import idle_leases
 from daf_core.readers.table import Kind
 from daf_core.saved_tensors import recording
@@ -326,6 +327,45 @@ def test_a_length_that_is_new_is_not_looked_at_again(looks: list[Tensor]) -> Non
         looks.clear()
         take_step(engine, model, lambda model, number: model(normal(64 + number, 64)).sum(), number)
     assert not looks
+
+
+@pytest.mark.parametrize("precision", [4, "exact"])
+def test_what_was_decided_stays_where_rows_are_measured_again(
+    looks: list[Tensor], monkeypatch: pytest.MonkeyPatch, precision: object
+) -> None:
+    """Passes of all lengths are replayed for ever, where rows share nothing before and after."""
+    monkeypatch.setattr(common_row, "EVERY", 4)
+    recorded, record = list[Tensor](), Replay._record
+
+    def counting(self: Replay, at: recording.Save, tensor: Tensor, frame: Any) -> Any:
+        recorded.append(tensor)
+        return record(self, at, tensor, frame)
+
+    monkeypatch.setattr(Replay, "_record", counting)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 64))
+    engine = engine_for(model, precision, packing="device")
+    for number in range(20):
+        if number == 6:
+            assert recorded
+            recorded.clear()
+            looks.clear()
+        take_step(engine, model, lambda model, number: model(normal(128 + 64 * (number % 3), 64)).sum(), number)
+    assert not recorded
+    assert not looks
+
+
+def test_equal_blocks_share_what_they_are_stored_with() -> None:
+    """So a length that is new takes the time of one block, and the memory."""
+    counts: list[int] = []
+    for blocks in (2, 6):
+        model, engine = seeded(lambda blocks=blocks: nn.Sequential(*(Block() for _ in range(blocks))))
+        for number in range(STEPS):
+            take_step(engine, model, lambda model, _: model(normal(4, 64, 64)).sum(), number)
+        store = engine._packer.replayed_by
+        assert store is not None
+        counts.append(len(store._directs._known))
+    assert counts[0] == counts[1] > 0
 
 
 class Block(nn.Module):
