@@ -1,7 +1,7 @@
 # Every target makes its own environment in .venv, and brings it up to date when pyproject.toml has changed.
 
 PYTHON ?= python3
-# Another torch: make TORCH='torch>=2.7' test, or, for a build that PyPI does not have,
+# Another torch: make TORCH='torch>=2.10' test, or, for a build that PyPI does not have,
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make TORCH=torch==2.13.0+cpu test
 TORCH  ?= torch==2.13.0
 # Processes that run the tests: make JOBS=0 test runs them in one, as `python -m pytest` does.

@@ -22,6 +22,7 @@ from daf_core.errors import (
     StateError,
     TraceError,
     UnsupportedDeviceError,
+    UnsupportedTorchError,
 )
 from daf_core.telemetry import GradientError, StepStatistics
 
@@ -50,4 +51,5 @@ __all__ = [
     "StepStatistics",
     "TraceError",
     "UnsupportedDeviceError",
+    "UnsupportedTorchError",
 ]

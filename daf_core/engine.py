@@ -60,6 +60,7 @@ class ActivationEngine:
     Raises:
         ConfigError: `model` is no module, or `config` no configuration, or the environment's `LOCAL_WORLD_SIZE` wrong.
         NothingToTrainError: No parameter requires a gradient.
+        UnsupportedTorchError: Torch is older than 2.10.
         UnsupportedDeviceError: A part of the model is on device "meta".
         GraphCaptureError: A CUDA graph is being captured.
         SpillError: `spill_dir` takes no file.

@@ -37,6 +37,10 @@ class UnsupportedDeviceError(DAFError, RuntimeError):
     """The model is where DAF cannot work: on device "meta", or on several GPUs in one process."""
 
 
+class UnsupportedTorchError(DAFError, RuntimeError):
+    """The installed torch is older than the oldest that DAF works with."""
+
+
 class GraphCaptureError(DAFError, RuntimeError):
     """A CUDA graph is being captured, and what DAF stores would depend on the pass, or is not known yet."""
 

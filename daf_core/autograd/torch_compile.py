@@ -33,14 +33,14 @@ with adapters for a compiled one: nothing would be replayed, and a step of the s
 """
 
 
-NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 """Tags of operators that call Python, which the replay of a CUDA graph does not: Inductor cuts the graph there."""
 
 _GRAPHS = "torch._functorch._aot_autograd.graph_compile"
 """The module that inlines hooks into graphs."""
 
-# What a compiler calls, down to the backend; the latter in an older torch.
-_WITHIN, _WITHIN_OLDER = "_torchdynamo_orig_backend", "_torchdynamo_orig_callable"
+_WITHIN = "_torchdynamo_orig_backend"
+"""What a compiler calls, down to the backend."""
 
 
 class _Within(threading.local):
@@ -67,9 +67,8 @@ def leave_to_run(function: Any) -> None:
     ``torch.compiler.disable(recursive=False)`` does the same, and takes a second to import.
     """
     function._torchdynamo_disable = True
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # not in an older torch
-        strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 def run_uncompiled(around: Around, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,14 +153,14 @@ def _backends_of(library: ModuleType) -> set[int]:
         around = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
         functions += [each for each in around.values() if isinstance(each, FunctionType) and each not in functions]
         if (backend := around.get("callback")) is not None:
-            while (inner := getattr(backend, _WITHIN, getattr(backend, _WITHIN_OLDER, None))) is not None:
+            while (inner := getattr(backend, _WITHIN, None)) is not None:
                 backend = inner
             found.add(id(backend))
     return found
 
 
 def graph_hook_context() -> dict[str, Any] | None:
-    """Returns what a hook is told of the graphs that it is inlined into, from torch 2.10 on; None outside of that."""
+    """Returns what a hook is told of the graphs that it is inlined into; None outside of that."""
     compile_graphs = sys.modules.get(_GRAPHS)
     context = getattr(compile_graphs, "_get_saved_tensor_hook_context", None)
     return None if context is None else context()

@@ -1,4 +1,4 @@
-"""What DAF uses of torch's private interface, all of it, each with the reason. Tested against torch 2.13."""
+"""What DAF uses of torch's private interface, all of it, each with the reason. Tested against torch 2.10 to 2.13."""
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # Private by their underscore, and partly missing from torch's stubs: that is what this file is for.
@@ -24,6 +24,9 @@ _RAW = "_raw_saved_"
 COMPILED = "a graph of torch.compile runs backward once, and saves other activations than the plain model"
 """Why compiled models are not measured."""
 
+TELLS_WHO_SAVES: bool = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+"""Whether it can be seen which autograd node has saved a tensor; torch tells that from 2.10 on."""
+
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -48,8 +51,6 @@ def skip_dynamo(*functions: Any) -> None:
     It does where a part of what is compiled runs eagerly, and autograd calls its hooks there.
     ``torch.compiler.disable`` does the same with a wrapper, which takes time at every call and a second at import.
     """
-    if not hasattr(eval_frame, "set_code_exec_strategy"):  # an older torch, which compiles them: that takes time alone
-        return
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for function in functions:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
@@ -256,8 +257,8 @@ def argument_names(name: str) -> set[str]:
 def packed_for(node: Any, name: str, unpack: Callable[[Any], Tensor]) -> object:
     """Returns what was put in place of an autograd node's saved tensor by the pack hook that belongs to `unpack`.
 
-    None where the node saved nothing of that name, has released it, or other hooks or none were active, and on a torch
-    that does not tell. No unpack hook is called: that of a checkpoint would recompute a block.
+    None where the node saved nothing of that name, has released it, or other hooks or none were active. No unpack hook
+    is called: that of a checkpoint would recompute a block.
     """
     try:
         saved: Any = getattr(node, _RAW + name, None)
@@ -290,7 +291,7 @@ def is_being_saved(node: Any, name: str) -> bool:
     try:
         saved = getattr(node, _RAW + name, None)
         # Under hooks that is put in place first; without, the tensor itself is there.
-        if saved is None or not hasattr(saved, "unpack_hook"):  # a torch that does not tell
+        if saved is None:
             return False
         return saved.unpack_hook is None and getattr(node, f"_saved_{name}") is None
     except RuntimeError:  # it has released the tensor, or saved it without hooks and it was changed since

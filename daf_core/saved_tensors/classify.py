@@ -9,10 +9,10 @@ from itertools import chain
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from daf_core.autograd.torch_private import number_of, skip_nodes, storage_id, tensors_of
+from daf_core.autograd.torch_private import TELLS_WHO_SAVES, number_of, skip_nodes, storage_id, tensors_of
 from daf_core.codecs.planes import DTYPES
 from daf_core.codecs.saved_tensor import LOW_PRECISION, TensorKind
-from daf_core.errors import ConfigError, NothingToTrainError, shown
+from daf_core.errors import ConfigError, NothingToTrainError, UnsupportedTorchError, shown
 from daf_core.readers.table import STATISTIC_SHARE
 
 LEAST_ELEMENTS = 4096
@@ -113,12 +113,18 @@ class Eligibility:
 
 
 def check_trainable(model: object) -> None:
-    """Checks that a model has parameters to train.
+    """Checks that a model has parameters to train, and that this torch tells who reads activations.
 
     Raises:
+        UnsupportedTorchError: It does not: all activations would stay as they are.
         ConfigError: It is no module.
         NothingToTrainError: No parameter requires a gradient.
     """
+    if not TELLS_WHO_SAVES:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} is installed, and DAF works with torch 2.10 and newer: an older one does not "
+            "tell who has saved an activation, so that all of them would stay as they are. pip install 'torch>=2.10'"
+        )
     if not isinstance(model, nn.Module):
         raise ConfigError(f"a model is a torch.nn.Module, got {shown(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -75,7 +75,7 @@ class Measurement:
         buffers = Buffers(self._model, LARGEST_COPY)
         before = None if self._checked else _digests(contents)
         compiled = has_compiled_anything() or any(map(is_compiled, self._model.modules()))
-        watched = not timed and (not compiled or WritesBesideGraphs.is_possible)
+        watched = not timed
         copies, others = self._copies(contents.tensors, watched, compiled)
         writes = WritesBesideGraphs(others) if compiled else Writes(others)
         written, replaced = set[str](), set[str]()

@@ -57,8 +57,6 @@ class Writes(TorchDispatchMode):
 class WritesBesideGraphs(Writes):
     """The same where graphs of torch.compile run as they were compiled: what they write is not seen."""
 
-    is_possible = hasattr(TorchDispatchMode, "ignore_compile_internals")  # an older torch does not ask for it
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Tells torch.compile to compile inside as it does outside."""

@@ -67,9 +67,9 @@ class Package:
 
 
 PACKAGES = (
-    Package(name="torch", floor="2.7", purpose="everything", required=True),
+    Package(name="torch", floor="2.10", purpose="everything", required=True),
     Package(name="numba", floor="0.61", purpose="CPU kernels", required=True),
-    Package(name="triton", floor="3.3", purpose="GPU kernels", gpu_only=True),
+    Package(name="triton", floor="3.6", purpose="GPU kernels", gpu_only=True),
     Package(name="transformers", floor="5.12", purpose="the HF Trainer plugin"),
     Package(name="peft", floor="0.19", purpose="LoRA with the HF Trainer"),
     Package(name="accelerate", floor="1.12", purpose="the Trainer and Accelerate plugins"),

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf_core import ActivationEngine, DAFConfig, NothingToTrainError, UnsupportedDeviceError
+from daf_core import ActivationEngine, DAFConfig, NothingToTrainError, UnsupportedDeviceError, UnsupportedTorchError
 from daf_core.codecs.saved_tensor import SavedTensor
+from daf_core.saved_tensors import classify
 from tests.core.harness import (
     LARGE,
     Scale,
@@ -38,6 +39,15 @@ def test_a_model_without_values() -> None:
     """Said before training, with the way out."""
     model = nn.Linear(4, 4, device="meta")
     with pytest.raises(UnsupportedDeviceError, match=r"device 'meta' have no values.*to_empty"):
+        ActivationEngine(model)
+    assert not model._forward_hooks
+
+
+def test_a_torch_that_does_not_tell_who_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before training: nobody would be known to read anything, and nothing would be stored in fewer bits."""
+    monkeypatch.setattr(classify, "TELLS_WHO_SAVES", False)
+    model = nn.Linear(4, 4)
+    with pytest.raises(UnsupportedTorchError, match=r"^torch 2\.\S+ is installed.*torch 2\.10 and newer.*pip install"):
         ActivationEngine(model)
     assert not model._forward_hooks
 

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from daf_core import TraceError
 from daf_core.snapshots.attributes import Contents, attributes_kept
 from daf_core.snapshots.measurement import LARGEST_COPY, Measurement, measuring
-from daf_core.snapshots.writes import Copy, Writes, WritesBesideGraphs
+from daf_core.snapshots.writes import Copy, Writes
 
 SEEN: list[int] = []
 
@@ -356,7 +356,6 @@ class Normed(nn.Module):
         return 2 * self.weight * x
 
 
-@pytest.mark.skipif(not WritesBesideGraphs.is_possible, reason="this torch compiles nothing under a mode")
 def test_what_graphs_write_comes_back() -> None:
     """No operator is seen inside of them; what they add to is told from what they set."""
     model = Normed(2)

@@ -132,7 +132,7 @@ def test_too_old_framework_is_advice_and_too_old_torch_is_a_problem() -> None:
     assert with_version("peft", "0.1").advice == [
         "peft is too old (for LoRA with the HF Trainer): pip install 'peft>=0.19'"
     ]
-    assert with_version("torch", "2.1").problems == ["torch is too old (for everything): pip install 'torch>=2.7'"]
+    assert with_version("torch", "2.1").problems == ["torch is too old (for everything): pip install 'torch>=2.10'"]
 
 
 def test_triton_is_missed_on_a_gpu_only() -> None:
