@@ -32,7 +32,7 @@ from daf_core.autograd.torch_private import (
     packed_for,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import is_large, is_narrow, last_products, led_by, nodes_since, poles, product_input
+from daf_core.readers.patterns import is_done, is_large, led_by, narrow_products, nodes_since, poles
 from daf_core.readers.places import Place, Places, reading_of_frame
 from daf_core.readers.sharpness import (
     Looks,
@@ -43,7 +43,7 @@ from daf_core.readers.sharpness import (
     takes_same_bits,
     told_by,
 )
-from daf_core.readers.table import Kind, Reading, has_pole, more_exact, reading_of, stops_poles
+from daf_core.readers.table import Kind, Reading, has_pole, more_exact, reading_of
 from daf_core.readers.waiting import (
     EXACT_MODE,
     NEWEST,
@@ -317,7 +317,7 @@ class Readers:
                 reading = of_argument(reading, node, values[field])
             assert waiting.sighting.place is not None
             waiting.settle(self.learn(waiting.sighting.place, reading))
-            if waiting.sighting.reading is not None or (stops_poles(node) and not is_narrow(node, unpack)):
+            if waiting.sighting.reading is not None or is_done(node, unpack):
                 waiting.let_go()
         if has_pole(node, large):
             self._lead(node, unpack)
@@ -336,10 +336,8 @@ class Readers:
         """
         if (unpack := self._own.unpack) is None:
             return
-        for node in last_products(newest):
-            if is_narrow(node, unpack):
-                reading = Reading(Kind.APPROXIMATE, node.name(), deviation=math.inf)
-                self._change(node, product_input(node) or "", reading, unpack)
+        for node, field in narrow_products(newest, unpack):
+            self._change(node, field, Reading(Kind.APPROXIMATE, node.name(), deviation=math.inf), unpack)
 
     def _set(self, place: Place, reading: Reading) -> None:
         if self._readings.get(place) != reading:  # the same object as long as nothing is learned: see `still_reads`

@@ -17,11 +17,15 @@ MOST_NODES = 64
 MOST_TO_SCORES = 5
 """Nodes from a softmax to the product that makes its scores, at most: a mask, a factor and views are between."""
 
-MOST_LEADING = 32
+MOST_LEADING = 64
 """Nodes that are looked at for them, at most."""
 
-LEADING = 3
-"""Operators before one with a pole that need exact values, too: as softmax and addition in log(softmax(x) + eps)."""
+LEADING = 8
+"""Operators before one with a pole that need exact values, too: before it takes the logarithm of one of them, a policy
+with forbidden actions saves its probabilities, their product with a mask, two quotients by sums and a bound."""
+
+FEW = 16
+"""Terms of which a sum may be as small as one of them, as that of an ensemble's probabilities: more make a stop."""
 
 PRODUCT = "MulBackward0"
 """The node of a product, element by element."""
@@ -29,6 +33,10 @@ PRODUCT = "MulBackward0"
 _PRODUCT_INPUTS = {"MmBackward0": "self", "AddmmBackward0": "mat1", "LinearBackward0": "input"}
 _SCORES = {"BmmBackward0": "self", "BaddbmmBackward0": "batch1"}
 _PROBABILITIES = ("Softmax", "SafeSoftmax")
+_DECAYING = frozenset(("SoftmaxBackward0", "SafeSoftmaxBackward0", "ExpBackward0", "SigmoidBackward0"))
+"""Nodes that multiply the gradient, which is large where their result is small, by that result: it is then bounded."""
+_TERMS = {"BmmBackward0": {"self": -1, "mat2": -2}}
+"""Nodes that sum products, and for what they save of each factor the dimension of their result that it lacks."""
 _TANH = "TanhBackward0"
 _SQUARE = "PowBackward0"
 _MEANS = ("MeanBackward1", "SumBackward1")
@@ -142,7 +150,19 @@ def is_large(node: Node, unpack: Unpack, field: str) -> bool:
     return packed is not None and results is not None and packed.elements * STATISTIC_SHARE >= results
 
 
-def is_narrow(node: Node, unpack: Unpack) -> bool:
+def narrow_products(newest: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
+    """Yields the last matrix products before a node that have few results, with the field of their input."""
+    for node in last_products(newest):
+        if (field := product_input(node)) is not None and _is_narrow(node, unpack):
+            yield node, field
+
+
+def is_done(node: Node, unpack: Unpack) -> bool:
+    """Says whether nothing after a node can show that what it has read is needed as it is, or in more bits."""
+    return _stops(node, unpack) and not _is_narrow(node, unpack)
+
+
+def _is_narrow(node: Node, unpack: Unpack) -> bool:
     """Says whether a matrix product has far fewer results than inputs."""
     field = product_input(node)
     packed: Any = None if field is None else packed_for(node, field, unpack)
@@ -259,13 +279,32 @@ def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[obje
     for step, (node, saved) in enumerate(pending):
         found = []
         if step or beginning:
-            if is_leaf_node(node) or (stops_poles(node) and not _picks(node)):
+            if is_leaf_node(node) or _stops(node, unpack):
                 continue
             found = [packed for name in fields_of(node) if (packed := packed_for(node, name, unpack)) is not None]
             yield from found
+        if step and node.name() in _DECAYING:
+            continue
         saved += bool(found)
         if saved < LEADING and len(pending) < MOST_LEADING:
             pending += [(following, saved) for following, _ in node.next_functions if following is not None]
+
+
+def _stops(node: Node, unpack: Unpack) -> bool:
+    """Says whether no value before a node has to be small where its result is."""
+    return stops_poles(node) and not _picks(node) and not _sums_few(node, unpack)
+
+
+def _sums_few(node: Node, unpack: Unpack) -> bool:
+    """Says whether a node sums so few terms, or products, that the result is as small as they are."""
+    if node.name() in _MEANS:
+        return math.prod(node._saved_self_sym_sizes) <= FEW * max(1, _results_of(node) or 0)
+    for field, dim in _TERMS.get(node.name(), {}).items():
+        packed: Any = packed_for(node, field, unpack)
+        if packed is not None:
+            made = node._input_metadata[0].shape
+            return packed.elements * made[dim] <= FEW * math.prod(made)
+    return False
 
 
 def _picks(node: Node) -> bool:

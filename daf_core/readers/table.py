@@ -211,22 +211,20 @@ def _between(low: str, high: str, closed: bool = False) -> Callable[[Node], Boun
 _CLAMP_CLOSED = torch.__version__ < "2.14"  # compared as versions are
 """Whether the gradient passes where a value is the bound itself."""
 
-_SIDES: dict[tuple[str, str], Callable[[Node], Bounds]] = {
-    (_full("Relu0"), "result"): lambda _: _POSITIVE,
-    (_full("LeakyRelu0"), "self"): lambda _: _POSITIVE,
-    (_full("LeakyRelu1"), "result"): lambda _: _POSITIVE,
-    (_full("RreluWithNoise0"), "self"): lambda _: _POSITIVE,
-    (_full("RreluWithNoise1"), "result"): lambda _: _POSITIVE,
+_SIDES: dict[tuple[str, str], Bounds | Callable[[Node], Bounds]] = {
+    **dict.fromkeys(_fields("Relu0 LeakyRelu1 RreluWithNoise1: result"), _POSITIVE),
+    **dict.fromkeys(_fields("LeakyRelu0 RreluWithNoise0: self"), _POSITIVE),
     (_full("Threshold0"), "self"): _between("threshold", ""),
     (_full("Threshold1"), "self"): _between("threshold", ""),
     (_full("Hardtanh0"), "self"): _between("min_val", "max_val"),
-    (_full("Hardsigmoid0"), "self"): lambda _: Bounds(-3.0, 3.0),
+    (_full("Hardsigmoid0"), "self"): Bounds(-3.0, 3.0),
     (_full("Clamp1"), "self"): _between("min", "max", closed=_CLAMP_CLOSED),
     (_full("ClampMin0"), "self"): _between("min", "", closed=_CLAMP_CLOSED),
     (_full("ClampMax0"), "self"): _between("", "max", closed=_CLAMP_CLOSED),
     (_full("Hardshrink0"), "self"): lambda node: Bounds(-node._saved_lambd, node._saved_lambd, closed=True),
     (_full("Softshrink0"), "self"): lambda node: Bounds(-node._saved_lambd, node._saved_lambd, closed=True),
 }
+"""Nodes that ask on which side of bounds a value lies: of the same ones, or of those that they are given each time."""
 
 
 def _jump_of_elu(node: Node) -> Bounds | None:
@@ -309,9 +307,10 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
     name = node.name()
     kind = _KINDS.get((name, field), Kind.EXACT)
     if kind is Kind.SIDES:
-        bounds = _SIDES[name, field](node)
+        known = _SIDES[name, field]
+        bounds = known if isinstance(known, Bounds) else known(node)
         told = not math.isnan(bounds.low + bounds.high) and (math.isfinite(bounds.low) or math.isfinite(bounds.high))
-        return Reading(kind, name, bounds, varies=bounds != _POSITIVE) if told else Reading(Kind.EXACT, name)
+        return Reading(kind, name, bounds, varies=bounds is not known) if told else Reading(Kind.EXACT, name)
     if kind is Kind.LOGARITHMS:
         return Reading(kind, name, dim=dim_from_end(node))
     if kind is Kind.ATTENTION and node._input_metadata[0].shape[-1] < NARROW:

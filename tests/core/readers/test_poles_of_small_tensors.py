@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.readers import patterns
@@ -24,6 +25,16 @@ LOSSES: dict[str, Loss] = {
     "picked": lambda scores, targets: -(scores.softmax(-1) * F.one_hot(targets, CLASSES)).sum(1).log().mean(),
     "ratio": lambda scores, targets: _ratio(scores.softmax(-1).gather(1, targets[:, None])),
     "contrast": lambda scores, targets: _contrast(scores.exp(), targets),
+    "forbidden actions": lambda scores, targets: -_policy(scores).log_prob(targets).mean(),
+    "pointer": lambda scores, targets: -(_pointed(scores).gather(1, targets[:, None]) + 1e-12).log().mean(),
+    "mean of some": lambda scores, targets: F.nll_loss(_several(scores).mean(0).log(), targets),
+    "sum of some": lambda scores, targets: F.nll_loss(
+        scores.softmax(-1).view(-1, CLASSES // 8, 8).sum(-1).log(), targets // 8
+    ),
+    "mixture": lambda scores, targets: F.nll_loss(
+        torch.einsum("rk,krc->rc", scores[:, :4].softmax(-1), _several(scores)).log(), targets
+    ),
+    "distances": lambda scores, _targets: _distances(scores.view(-1, CLASSES // 4, 4)).mean(),
 }
 
 
@@ -33,6 +44,26 @@ def _ratio(chosen: Tensor) -> Tensor:
 
 def _contrast(similar: Tensor, targets: Tensor) -> Tensor:
     return -(similar.gather(1, targets[:, None])[:, 0] / similar.sum(1)).log().mean()
+
+
+def _policy(scores: Tensor) -> Categorical:
+    allowed = (torch.arange(scores.numel()) % 7 > 1).view_as(scores)
+    probabilities = scores.softmax(-1) * allowed + 1e-30
+    return Categorical(probabilities / probabilities.sum(-1, keepdim=True))
+
+
+def _pointed(scores: Tensor) -> Tensor:
+    """Returns a mixture of what a model makes up and of what it copies from places that it was given."""
+    share, places = scores[:, :1].sigmoid(), torch.arange(scores.numel()).view_as(scores)[:, :16] * 7 % CLASSES
+    return (share * scores.softmax(-1)).scatter_add(1, places, (1 - share) * scores[:, :16].softmax(-1))
+
+
+def _several(scores: Tensor) -> Tensor:
+    return torch.stack([(scores * factor).softmax(-1) for factor in (0.7, 0.8, 0.9, 1.0)])
+
+
+def _distances(points: Tensor) -> Tensor:
+    return ((points - 0.999 * points.roll(1, 1)).exp().square().sum(-1) + 1e-12).sqrt()
 
 
 def _without_pole(scores: Tensor, _targets: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -73,6 +73,21 @@ def test_of_one_line_in_a_pass_are_told_apart(function: str) -> None:
     net = Net(*CALLS[function])
     engine = engine_for(net, 8)
     assert max(step(net, engine) for _ in range(3)) < 0.03
+
+
+def threshold(y: Tensor, low: float) -> Tensor:
+    return F.threshold(y.mul(1.0), low, 0.0).sin()
+
+
+@pytest.mark.parametrize("function", [bound, threshold, lambda y, high: y.mul(1.0).clamp(0.0, high + 1).sin()])
+@pytest.mark.parametrize("arguments", [(0.0, 0.0, 0.1, 0.2), (0.2, 0.1, 0.0, 0.0, 0.1)], ids=str)
+def test_bounds_that_pass_through_zero(function: Callable[[Tensor, float], Tensor], arguments: Sequence[float]) -> None:
+    """As margins do that are warmed up: a bound of 0 is no reason to take an operator for a ReLU."""
+    net = Net(function, (arguments[0],))
+    engine = engine_for(net, 8)
+    for argument in arguments:
+        net.arguments = (argument,)
+        assert step(net, engine) < 0.03
 
 
 @pytest.mark.parametrize("function", CALLS)
