@@ -66,7 +66,7 @@ class Common(NamedTuple):
         """Bytes of both."""
         return self.row.nbytes + self.factors.nbytes
 
-    def add_to(self, rest: Tensor) -> None:
+    def restore(self, rest: Tensor) -> None:
         """Adds it to the rest, which has no holes, in place; a host may have packed what a device decodes."""
         rows = rest.view(len(self.row), -1, self.row.shape[2])
         rows.addcmul_(self.factors.to(rest), self.row.to(rest))
@@ -115,7 +115,7 @@ class RowBlocks:
         """Returns the bits an element by which codes are more exact without what rows share."""
         rows = some_of(some_of(values.reshape(self.shape), 0, SOME_BLOCKS), 1, SOME_ROWS).float()
         rest = rows.clone()
-        self._common_of(rows).add_to(rest.neg_())
+        self._common_of(rows).restore(rest.neg_())
         before, after = self._ranges(rows), self._ranges(rest)
         least = before.amax().clamp_min(TINY) * MOST_LOST
         return float((before.clamp_min(least) / after.clamp_min(least)).log2().mean())

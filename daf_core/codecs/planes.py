@@ -17,7 +17,7 @@ from daf_core.codecs.deferred_check import Compact, PendingCheck, PendingChecks
 from daf_core.codecs.plane_importance import LEVELS, plane_importances, rounding_errors
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
-from daf_core.codecs.scaling_groups import Grouping, Totals
+from daf_core.codecs.scaling_groups import Grouping, Roots, Totals
 from daf_core.codecs.sides import KeptSides
 from daf_core.memory.lease import Lease, LeaseKind
 from daf_core.memory.pager import Pager
@@ -93,7 +93,7 @@ class PlanesActivation(PagedActivation):
     # has found no other reader, and a smaller error.
     only_reader: ClassVar[str] = ""
     check: PendingCheck | None = None  # keeps the values until it is known whether the codes stand for them
-    beside: Common | Totals | None = None  # what is kept beside the codes
+    beside: Common | Roots | Totals | None = None  # what is kept beside the codes
     _kept: KeptStorage | None = None  # accounts for it
     _sides: KeptSides | None = None  # where decoded values belong
 
@@ -223,7 +223,7 @@ class PlanesActivation(PagedActivation):
         if self.groups.beside is None:
             return values
         self.beside, rest = self.groups.beside.split(values)
-        if self.beside is not None:
+        if self.beside is not None and self.beside.nbytes:
             self._kept = KeptStorage(self.pager, self.beside.nbytes)
         return rest
 
@@ -257,7 +257,7 @@ class PlanesActivation(PagedActivation):
         dense = out if self.is_codes_alone or out.is_contiguous() else out.new_empty(out.shape)
         self._backend.decode(self.groups.arrange(dense), self.layout, lease.planes, self.pager.pool, lease.pages)
         if beside is not None:
-            beside.add_to(dense)
+            beside.restore(dense)
         if sides is not None:
             sides.keep(dense)
         if dense is not out:

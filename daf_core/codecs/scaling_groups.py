@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from daf_core.codecs.common_row import RowBlocks
 from daf_core.codecs.tensor_layout import Geometry, Rows
+from daf_core.readers.sharpness import EXPONENTIALS
 from daf_core.readers.table import SOFTMAXES, Bounds, Kind, Reading
 from daf_kernels import mask_pages
 from daf_kernels.layout import SHARED_ROW, group_size, shares_groups
@@ -44,7 +45,7 @@ class Totals(NamedTuple):
         """Bytes of both."""
         return self.totals.nbytes + (0 if self.seen is None else self.seen.nbytes)
 
-    def add_to(self, rest: Tensor) -> None:
+    def restore(self, rest: Tensor) -> None:
         """Adds what decoded values lack, which have no holes, in equal parts, in place; keys that none sees get 0."""
         outer, _, inner = self.totals.shape
         rows = rest.view(outer, -1, inner)
@@ -99,6 +100,26 @@ class ProbabilityRows:
 
 
 @dataclass(frozen=True)
+class Roots:
+    """Codes are of the square roots of values, which are not negative: the results of an exponential that decays.
+
+    Its gradient is multiplied by the result, and mostly by how far the argument is from where the result is largest.
+    Codes of the results themselves decode a 0 to some 3% of a step, as a group keeps its mean and its deviation: of a
+    Parzen window of 23 bins, 78% of whose results are below 1e-6, the gradient had an error of 1.4 at 8 bits.
+    """
+
+    nbytes: ClassVar[int] = 0
+
+    def split(self, values: Tensor) -> tuple[Roots, Tensor]:
+        """Returns itself, and the roots of flat values."""
+        return self, values.sqrt()
+
+    def restore(self, rest: Tensor) -> None:
+        """Squares decoded roots in place."""
+        rest.square_()
+
+
+@dataclass(frozen=True)
 class Grouping:
     """The order in which flat values are taken for scaling groups."""
 
@@ -107,8 +128,9 @@ class Grouping:
     strides: tuple[int, ...] = ()
     logarithms: Rows | None = None  # rows of logarithms whose probabilities sum to 1; None where they are anything else
     own: bool = False  # whether each row has a group of its own, where it would share one
-    # What is kept beside codes: of rows what they share, which the codes are without, or the sums of probabilities.
-    beside: RowBlocks | ProbabilityRows | None = None
+    # What is kept beside codes: of rows what they share, which the codes are without, or the sums of probabilities; or
+    # what else they are codes of.
+    beside: RowBlocks | ProbabilityRows | Roots | None = None
     bounds: Bounds | None = None  # decoded values stay on their side of these
 
     @property
@@ -160,13 +182,15 @@ def groups_for(reading: Reading | None, geometry: Geometry, op: str, normalized:
     if groups is None:
         groups = grouping_of(geometry, op)
         groups = groups.for_rows() if normalized else groups
+    if reading is not None and reading.reader in EXPONENTIALS and reading.deviation:
+        return replace(groups, beside=Roots())
     return groups if reading is None or reading.bounds is None else replace(groups, bounds=reading.bounds)
 
 
 def may_share(groups: Grouping, reading: Reading | None) -> bool:
     """Says whether what rows have in common may be kept beside codes with groups of `groups_for`: not of channels."""
     probabilities = reading is not None and (reading.kind is Kind.LOGARITHMS or reading.reader in SOFTMAXES)
-    return groups.shape is None and not probabilities
+    return groups.shape is None and groups.beside is None and not probabilities
 
 
 def logarithms_of(geometry: Geometry, dim: int) -> Grouping | None:

@@ -38,7 +38,7 @@ _BENT = frozenset(("SinBackward0", "CosBackward0", "AtanBackward0", "AsinhBackwa
 """Operators whose derivative changes within a unit of their argument, however large that is. At a deviation of 10 the
 gradient of a sine had a cosine of .48 at 4 bits and an error of .07 at 8, at 30 of -.1 and .2."""
 
-_EXPONENTIALS = frozenset(("ExpBackward0", "Exp2Backward0"))
+EXPONENTIALS = frozenset(("ExpBackward0", "Exp2Backward0"))
 """Operators whose gradient is multiplied by their result. Where its logarithms deviate by `SHARP` it takes twice the
 bits, up to 8: most of it is small then beside the largest, to which codes are relative. Of decays whose logarithms
 deviate by 80, as in a gated linear attention, the gradient of the gate had an error of .59 at 4 bits, .29 with 8 for
@@ -130,7 +130,7 @@ def of_result(reading: Reading, node: Node, result: Tensor, unpack: Unpack) -> R
     """Returns what a node needs of its result: softmaxes that codes would spoil are exact, decays take more bits."""
     if needs_exact_softmax(node, result, unpack):
         return Reading(Kind.EXACT, reading.reader)
-    return replace(reading, deviation=SHARP) if node.name() in _EXPONENTIALS and _decays(result) else reading
+    return replace(reading, deviation=SHARP) if node.name() in EXPONENTIALS and _decays(result) else reading
 
 
 def _decays(result: Tensor) -> bool:
@@ -187,7 +187,7 @@ class Looks:
 
 def may_change(reading: Reading) -> bool:
     """Says whether more bits may be needed of what is read so, as values change while a model trains."""
-    looked_at = reading.reader in SOFTMAXES or reading.reader in _BENT or reading.reader in _EXPONENTIALS
+    looked_at = reading.reader in SOFTMAXES or reading.reader in _BENT or reading.reader in EXPONENTIALS
     return reading.takes_approximations and looked_at
 
 

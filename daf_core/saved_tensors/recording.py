@@ -18,6 +18,7 @@ from daf_core.autograd.sites import ModuleCall, Site
 from daf_core.autograd.torch_private import running_module, skip_nodes
 from daf_core.codecs import AttendedActivation, PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.common_row import RowBlocks
 from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
@@ -189,7 +190,8 @@ class Save:
 
     def regroup(self, shares_rows: bool) -> bool:
         """Forgets all decisions where rows share something or did; returns whether there was nothing to forget."""
-        shared = (each.groups is not None and each.groups.beside is not None for each in self.decisions.values())
+        groups = [each.groups for each in self.decisions.values()]
+        shared = (each is not None and isinstance(each.beside, RowBlocks) for each in groups)
         if shares_rows or any(shared):
             self.decisions.clear()
             return False

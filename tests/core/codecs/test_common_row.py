@@ -113,7 +113,7 @@ def test_no_group_deviates_more(tensor: Tensor, shape: tuple[int, int, int]) -> 
         pairs = [each.reshape(shape).norm(dim=2) for each in (rest, rows)]
     assert (pairs[0] <= pairs[1] * 1.02 + 1e-3).all()
     both = rest.clone()
-    common.add_to(both)
+    common.restore(both)
     torch.testing.assert_close(both.view(shape), rows, rtol=1e-5, atol=1e-5)
 
 
@@ -204,7 +204,7 @@ def test_values_that_are_not_finite_stay_as_they_are(value: float) -> None:
 
 def test_a_device_adds_what_a_host_has_taken() -> None:
     common = Common(torch.ones(2, 1, 32, dtype=torch.bfloat16), torch.ones(2, 64, 1, dtype=torch.bfloat16))
-    common.add_to(torch.empty(2, 64, 32, device="meta"))  # which fails where devices differ
+    common.restore(torch.empty(2, 64, 32, device="meta"))  # which fails where devices differ
 
 
 def test_sites_are_measured_again() -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from daf_core import ActivationEngine
 from daf_core.codecs import common_row
 from daf_core.memory import idle_leases
+from daf_core.readers.sharpness import Looks
 from daf_core.readers.table import Kind
 from daf_core.saved_tensors import recording
 from daf_core.saved_tensors.derive import Derivation
@@ -335,6 +336,7 @@ def test_what_was_decided_stays_where_rows_are_measured_again(
 ) -> None:
     """Passes of all lengths are replayed for ever, where rows share nothing before and after."""
     monkeypatch.setattr(common_row, "EVERY", 4)
+    monkeypatch.setattr(Looks, "EVERY", 1000)
     recorded, record = list[Tensor](), Replay._record
 
     def counting(self: Replay, at: recording.Save, tensor: Tensor, frame: Any) -> Any:
@@ -343,7 +345,7 @@ def test_what_was_decided_stays_where_rows_are_measured_again(
 
     monkeypatch.setattr(Replay, "_record", counting)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 257), nn.Softmax(-1), nn.LayerNorm(257))
     engine = engine_for(model, precision, packing="device")
     for number in range(20):
         if number == 6:
