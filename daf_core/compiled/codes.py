@@ -54,6 +54,7 @@ class Planes:
     common: bool = False  # whether codes are of what is left without that which rows have in common
     # The dimension along which values are probabilities, whose sums of 1 are kept; None where groups keep theirs.
     probabilities: int | None = None
+    roots: bool = False  # whether they are of the square roots of values, of which what is almost 0 is to stay so
     name: ClassVar[str] = "planes"
     header_bits: ClassVar[int] = 48
     lossy: ClassVar[bool] = True
@@ -65,6 +66,8 @@ class Planes:
         sign of minus. Or whether probabilities sum to 1: where everything is masked, they may be 0.
         """
         parts, steps = 8 // self.bits, float(2**self.bits - 1)
+        if self.roots:
+            values = values.sqrt()
         beside = Bits().encode(values > 0, shape) if self.signs else ()
         if self.probabilities is not None:
             beside = (*beside, values.amax(self.probabilities, keepdim=True) > 0)
@@ -110,6 +113,8 @@ class Planes:
         if self.probabilities is not None:
             missing = beside.pop().float() - values.sum(self.probabilities, keepdim=True)
             values = values + missing / like.sizes[self.probabilities]
+        if self.roots:
+            values = values * values
         if like.dtype is torch.float16 or like.dtype is torch.bfloat16:
             most = torch.finfo(like.dtype).max
             values = values.clamp(-most, most)

@@ -15,6 +15,7 @@ from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
 from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.dimensions import channels_of, normalized_in, probabilities_of, viewed
 from daf_core.compiled.groups import Shape, Together, shape_of
+from daf_core.compiled.poles import before_poles
 from daf_core.compiled.readers import (
     CASTS,
     EXPONENTIALS,
@@ -22,13 +23,13 @@ from daf_core.compiled.readers import (
     SIZES,
     Needs,
     compared_in,
-    is_picked,
     is_pointwise,
     is_view,
     name_of,
     needs_of,
     reached,
     sides_of,
+    tensors_of,
 )
 from daf_core.compiled.rows import is_softmax
 from daf_core.compiled.sizes import elements_of, is_known
@@ -85,7 +86,7 @@ class Decisions:
         self._unread = attend_again(forward, backward)
         self._readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
         self._from_gradients = made_of_gradients(backward)
-        self._compared = compared_in(backward)
+        self._compared, self._before_poles = compared_in(backward), before_poles(forward)
 
     def of(self, name: str) -> Decision:
         """Returns the decision for a saved tensor of a name."""
@@ -125,21 +126,22 @@ class Decisions:
         return _bytes_of(self.of(name), values) if isinstance(values, Tensor) else 0.0
 
     def _of_values(self, made: fx.Node, reader: fx.Node, values: Tensor) -> Decision:
-        if name_of(viewed(made)) in EXPONENTIALS and is_picked(reader):
-            return KEPT
         chain = function_of_alone(reader)
-        if chain:
-            found: Tensor = chain[-1].meta["val"]
-            if found.dtype is torch.bool:
-                return Decision(Bits(), chain)
-            if found.dtype in _DTYPES:
-                code = self._code(chain[-1])
-                return Decision(Slopes(code.bits) if isinstance(code, Planes) and is_gelu(chain) else code, chain)
+        found: Tensor = (chain[-1] if chain else reader).meta["val"]
+        if found.dtype is torch.bool:
+            return Decision(Bits(), chain)
+        if viewed(made) in self._before_poles:
+            return Decision(sides_of(reader))
+        if chain and found.dtype in _DTYPES:
+            code = self._code(chain[-1])
+            return Decision(Slopes(code.bits) if isinstance(code, Planes) and is_gelu(chain) else code, chain)
         code = sides_of(reader) or self._code(reader)
         if not isinstance(code, Planes):
             return Decision(code)
         if is_softmax(viewed(made)):
             return _of_probabilities(made, values, code)
+        if _is_window(viewed(made)):
+            return Decision(replace(code, roots=True))
         decision = Decision(code, together=normalized_in(made))
         if code.signs or self._is_of_convolution(made, reader):
             return decision
@@ -303,6 +305,19 @@ def _of_probabilities(made: fx.Node, values: Tensor, code: Planes) -> Decision:
     if dim is None or (dim == shape.order[-1] and is_known(rows) and rows % shape.group == 0):
         return decision
     return replace(decision, code=replace(code, probabilities=dim))
+
+
+def _is_window(node: fx.Node) -> bool:
+    """Says whether a node is the exponential of a multiple of a square: its gradient is large where it is almost 0."""
+    if name_of(node) not in EXPONENTIALS:
+        return False
+    [argument] = node.all_input_nodes
+    while name_of(argument) in ("mul", "div", "neg", *CASTS, *RESHAPES):
+        several = [each for each in tensors_of(argument) if elements_of(each.meta["val"]) > 1]
+        if len(several) != 1:
+            return name_of(argument) == "mul" and argument.args[0] is argument.args[1]
+        [argument] = several
+    return name_of(argument) == "square" or (name_of(argument) == "pow" and bool(argument.args[1] == 2))
 
 
 def _is_result_beside(node: fx.Node) -> bool:

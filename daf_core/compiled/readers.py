@@ -66,9 +66,6 @@ _SUMS = _named(
 EXPONENTIALS = ("exp", "exp2")
 """Operators whose result is off by the more, relative to itself, the more what they read is off."""
 
-_PICKS = _named("diagonal_scatter scatter scatter_add index_put _unsafe_index_put")
-"""Operators that put the gradients of picked values where these were."""
-
 STEEPEST = 2.0
 """Largest multiple of a value in a sigmoid by hand that takes the bits of others: quick GELUs have 1.7. Of 8 times the
 value the error at 4 bits was .57, and is .08."""
@@ -179,28 +176,14 @@ def needs_of(saved: fx.Node) -> Needs:
             needs, goes_on = _reading(user, source)
             if needs is Needs.SIGNS and source not in same:  # codes keep signs, but not those of what is made of them
                 needs = Needs.EXACT
-            if needs is Needs.EXPONENTIAL and is_picked(user):
-                needs = Needs.EXACT
-            elif needs is Needs.EXPONENTIAL and source not in moved:  # codes of logarithms are close at their largest
-                flat = abs(_multiple_of(source)[1]) <= STEEPEST and any(map(_is_bounded, user.users))
+            if needs is Needs.EXPONENTIAL and source not in moved:  # codes of logarithms are close at their largest
+                flat = abs(_multiple_of(source)[1]) <= STEEPEST and any(map(is_bounded, user.users))
                 needs, goes_on = Needs.NOTHING if flat or _is_minus_square(source) else Needs.MORE_BITS, True
             found |= needs
             if goes_on and user not in seen:
                 seen.add(user)
                 pending.append(user)
     return found
-
-
-def is_picked(exponential: fx.Node) -> bool:
-    """Says whether some of a node's exponentials are picked in forward, as a diagonal.
-
-    Where it is their logarithm that a loss takes, their gradients are the larger the smaller they are.
-    """
-    for shown in reached([exponential], lambda each: filter(is_view, each.users)):
-        factors = [each for user in shown.users if name_of(user) == "mul" for each in user.all_input_nodes]
-        if any(name_of(each) in _PICKS for factor in factors for each in _made_one_by_one_of(factor)):
-            return True
-    return False
 
 
 def _moves(node: fx.Node, source: fx.Node) -> bool:
@@ -238,16 +221,16 @@ def _multiple_of(node: fx.Node) -> tuple[fx.Node, float]:
     return node, factor
 
 
-def _is_above_one(node: fx.Node) -> bool:
+def is_above_one(node: fx.Node) -> bool:
     """Says whether a node is one and an exponential, by which a sigmoid by hand divides."""
     numbers = [each for each in node.args if isinstance(each, int | float)]
     others = node.all_input_nodes
     return name_of(node) == "add" and numbers == [1] and len(others) == 1 and name_of(others[0]) in EXPONENTIALS
 
 
-def _is_bounded(node: fx.Node) -> bool:
+def is_bounded(node: fx.Node) -> bool:
     """Says whether what a node makes of an exponential, and of its argument, has a slope of 1 or less: softplus."""
-    return _is_above_one(node) or (name_of(node) == "log1p" and name_of(node.all_input_nodes[0]) in EXPONENTIALS)
+    return is_above_one(node) or (name_of(node) == "log1p" and name_of(node.all_input_nodes[0]) in EXPONENTIALS)
 
 
 def compared_in(backward: fx.Graph) -> set[fx.Node]:
@@ -332,9 +315,9 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
         return Needs.EXPONENTIAL, False
     if name in ("div", "reciprocal"):  # by what is exact, or of it
         divides = name == "reciprocal" or source in user.args[1:]
-        return (Needs.EXACT, False) if divides and not _is_above_one(source) else (Needs.VALUES, True)
+        return (Needs.EXACT, False) if divides and not is_above_one(source) else (Needs.VALUES, True)
     if name == "log1p":
-        return (Needs.VALUES, True) if _is_bounded(user) else (Needs.EXACT, False)
+        return (Needs.VALUES, True) if is_bounded(user) else (Needs.EXACT, False)
     if name == "pow":
         natural = isinstance(user.args[1], int | float) and user.args[1] >= 1 and float(user.args[1]).is_integer()
         return (Needs.VALUES, True) if natural else (Needs.EXACT, False)

@@ -1,0 +1,80 @@
+"""What a forward graph works out before a logarithm, a root or the like: the gradient there is large where it is small.
+
+Outside of graphs, `daf_core.readers.patterns.led_by` finds the same among autograd's nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from daf_core.compiled.dimensions import viewed
+from daf_core.compiled.readers import is_above_one, is_bounded, name_of, tensors_of
+from daf_core.compiled.sizes import elements_of, hint
+from daf_core.readers.patterns import FEW, MOST_LEADING
+from daf_core.readers.table import STATISTIC_SHARE
+
+_POLES = frozenset(
+    (
+        *("log", "log2", "log10", "log1p", "logit", "xlogy", "special_xlog1py", "special_entr", "sqrt", "rsqrt"),
+        *("reciprocal", "acos", "asin", "acosh", "atanh", "erfinv", "atan2", "hypot", "lgamma", "digamma", "polygamma"),
+        *("prod", "cumprod", "logaddexp", "logaddexp2"),
+    )
+)
+"""Operators whose gradient is without bound where what they read is small, or at an edge of their domain."""
+_SUMS, _PRODUCTS = ("sum", "mean"), ("bmm", "baddbmm")
+_STOPS = (
+    *("mm", "addmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution", "var", "std", "embedding", "_grouped_mm"),
+    *("native_", "_native", "batch_norm", "_fused", "_scaled_dot_product", "_softmax_backward", "gelu", "silu"),
+)
+"""What begins the names of operators behind which no value is small because one before it is."""
+
+
+def before_poles(forward: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes whose results have to be exact where they are saved, and what they are worked out again of."""
+    return {viewed(each) for node in forward.nodes if _has_pole(node) for each in _leading(node)}
+
+
+def _has_pole(node: fx.Node) -> bool:
+    """Says whether a node's gradient, of several numbers, is without bound where what it reads is small, or at an edge.
+
+    Not that of a sigmoid or softplus that is written out, nor where a row has one divisor, which stays exact.
+    """
+    values, name, arguments = node.meta.get("val"), name_of(node), [*node.args, None]
+    if not isinstance(values, Tensor) or elements_of(values) < 2:
+        return False
+    if name == "pow":
+        exponent: Any = arguments[1]
+        return not (isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer())
+    if name == "div":
+        divisor = arguments[1]
+        sizes = divisor.meta.get("val") if isinstance(divisor, fx.Node) else None
+        if not isinstance(divisor, fx.Node) or not isinstance(sizes, Tensor) or is_above_one(divisor):
+            return False
+        return elements_of(sizes) * STATISTIC_SHARE >= elements_of(values)
+    return name in _POLES and not is_bounded(node) and not any(map(is_above_one, tensors_of(node)))
+
+
+def _leading(pole: fx.Node) -> Iterator[fx.Node]:
+    """Yields what the operators before a node have made, back to those that sum many."""
+    pending = [pole]
+    for node in pending:  # which grows meanwhile
+        for source in tensors_of(node):
+            values = source.meta.get("val")
+            known = source in pending or len(pending) > MOST_LEADING
+            if known or _stops(source) or (isinstance(values, Tensor) and not values.is_floating_point()):
+                continue
+            pending.append(source)
+            yield source
+
+
+def _stops(node: fx.Node) -> bool:
+    name = name_of(node)
+    if name in _SUMS:
+        [values] = tensors_of(node)[:1]
+        return elements_of(values.meta["val"]) > FEW * elements_of(node.meta["val"])
+    if name in _PRODUCTS:
+        return hint(tensors_of(node)[-1].meta["val"].shape[-2]) > FEW
+    return name.startswith(_STOPS)
