@@ -26,6 +26,8 @@ from daf_core.readers.table import CHECKPOINT, Kind, Reading, reading_of_functio
 from daf_core.readers.watch import unwatched
 
 _CHECKPOINT = checkpoint.__file__
+_CHECKPOINTS = (checkpoint.CheckpointFunction, getattr(checkpoint, "_NoopSaveInputs", None))
+"""Functions that save the inputs of checkpoints: the second, of those that are not reentrant, up to torch 2.11."""
 
 _WRITES_LATE = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"})
 """Operators that write what they have saved: a randomized ReLU saves its noise, and fills it then. By torch 2.13's
@@ -163,7 +165,7 @@ def reading_of_frame(frame: FrameType | None, model: nn.Module) -> Reading | Non
     if function is not None:
         notice_graph(function)
     reading = CHECKPOINT if function is None else reading_of_function(function)
-    if function is not None and function is not checkpoint.CheckpointFunction:
+    if function is not None and function not in _CHECKPOINTS:
         return reading
     # Where it is not known what is checkpointed, it is a part of what runs.
     around = _checkpointed(frame) or running_module(frame) or model

@@ -44,8 +44,8 @@ KINDS = 8
 """Treatments whose trees are kept: those of a plan, and three of elastic training, take turns."""
 
 
-_CHECKPOINTS = CHECKPOINT.reader, "CheckpointFunctionBackward"
-"""The readers of what checkpoints keep, of both kinds."""
+_CHECKPOINTS = CHECKPOINT.reader, "CheckpointFunctionBackward", "_NoopSaveInputsBackward"
+"""The readers of what checkpoints keep, of both kinds; the last up to torch 2.11."""
 
 
 class Look(NamedTuple):

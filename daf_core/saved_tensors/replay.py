@@ -251,7 +251,7 @@ class Replay:
                 break
             for save in self._taken:
                 if save.call == number and save.look is not None:
-                    call.count(self._largest[number])
+                    call.count(self._largest.get(number, 0))
                     if (place := save.look.sighting.place) is not None:
                         call.saved_at[place.codes, place.instructions] = place.save
         return self._record(at, tensor, frame)

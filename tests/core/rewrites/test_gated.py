@@ -155,7 +155,8 @@ def test_a_formula_that_changes_is_followed(change: Callable[[Any], None]) -> No
     form, x = find_gate(module), normal(6, SIZES["hidden_size"])
     assert form is not None
     undo = rewrite_gated(module, form)
-    assert module(x).grad_fn.next_functions[0][0].name() == "_GatedProductBackward"
+    made = module(x)  # torch 2.10 names no node that is gone
+    assert made.grad_fn.next_functions[0][0].name() == "_GatedProductBackward"
     change(module)
     torch.manual_seed(0)
     found = module(x)

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -552,6 +553,23 @@ def test_a_nested_tensor_of_the_older_layout(config: dict[str, Any], every: int)
         return torch.nested.to_padded_tensor(nested, 0.0).square().sum()
 
     compare(lambda: nn.Linear(64, 64), loss_of, steps=8, **config)
+
+
+class Emptied(nn.Module):
+    """Saves a tensor without elements, as an expert that nobody has chosen, before it does one thing or another."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        nothing = x[:0].sin()
+        return torch.cat([nothing, x.tanh() if self.calls % 4 else x.cos()])
+
+
+@pytest.mark.parametrize("precision", [4, "exact"])
+def test_a_pass_that_leaves_after_a_tensor_without_elements(precision: object) -> None:
+    make = partial(nn.Sequential, nn.Linear(64, 64), Emptied())
+    compare(make, lambda model, step: model(normal(64, 64, seed=step)).sum(), steps=8, precision=precision)
 
 
 def test_another_program_is_replayed_beside_the_first() -> None:
