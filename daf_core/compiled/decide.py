@@ -34,7 +34,7 @@ from daf_core.compiled.readers import (
 from daf_core.compiled.rows import is_softmax
 from daf_core.compiled.sizes import elements_of, is_known
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.sharpness import bits_for
+from daf_core.readers.sharpness import SHARP, bits_for
 
 LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are."""
@@ -86,7 +86,7 @@ class Decisions:
         self._unread = attend_again(forward, backward)
         self._readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
         self._from_gradients = made_of_gradients(backward)
-        self._compared, self._before_poles = compared_in(backward), before_poles(forward)
+        self._compared, self._before_poles = compared_in(backward), before_poles(forward, backward)
 
     def of(self, name: str) -> Decision:
         """Returns the decision for a saved tensor of a name."""
@@ -141,7 +141,7 @@ class Decisions:
         if is_softmax(viewed(made)):
             return _of_probabilities(made, values, code)
         if _is_window(viewed(made)):
-            return Decision(replace(code, roots=True))
+            return Decision(replace(code, bits=bits_for(code.bits, SHARP) or code.bits, roots=True))
         decision = Decision(code, together=normalized_in(made))
         if code.signs or self._is_of_convolution(made, reader):
             return decision

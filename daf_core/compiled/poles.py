@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from daf_core.compiled.dimensions import viewed
-from daf_core.compiled.readers import is_above_one, is_bounded, name_of, tensors_of
+from daf_core.compiled.readers import (
+    EXPONENTIALS,
+    is_above_one,
+    is_bounded,
+    name_of,
+    reached,
+    tensors_of,
+)
 from daf_core.compiled.sizes import elements_of, hint
 from daf_core.readers.patterns import FEW, MOST_LEADING
 from daf_core.readers.table import STATISTIC_SHARE
@@ -24,6 +31,8 @@ _POLES = frozenset(
     )
 )
 """Operators whose gradient is without bound where what they read is small, or at an edge of their domain."""
+_ENDS = ("detach", "alias")
+"""Operators behind which there is no gradient: what is saved is such a copy, too."""
 _SUMS, _PRODUCTS = ("sum", "mean"), ("bmm", "baddbmm")
 _STOPS = (
     *("mm", "addmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution", "var", "std", "embedding", "_grouped_mm"),
@@ -32,9 +41,19 @@ _STOPS = (
 """What begins the names of operators behind which no value is small because one before it is."""
 
 
-def before_poles(forward: fx.Graph) -> set[fx.Node]:
+def before_poles(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
     """Returns the nodes whose results have to be exact where they are saved, and what they are worked out again of."""
-    return {viewed(each) for node in forward.nodes if _has_pole(node) for each in _leading(node)}
+    known = _with_gradient(forward, backward)
+    poles = [node for node in forward.nodes if node in known and _has_pole(node)]
+    return {viewed(each) for node in poles for each in _leading(node) if each in known}
+
+
+def _with_gradient(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
+    """Returns the forward nodes that depend on what backward makes a gradient of: a teacher's probabilities do not."""
+    given, gradients = forward.find_nodes(op="placeholder"), list[Any](backward.output_node().args[0])  # pyright: ignore[reportArgumentType]
+    if len(given) == len(gradients):  # there may be more, such as sizes
+        given = [each for each, gradient in zip(given, gradients, strict=True) if gradient is not None]
+    return set(reached(given, lambda node: [each for each in node.users if name_of(each) not in _ENDS]))
 
 
 def _has_pole(node: fx.Node) -> bool:
@@ -53,8 +72,19 @@ def _has_pole(node: fx.Node) -> bool:
         sizes = divisor.meta.get("val") if isinstance(divisor, fx.Node) else None
         if not isinstance(divisor, fx.Node) or not isinstance(sizes, Tensor) or is_above_one(divisor):
             return False
-        return elements_of(sizes) * STATISTIC_SHARE >= elements_of(values)
-    return name in _POLES and not is_bounded(node) and not any(map(is_above_one, tensors_of(node)))
+        return elements_of(sizes) * STATISTIC_SHARE >= elements_of(values) and not _is_of_softmax(divisor)
+    if name not in _POLES or is_bounded(node):
+        return False
+    return not any(is_above_one(each) or _is_of_softmax(each) for each in tensors_of(node))
+
+
+def _is_of_softmax(node: fx.Node) -> bool:
+    """Says whether a node sums exponentials of which the largest is 1, as softmax and log-softmax do."""
+    node = viewed(node)
+    if name_of(node) != "sum" or name_of(exponential := viewed(tensors_of(node)[0])) not in EXPONENTIALS:
+        return False
+    argument = viewed(tensors_of(exponential)[0])
+    return name_of(argument) == "sub" and any(name_of(viewed(each)) == "amax" for each in tensors_of(argument)[1:])
 
 
 def _leading(pole: fx.Node) -> Iterator[fx.Node]:

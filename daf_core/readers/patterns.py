@@ -33,8 +33,6 @@ PRODUCT = "MulBackward0"
 _PRODUCT_INPUTS = {"MmBackward0": "self", "AddmmBackward0": "mat1", "LinearBackward0": "input"}
 _SCORES = {"BmmBackward0": "self", "BaddbmmBackward0": "batch1"}
 _PROBABILITIES = ("Softmax", "SafeSoftmax")
-_DECAYING = frozenset(("SoftmaxBackward0", "SafeSoftmaxBackward0", "ExpBackward0", "SigmoidBackward0"))
-"""Nodes that multiply the gradient, which is large where their result is small, by that result: it is then bounded."""
 _TERMS = {"BmmBackward0": {"self": -1, "mat2": -2}}
 """Nodes that sum products, and for what they save of each factor the dimension of their result that it lacks."""
 _TANH = "TanhBackward0"
@@ -283,8 +281,6 @@ def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[obje
                 continue
             found = [packed for name in fields_of(node) if (packed := packed_for(node, name, unpack)) is not None]
             yield from found
-        if step and node.name() in _DECAYING:
-            continue
         saved += bool(found)
         if saved < LEADING and len(pending) < MOST_LEADING:
             pending += [(following, saved) for following, _ in node.next_functions if following is not None]

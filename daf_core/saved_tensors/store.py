@@ -185,7 +185,7 @@ class ActivationStore:
             follows = decision.follows and not (self._exact and decision.kind is RawActivation)
             stored = derive(look, tensor, frame) if follows else None
             stored = stored or self._encode_as(decision, look, tensor, met)
-            if stored is not None:
+            if stored is not None and self._pagers.on(decision.device).at_ease:  # elsewhere planes may be gone already
                 planes = stored.lease.planes if type(stored) is PlanesActivation else 0
                 decision.direct = self._direct(decision, look, tensor.dtype, planes, follows)
         if stored is None or (type(stored) is not decision.kind and not decision.shared):
@@ -197,7 +197,7 @@ class ActivationStore:
         if latest.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact:  # codes may pay here
             return None
         decision = Decision.of(tensor, look, latest.kind, latest.shared)
-        if latest.kind is PlanesActivation:
+        if latest.kind is PlanesActivation and not latest.shared:
             values = decision.geometry.compact(tensor.detach())
             decision.groups = self._grouping(look.takes, look, decision.geometry, look.reads_rows, values)
         known = latest.direct

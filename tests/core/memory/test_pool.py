@@ -84,6 +84,9 @@ class PoolMachine(RuleBasedStateMachine):
         if free.size:
             with pytest.raises(ValueError, match="given back twice"):
                 self.pool.give(np.append(pages, free[0]))
+        for none in (-1, sum(self.regions)):
+            with pytest.raises(ValueError, match="that there are"):
+                self.pool.give(np.append(pages, none))
 
     @rule()
     def finish_step(self) -> None:

@@ -34,6 +34,7 @@ LOSSES: dict[str, Loss] = {
     "mixture": lambda scores, targets: F.nll_loss(
         torch.einsum("rk,krc->rc", scores[:, :4].softmax(-1), _several(scores)).log(), targets
     ),
+    "difference": lambda scores, _targets: -((-scores.exp()).exp() - (-1.05 * scores.exp()).exp() + 1e-9).log().mean(),
     "distances": lambda scores, _targets: _distances(scores.view(-1, CLASSES // 4, 4)).mean(),
 }
 

@@ -34,6 +34,7 @@ from tests.core.harness import (
     Scale,
     assert_empty,
     engine_for,
+    error,
     normal,
     pager_of,
     take_the_full_way,
@@ -639,11 +640,11 @@ def test_graphs_of_several_passes_alive_at_once() -> None:
         with engine.compress():
             losses.append(loss_of(model, number))
     check_pager(pager_of(engine))
-    for loss, gradients in zip(losses, expected, strict=True):
+    for loss, exact in zip(losses, expected, strict=True):
         model.zero_grad()
         loss.backward()
         found = [each.grad for each in model.parameters() if each.grad is not None]
-        assert all(map(torch.equal, found, gradients))
+        assert all(map(torch.equal, found, exact))
     del losses, loss
     assert_empty(engine)
 
@@ -715,6 +716,23 @@ def test_a_budget_that_comes_later_presses_what_was_replayed() -> None:
     del loss
     assert_empty(engine)
     assert engine.finish_step().dropped_planes > 0
+
+
+def test_a_budget_that_goes_leaves_no_fewer_bits() -> None:
+    """What it has taken from tensors is no decision for those of later passes."""
+    model, engine = seeded(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))))
+    errors, held = list[float](), 0
+    for number in range(12):
+        if number in (4, 8):
+            engine.set_memory_budget(held * 3 // 4 if number == 4 else None)
+        exact = torch.autograd.grad(model(normal(512, 64, seed=number)).square().mean(), list(model.parameters()))
+        with engine.compress():
+            loss = model(normal(512, 64, seed=number)).square().mean()
+        held = engine.held_bytes
+        errors.append(error(list(torch.autograd.grad(loss, list(model.parameters()))), list(exact)))
+        engine.finish_step()
+    assert min(errors[4:8]) > 1.5 * max(errors[:4])
+    assert max(errors[8:]) < 1.1 * max(errors[:4])
 
 
 def test_trees_do_not_grow_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
