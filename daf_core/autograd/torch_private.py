@@ -1,4 +1,4 @@
-"""What DAF uses of torch's private interface, all of it, each with the reason. Tested against torch 2.10 to 2.13."""
+"""What DAF uses of torch's private interface, all of it, each with the reason. Tested against torch 2.10 to 2.15."""
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # Private by their underscore, and partly missing from torch's stubs: that is what this file is for.
