@@ -24,6 +24,7 @@ from daf_core.compiled.readers import (
     Needs,
     compared_in,
     is_pointwise,
+    is_square,
     is_view,
     name_of,
     needs_of,
@@ -317,7 +318,7 @@ def _is_window(node: fx.Node) -> bool:
         if len(several) != 1:
             return name_of(argument) == "mul" and argument.args[0] is argument.args[1]
         [argument] = several
-    return name_of(argument) == "square" or (name_of(argument) == "pow" and bool(argument.args[1] == 2))
+    return is_square(argument)
 
 
 def _is_result_beside(node: fx.Node) -> bool:

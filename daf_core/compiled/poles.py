@@ -6,7 +6,7 @@ Outside of graphs, `daf_core.readers.patterns.led_by` finds the same among autog
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
@@ -15,6 +15,7 @@ from daf_core.compiled.readers import (
     EXPONENTIALS,
     is_above_one,
     is_bounded,
+    is_natural,
     name_of,
     reached,
     tensors_of,
@@ -50,7 +51,7 @@ def before_poles(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
 
 def _with_gradient(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
     """Returns the forward nodes that depend on what backward makes a gradient of: a teacher's probabilities do not."""
-    given, gradients = forward.find_nodes(op="placeholder"), list[Any](backward.output_node().args[0])  # pyright: ignore[reportArgumentType]
+    given, gradients = forward.find_nodes(op="placeholder"), cast("list[Any]", backward.output_node().args[0])
     if len(given) == len(gradients):  # there may be more, such as sizes
         given = [each for each, gradient in zip(given, gradients, strict=True) if gradient is not None]
     return set(reached(given, lambda node: [each for each in node.users if name_of(each) not in _ENDS]))
@@ -65,8 +66,7 @@ def _has_pole(node: fx.Node) -> bool:
     if not isinstance(values, Tensor) or elements_of(values) < 2:
         return False
     if name == "pow":
-        exponent: Any = arguments[1]
-        return not (isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer())
+        return not is_natural(arguments[1])
     if name == "div":
         divisor = arguments[1]
         sizes = divisor.meta.get("val") if isinstance(divisor, fx.Node) else None

@@ -197,13 +197,23 @@ def _moves(node: fx.Node, source: fx.Node) -> bool:
     return is_view(node) or name in (*CASTS, "add", "where", "tanh") or (name == "sub" and arguments[0] is source)
 
 
+def is_square(node: fx.Node) -> bool:
+    """Says whether a node squares what it reads, by an operator for that."""
+    return name_of(node) == "square" or (name_of(node) == "pow" and bool(node.args[1] == 2))
+
+
+def is_natural(exponent: object) -> bool:
+    """Says whether an exponent is a natural number: the derivative of such a power has no pole."""
+    return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
+
+
 def _is_minus_square(node: fx.Node) -> bool:
     """Says whether a node is a negative multiple of a square, whose exponential is a density: GELU's derivative."""
     square, factor = _multiple_of(node)
-    name, arguments = name_of(square), square.args
-    if name == "square" or (name == "pow" and bool(arguments[1] == 2)):
+    arguments = square.args
+    if is_square(square):
         return factor < 0
-    if name != "mul" or not all(isinstance(each, fx.Node) for each in arguments):
+    if name_of(square) != "mul" or not all(isinstance(each, fx.Node) for each in arguments):
         return False
     (one, here), (other, there) = (_multiple_of(cast("fx.Node", each)) for each in arguments)
     return one is other and factor * here * there < 0
@@ -319,8 +329,7 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
     if name == "log1p":
         return (Needs.VALUES, True) if is_bounded(user) else (Needs.EXACT, False)
     if name == "pow":
-        natural = isinstance(user.args[1], int | float) and user.args[1] >= 1 and float(user.args[1]).is_integer()
-        return (Needs.VALUES, True) if natural else (Needs.EXACT, False)
+        return (Needs.VALUES, True) if is_natural(user.args[1]) else (Needs.EXACT, False)
     comparison = _comparison(user, source)
     if comparison is not None and comparison.bound == 0 and not comparison.closed:
         return Needs.SIGNS, False

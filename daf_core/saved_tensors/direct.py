@@ -24,6 +24,7 @@ from daf_core.codecs.planes import LossyStore
 from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.scaling_groups import Grouping
+from daf_core.memory.devices import DevicePagers
 from daf_core.memory.idle_leases import MOST_KINDS
 from daf_core.memory.lease import LeaseKind
 from daf_core.memory.pager import Pager
@@ -212,29 +213,21 @@ class Direct:
 class Directs:
     """What the tensors of a store are stored with: those of equal blocks, which are stored alike, share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, backends: Mapping[torch.device, Backend], pagers: DevicePagers, lossy: LossyStore) -> None:
+        self._backends, self._pagers, self._lossy = backends, pagers, lossy
         self._known: dict[tuple[object, ...], Direct] = {}
 
-    def get(
-        self,
-        decision: Decision,
-        look: Look,
-        dtype: torch.dtype,
-        planes: int,
-        backend: Backend | None,
-        token: object,
-        pager: Pager,
-        follows: bool,
-    ) -> Direct | None:
-        """As `Direct.of`."""
-        geometry = decision.geometry
+    def get(self, decision: Decision, look: Look, dtype: torch.dtype, planes: int, follows: bool) -> Direct | None:
+        """Returns what the next tensor of a decision is stored with now; see `Direct.of`."""
+        geometry, device, token = decision.geometry, decision.device, self._lossy.token
         key = (
             decision.kind, look.form, look.reads_rows, geometry.compact_shape, geometry.has_holes, decision.groups,
-            dtype, decision.device, planes, follows,
+            dtype, device, planes, follows,
         )  # fmt: skip
         known = self._known.get(key)
         if known is not None and known.token is token and (known.kind is None or not known.kind.retired):
             return known
+        backend, pager = self._backends.get(device), self._pagers.on(device)
         made = Direct.of(decision, look, dtype, planes, backend, token, pager, follows)
         if made is not None:
             if len(self._known) >= MOST_KINDS:

@@ -70,7 +70,7 @@ class ActivationStore:
         self._recorder = recorder
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
-        self._directs, self._common = Directs(), CommonRows()
+        self._directs, self._common = Directs(backends, pagers, lossy), CommonRows()
         self._arguments = Arguments(self._exact, self._sharing)
 
     def beside(self, pagers: DevicePagers, lossy: LossyStore) -> ActivationStore:
@@ -216,8 +216,7 @@ class ActivationStore:
         """Returns what the next tensor of a decision is stored with, in the fewest calls; None where it takes more."""
         if decision.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact:
             return None
-        backend, pager = self._backends.get(decision.device), self._pagers.on(decision.device)
-        return self._directs.get(decision, look, dtype, planes, backend, self._lossy.token, pager, follows)
+        return self._directs.get(decision, look, dtype, planes, follows)
 
     def _packed_as(
         self, decision: Decision, look: Look, tensor: Tensor, met: MetStorage, stored: StoredActivation

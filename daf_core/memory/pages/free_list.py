@@ -65,12 +65,12 @@ class FreeList:
         """Takes pages back.
 
         Raises:
-            ValueError: One of them is free already, or named twice.
+            ValueError: One of them is free already, named twice, or beyond those that there are.
         """
-        # Numbers are ascending as they were taken, so that no two are alike, and a pool that has not been used much has
-        # runs of neighbours: a slice is four times as fast as a list of numbers.
         if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.total:
             raise ValueError(f"some of the pages {numbers.tolist()} are none of the {self.total} that there are")
+        # Numbers are ascending as they were taken, so that no two are alike, and a pool that has not been used much has
+        # runs of neighbours: a slice is four times as fast as a list of numbers.
         ascending = bool((numbers[1:] > numbers[:-1]).all())
         neighbours = ascending and numbers.size > 0 and int(numbers[-1]) - int(numbers[0]) < numbers.size
         where = slice(int(numbers[0]), int(numbers[-1]) + 1) if neighbours else numbers

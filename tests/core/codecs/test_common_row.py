@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -326,23 +326,33 @@ def test_autocast_has_no_part_in_it(dtype: torch.dtype) -> None:
     assert all(torch.equal(*pair) for pair in zip(expected, again, strict=True))
 
 
-def test_what_comes_while_a_model_trains_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is measured anew every so many passes, and where passes are replayed in the same one: all is bit for bit."""
-    monkeypatch.setattr(common_row, "EVERY", 8)
+def errors_while_training(passes: int, bias: dict[int, float], tokens: Sequence[int] = (128,)) -> list[float]:
+    """Returns the error of each pass, of one length after the other, bit for bit those of the full way.
+
+    From the passes that are keys of `bias` on values share a vector of so many deviations.
+    """
     model, twin = make({}, "fused"), make({}, "fused")
     engine, other = (engine_for(each, 4, packing="device") for each in (model, twin))
     take_the_full_way(other)
     errors: list[float] = []
-    for number in range(20):
-        if number == 4:
+    for number in range(passes):
+        length = tokens[number % len(tokens)]
+        if number in bias:
             with torch.no_grad():
                 for each in (model, twin):
-                    each.value.bias.copy_(10 * normal(128, seed=7))
-        exact = gradient(model, lambda number=number: attention_loss(model, number))
-        found = gradient(model, lambda number=number: attention_loss(model, number), engine)
-        others = gradient(twin, lambda number=number: attention_loss(twin, number), other)
+                    each.value.bias.copy_(bias[number] * normal(128, seed=7))
+        exact = gradient(model, lambda number=number, length=length: attention_loss(model, number, length))
+        found = gradient(model, lambda number=number, length=length: attention_loss(model, number, length), engine)
+        others = gradient(twin, lambda number=number, length=length: attention_loss(twin, number, length), other)
         assert all(torch.equal(*pair) for pair in zip(found, others, strict=True))
         errors.append(error(found, exact))
+    return errors
+
+
+def test_what_comes_while_a_model_trains_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is measured anew every so many passes, and where passes are replayed in the same one."""
+    monkeypatch.setattr(common_row, "EVERY", 8)
+    errors = errors_while_training(20, {4: 10.0})
     assert errors[3] < 0.22
     assert min(errors[4:8]) > 0.5
     assert max(errors[8:]) < 0.22
@@ -351,21 +361,7 @@ def test_what_comes_while_a_model_trains_is_noticed(monkeypatch: pytest.MonkeyPa
 def test_what_comes_and_goes_is_noticed_at_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was decided for a length is not forgotten with what was measured, nor does it outlive that."""
     monkeypatch.setattr(common_row, "EVERY", 8)
-    model, twin = make({}, "fused"), make({}, "fused")
-    engine, other = (engine_for(each, 4, packing="device") for each in (model, twin))
-    take_the_full_way(other)
-    errors: list[float] = []
-    for number in range(40):
-        tokens = (128, 96, 64)[number % 3]
-        if number in (12, 28):
-            with torch.no_grad():
-                for each in (model, twin):
-                    each.value.bias.copy_((number < 20) * 10 * normal(128, seed=7))
-        exact = gradient(model, lambda number=number, tokens=tokens: attention_loss(model, number, tokens))
-        found = gradient(model, lambda number=number, tokens=tokens: attention_loss(model, number, tokens), engine)
-        others = gradient(twin, lambda number=number, tokens=tokens: attention_loss(twin, number, tokens), other)
-        assert all(torch.equal(*pair) for pair in zip(found, others, strict=True))
-        errors.append(error(found, exact))
+    errors = errors_while_training(40, {12: 10.0, 28: 0.0}, (128, 96, 64))
     assert min(errors[12:16]) > 0.5
     assert max(errors[:12] + errors[16:]) < 0.22
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import fx
 
 from daf_core.compiled.account import GraphAccount, counting
 
 
-@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch makes one CUDA graph of a graph")
 def test_what_counts_runs_between_two_cuda_graphs() -> None:
     """A replay calls no Python: figures would be those of the step that was captured."""
     from torch._inductor.utils import is_cudagraph_unsafe_fx_node
