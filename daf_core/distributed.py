@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 25 << 20  # gradients that are averaged in one go, as in DistributedDataParallel
 
 
-def several(group: ProcessGroup | None = None) -> bool:
+def several() -> bool:
     """Says whether there are several processes."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def count() -> int:
@@ -32,12 +32,12 @@ def rank() -> int:
     return dist.get_rank() if several() else 0
 
 
-def any_rank_failed(failed: bool, group: ProcessGroup | None = None) -> bool:
-    """Says in all processes of a group, or all there are, whether one has failed; each has to call it."""
-    if not several(group):
+def any_rank_failed(failed: bool) -> bool:
+    """Says in all processes whether one has failed; each has to call it."""
+    if not several():
         return failed
-    flag = torch.tensor([failed], dtype=torch.int32, device=_device(group))
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    flag = torch.tensor([failed], dtype=torch.int32, device=_device(None))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())
 
 

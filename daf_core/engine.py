@@ -379,7 +379,7 @@ class ActivationEngine:
         """Lets a thread pack for another's forward pass."""
         self._store.census = census
         self._pagers.place.on_host = True
-        for backend in self._backends.values():
+        for backend in list(self._backends.values()):  # another thread may add to them
             backend.limit_threads(threads)
 
     def _end_pass(self, complete: bool) -> None:

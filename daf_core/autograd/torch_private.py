@@ -318,8 +318,9 @@ def version_counter(tensor: Tensor) -> Tensor:
 
 
 def all_nodes(node: Any) -> list[Any]:
-    """Returns the autograd node and all that follow it towards the leaves, each once."""
-    found, pending = {node: None}, [node]
+    """Returns the autograd node, if there is one, and all that follow it towards the leaves, each once."""
+    pending = [] if node is None else [node]
+    found = dict.fromkeys(pending)
     while pending:
         for following, _ in pending.pop().next_functions:
             if following is not None and following not in found:

@@ -15,8 +15,6 @@ from daf_core.errors import ModifiedInPlaceError
 from daf_core.memory import forks
 from daf_core.memory.pager import Pager
 from daf_core.memory.system.mortal import WeakValues
-from daf_core.readers.places import Place
-from daf_core.readers.table import Reading
 
 
 class KeptStorage:
@@ -67,8 +65,6 @@ class RawActivation(StoredActivation):
 
     name: ClassVar[str] = "raw"
     lossy = False
-    place: Place | None = None
-    reading: Reading | None = None
 
     def __init__(self, tensor: Tensor, kept: KeptStorage | None, version: int | None = None) -> None:
         self._tensor = tensor.detach()

@@ -57,7 +57,6 @@ class Planes:
     roots: bool = False  # whether they are of the square roots of values, of which what is almost 0 is to stay so
     name: ClassVar[str] = "planes"
     header_bits: ClassVar[int] = 48
-    lossy: ClassVar[bool] = True
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
         """Returns codes, and for each group the line that decodes them: its offset (float32) and slope (bfloat16).
@@ -134,7 +133,6 @@ class Bits:
 
     name: ClassVar[str] = "bitmask"
     header_bits: ClassVar[int] = 0
-    lossy: ClassVar[bool] = False
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
         """Returns the bits of a bool tensor."""
@@ -156,7 +154,6 @@ class Logarithms:
     bits: int  # of a code: 8, 4, 2 or 1
     name: ClassVar[str] = "logarithms"
     header_bits: ClassVar[int] = 64
-    lossy: ClassVar[bool] = True
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
         """Returns codes, and for each group its largest value (float32), its depth and what is added to the others."""
@@ -193,7 +190,6 @@ class Slopes:
     bits: int  # of a code: 8, 4, 2 or 1
     name: ClassVar[str] = "slopes"
     header_bits: ClassVar[int] = 0
-    lossy: ClassVar[bool] = True
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
         """Returns the codes of derivatives; one that is not a number has the code of 0."""
@@ -216,7 +212,6 @@ class Sides:
     closed: bool  # whether the bound itself counts as above
     name: ClassVar[str] = "sides"
     header_bits: ClassVar[int] = 0
-    lossy: ClassVar[bool] = False
 
     def encode(self, values: Tensor, shape: Shape) -> tuple[Tensor, ...]:
         """Returns one bit an element."""

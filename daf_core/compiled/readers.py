@@ -25,8 +25,7 @@ aten = torch.ops.aten
 class Needs(Flag):
     """What all readers of a tensor need of it, together."""
 
-    NOTHING = 0
-    VALUES = auto()
+    NOTHING = 0  # but values in few bits
     MORE_BITS = auto()  # than others get
     EXACT = auto()
     EXPONENTIAL = auto()
@@ -116,11 +115,8 @@ _BACKWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 _KINDS = {place: kind for kind, places in listed().items() for place in places}
 _NEEDS = {
-    Kind.APPROXIMATE: Needs.VALUES,
-    Kind.NORMALIZED: Needs.VALUES,
-    Kind.ATTENTION: Needs.VALUES,
+    **dict.fromkeys((Kind.APPROXIMATE, Kind.NORMALIZED, Kind.ATTENTION, Kind.SHAPE), Needs.NOTHING),
     Kind.LOGARITHMS: Needs.EXPONENTIAL,
-    Kind.SHAPE: Needs.NOTHING,
 }
 
 ATTENTIONS = {kernel.operator: kernel for kernel in KERNELS.values() if f"{kernel.operator}_backward" in _BACKWARDS}
@@ -309,27 +305,23 @@ def is_side(node: fx.Node) -> bool:
 def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
     """Returns what a node needs of what it reads, and whether its result is to be followed."""
     name = name_of(user)
-    if user.op == "output" or name in _SUMS:
-        return Needs.VALUES, False
-    if name in SIZES:
+    if user.op == "output" or name in _SUMS or name in SIZES:
         return Needs.NOTHING, False
     if name in ATTENTIONS:  # whose mask may have infinities
-        return Needs.VALUES if source in _heads(user) else Needs.EXACT, False
-    if is_view(user):
+        return Needs.NOTHING if source in _heads(user) else Needs.EXACT, False
+    if is_view(user) or name in _SMOOTH:
         return Needs.NOTHING, True
-    if name in _SMOOTH:
-        return Needs.VALUES, True
     if name in _BACKWARDS:
         return _needs_of_argument(user, source), False
     if name in EXPONENTIALS:
         return Needs.EXPONENTIAL, False
     if name in ("div", "reciprocal"):  # by what is exact, or of it
         divides = name == "reciprocal" or source in user.args[1:]
-        return (Needs.EXACT, False) if divides and not is_above_one(source) else (Needs.VALUES, True)
+        return (Needs.EXACT, False) if divides and not is_above_one(source) else (Needs.NOTHING, True)
     if name == "log1p":
-        return (Needs.VALUES, True) if is_bounded(user) else (Needs.EXACT, False)
+        return (Needs.NOTHING, True) if is_bounded(user) else (Needs.EXACT, False)
     if name == "pow":
-        return (Needs.VALUES, True) if is_natural(user.args[1]) else (Needs.EXACT, False)
+        return (Needs.NOTHING, True) if is_natural(user.args[1]) else (Needs.EXACT, False)
     comparison = _comparison(user, source)
     if comparison is not None and comparison.bound == 0 and not comparison.closed:
         return Needs.SIGNS, False
@@ -361,10 +353,7 @@ def _needs_of_argument(user: fx.Node, source: fx.Node) -> Needs:
         return Needs.EXACT
     found, (node, fields) = Needs.NOTHING, _BACKWARDS[name_of(user)]
     for place, argument in enumerate(user.args):
-        if argument is source:
-            if place == 0:  # the gradient, or what is multiplied by it
-                found |= Needs.VALUES
-            else:
-                field = fields[place] if place < len(fields) else ""
-                found |= _NEEDS.get(_KINDS.get((node, field), Kind.EXACT), Needs.EXACT)
+        if argument is source and place:  # the first is the gradient, or what is multiplied by it
+            field = fields[place] if place < len(fields) else ""
+            found |= _NEEDS.get(_KINDS.get((node, field), Kind.EXACT), Needs.EXACT)
     return found

@@ -11,7 +11,7 @@ from daf_core.config import DAFConfig
 from daf_core.memory import forks
 from daf_core.memory.books import PagerAccount
 from daf_core.memory.pager import Pager
-from daf_core.memory.pages.growth import AdaptiveGrowth, FixedGrowth
+from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.host_linked_pool import LinkedPool, Place
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.release_clock import ReleaseClock
@@ -53,7 +53,7 @@ class DevicePagers:
         self.clock = ReleaseClock()  # the time of releases
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
         self._ways = config.ways_to_fit()
-        self._growth = AdaptiveGrowth() if isinstance(config.pool_growth, str) else FixedGrowth(config.pool_growth)
+        self._growth = Growth() if isinstance(config.pool_growth, str) else Growth(0.0, config.pool_growth)
         self._to_host = to_host
         self._file = None if config.spill_dir is None else SpillFile(config.spill_dir, page_bytes)
         self._pagers: dict[torch.device, Pager] = {}

@@ -44,7 +44,7 @@ def holds_state(cache: Any, layers: Collection[int]) -> bool:
 
     A single number is none: layers with a window have its size in a tensor.
     """
-    return any(tensor.numel() > 1 for tensor in _tensors(list(_read(cache, layers))))
+    return any(tensor.numel() > 1 for tensor in _tensors(cache, layers))
 
 
 def watch_callers(model: nn.Module, blocks: Collection[nn.Module]) -> ExitStack:
@@ -82,35 +82,18 @@ def is_left_empty(cache: Any, block: nn.Module, layers: Collection[int]) -> bool
     return True
 
 
-def as_it_is(cache: Any, layers: Collection[int]) -> Any:
-    """Returns a copy of a cache: writes to some layers of either, or to any if these are unknown, are not the other's.
-
-    Copied tensors are detached, and no leaves, as blocks may write to them. They need gradients as theirs do, so that
-    autograd saves the same where a block runs again.
-    """
-    return _copied(cache, layers)
-
-
-def _read(cache: Any, layers: Collection[int]) -> Iterator[Any]:
-    """Yields what a cache has for some layers, or for all."""
-    for name, value in vars(cache).items():
-        if is_cache(value):
-            yield from _read(value, layers)
-        elif layers and name == "layers" and isinstance(value, list):
-            yield from (each for place, each in enumerate(value) if place in layers)
-        else:
-            yield value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any, layers: Collection[int]) -> Iterator[Tensor]:
+    """Yields the tensors that a cache, or a part of one, has for some layers, or for all."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict) or _is_part(value):
-        for each in (value if isinstance(value, dict) else vars(value)).values():
-            yield from _tensors(each)
     elif isinstance(value, list):
         for each in value:
-            yield from _tensors(each)
+            yield from _tensors(each, layers)
+    elif isinstance(value, dict) or _is_part(value):
+        for name, each in (value if isinstance(value, dict) else vars(value)).items():
+            if layers and name == "layers" and isinstance(each, list):
+                each = [part for place, part in enumerate(each) if place in layers]
+            yield from _tensors(each, layers)
 
 
 def _is_part(value: Any) -> bool:
@@ -118,20 +101,25 @@ def _is_part(value: Any) -> bool:
     return any("Cache" in kind.__name__ for kind in type(value).__mro__)
 
 
-def _copied(value: Any, layers: Collection[int]) -> Any:
+def as_it_is(value: Any, layers: Collection[int]) -> Any:
+    """Returns a copy of a cache: writes to some layers of either, or to any if these are unknown, are not the other's.
+
+    Copied tensors are detached, and no leaves, as blocks may write to them. They need gradients as theirs do, so that
+    autograd saves the same where a block runs again.
+    """
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad).clone()
     if isinstance(value, dict):
-        return {key: _copied(each, layers) for key, each in value.items()}
+        return {key: as_it_is(each, layers) for key, each in value.items()}
     if isinstance(value, list):
-        return [_copied(each, layers) for each in value]
+        return [as_it_is(each, layers) for each in value]
     if not _is_part(value):
         return value
     new = copy(value)
     for name, each in vars(value).items():
         if layers and name == "layers" and isinstance(each, list):
-            found = [_copied(part, layers) if place in layers else copy(part) for place, part in enumerate(each)]
+            found = [as_it_is(part, layers) if place in layers else copy(part) for place, part in enumerate(each)]
         else:
-            found = _copied(each, layers)
+            found = as_it_is(each, layers)
         object.__setattr__(new, name, found)
     return new

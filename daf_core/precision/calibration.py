@@ -32,9 +32,8 @@ from torch import Tensor
 
 from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import all_nodes, is_leaf_node, leaf_of, order_of, output_count, run_again
-from daf_core.codecs import ProbedActivation
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
-from daf_core.codecs.probed import Variant
+from daf_core.codecs.probed import ProbedActivation, Variant
 from daf_core.codecs.registry import calibrated_codecs
 from daf_core.precision.probe import Gradients, ProbePass
 

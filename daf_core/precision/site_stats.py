@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daf_core.autograd.sites import Site
-from daf_core.codecs import PlanesActivation
 from daf_core.codecs.plane_importance import LEVELS
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.model.treatments import Treatments
 from daf_core.state_checks import count, flag
 

@@ -118,8 +118,8 @@ def _full(short: str) -> str:
 
 
 # The gradient of each is linear in what is read, or a smooth function of it with a bounded derivative; see `_JUMPS`.
-_APPROXIMATE = (
-    _fields("""
+# Those of two "Backward" are of the gradients that such operators make, for a gradient of the gradient.
+_APPROXIMATE = _fields("""
     Mul0 Matmul0 LinalgCross0: self other
     Mm0 Bmm0 GroupedMm0: self mat2
     Addmm0: mat1 mat2
@@ -145,22 +145,12 @@ _APPROXIMATE = (
     CudnnGridSampler0: self
     EmbeddingBag0: per_sample_weights
     MkldnnRnnLayer0 CudnnRnn0 MiopenRnn0: input result0
+    ConvolutionBackward0: grad_output input weight
+    LinearBackward0: grad_output self weight
+    GeluBackward0: grad_output self
+    SigmoidBackward0 TanhBackward0 SoftmaxBackwardData0: grad_output output
+    NativeLayerNormBackward0: grad_out
 """)
-    | {
-        # Of the gradients that such operators make, for a gradient of the gradient.
-        (f"{node}BackwardBackward0", field): None
-        for node, fields in {
-            "Convolution": "grad_output input weight",
-            "Linear": "grad_output self weight",
-            "Gelu": "grad_output self",
-            "Sigmoid": "grad_output output",
-            "Tanh": "grad_output output",
-            "NativeLayerNorm": "grad_out",
-        }.items()
-        for field in fields.split()
-    }
-    | {("SoftmaxBackwardDataBackward0", field): None for field in ("grad_output", "output")}
-)
 
 SOFTMAXES = (_full("Softmax0"), _full("SafeSoftmax0"))
 """Nodes whose result is probabilities: `sharpness` says which of them stay exact."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from daf_core.autograd.torch_private import Node, packed_for, running_node
-from daf_core.codecs import AttendedActivation
+from daf_core.codecs.without_values import AttendedActivation
 from daf_core.readers.attention import INPUTS, KERNELS, Draws, Kernel, attend_again, draws_of, kernel_of
 from daf_core.readers.places import Place
 from daf_core.readers.sharpness import score_deviation

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from daf_core.autograd.torch_private import tensors_of
 from daf_core.config import DAFConfig
@@ -28,7 +27,7 @@ on_meta: ContextVar[Backend | None] = ContextVar("on_meta", default=None)
 """The kernels of models without values, as long as `without_values` is there; None refuses such models."""
 
 
-class Backends(Mapping[torch.device, Backend]):
+class Backends(dict[torch.device, Backend]):
     """Kernels by device, of all devices that the model has lain on.
 
     Raises:
@@ -36,10 +35,10 @@ class Backends(Mapping[torch.device, Backend]):
     """
 
     def __init__(self, model: nn.Module, config: DAFConfig) -> None:
+        super().__init__()
         self._model = model
         self._name = config.backend
         self._linked = config.packing == "workers"
-        self._loaded: dict[torch.device, Backend] = {}
         # Connect devices, whose activations are packed by their host, with it.
         self.links: dict[torch.device, HostBridge] = {}
         self.devices: set[torch.device] = set()  # those that the parameters lie on now
@@ -54,11 +53,11 @@ class Backends(Mapping[torch.device, Backend]):
         """
         found = tensors_of(self._model)[0] if parameters is None else parameters
         self.devices = {parameter.device for parameter in found}
-        missing = self.devices - self._loaded.keys()
+        missing = self.devices - self.keys()
         if is_capturing():
             self._check_capturable(missing)
         for device in missing:
-            self._loaded[device] = self._load(device)
+            self[device] = self._load(device)
 
     def _check_capturable(self, missing: set[torch.device]) -> None:
         if missing:
@@ -66,7 +65,7 @@ class Backends(Mapping[torch.device, Backend]):
                 "a CUDA graph is being captured, and kernels for the model are not loaded yet: prepare the model, and "
                 "train some five steps, before the capture"
             )
-        if not all(isinstance(self._loaded[device], DirectBackend) for device in self.devices):
+        if not all(isinstance(self[device], DirectBackend) for device in self.devices):
             raise GraphCaptureError(
                 "a CUDA graph is being captured, and torch operations, which store here in place of kernels, look at "
                 "values. `daf doctor` says why there are no kernels"
@@ -79,18 +78,6 @@ class Backends(Mapping[torch.device, Backend]):
         It does so for a GPU where that is asked for: whether it pays depends on backward too.
         """
         return any(device == CPU or device in self.links for device in self.devices)
-
-    @override
-    def __getitem__(self, device: torch.device) -> Backend:
-        return self._loaded[device]
-
-    @override
-    def __iter__(self) -> Iterator[torch.device]:
-        return iter(list(self._loaded))  # another thread may add to them
-
-    @override
-    def __len__(self) -> int:
-        return len(self._loaded)
 
     def _load(self, device: torch.device) -> Backend:
         if device.type == "meta" and (sizes := on_meta.get()) is not None:

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from daf_core.codecs import RawActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.relu_signs import RELU
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.errors import DAFError

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from daf_core.autograd.torch_private import number_of, storage_id
-from daf_core.codecs import PlanesActivation, RawActivation, StoredActivation
-from daf_core.codecs.raw import KeptStorage, KeptStorages
+from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.planes import PlanesActivation
+from daf_core.codecs.raw import KeptStorage, KeptStorages, RawActivation
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import normalized_groups
 from daf_core.codecs.tensor_layout import Geometry, geometry_of

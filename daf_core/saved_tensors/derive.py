@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.torch_private import Node, all_packed, leaf_of, skip_nodes
-from daf_core.codecs import (
-    AttendedActivation,
+from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.raw import RawActivation, each_nth
+from daf_core.codecs.recomputed import (
     CastActivation,
     ElementwiseActivation,
+    Normalization,
     NormalizedActivation,
     ProductActivation,
-    RawActivation,
-    ReluOutputActivation,
-    ReluSignsActivation,
     ScaledActivation,
-    StoredActivation,
     SumActivation,
 )
-from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.raw import each_nth
-from daf_core.codecs.recomputed import Normalization
-from daf_core.codecs.relu_signs import RELU
+from daf_core.codecs.relu_output import ReluOutputActivation
+from daf_core.codecs.relu_signs import RELU, ReluSignsActivation
 from daf_core.codecs.saved_tensor import (
     ACTIVATIONS,
     CAST,
@@ -36,6 +33,7 @@ from daf_core.codecs.saved_tensor import (
     VIEWS,
     SavedTensor,
 )
+from daf_core.codecs.without_values import AttendedActivation
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.readers.patterns import PRODUCT
 from daf_core.saved_tensors.dedup import serves_reader

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from daf_core.autograd.torch_private import number_of
-from daf_core.codecs import PlanesActivation, RawActivation, StoredActivation
+from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
-from daf_core.codecs.planes import LossyStore
+from daf_core.codecs.planes import LossyStore, PlanesActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.scaling_groups import Grouping
@@ -91,50 +92,6 @@ class Direct:
     groups: Grouping | None = None  # its scaling groups; None for a mask
     sizes: Sequence[int] = ()  # bytes of it at each precision, and as it is; nothing for a mask
     follows: bool = False  # whether it may follow from what is stored
-
-    @classmethod
-    def of(
-        cls,
-        decision: Decision,
-        look: Look,
-        dtype: torch.dtype,
-        planes: int,
-        backend: Backend | None,
-        token: object,
-        pager: Pager,
-        follows: bool,
-    ) -> Direct | None:
-        """Returns what the next tensor of a decision is stored with; None where that takes more.
-
-        `planes` are the planes of its codes, if it has any, as long as `token` is that of the precisions.
-        """
-        geometry, kind, groups = decision.geometry, decision.kind, decision.groups
-        if look.form is TensorKind.RAW:
-            return cls(pager, token)
-        if kind in RECIPES:
-            return cls(pager, token, follows=follows)
-        # Whether what stays as it is is a mask is seen at its beginning, which is not worth a copy without holes.
-        if not isinstance(backend, DirectBackend) or (kind is RawActivation and geometry.has_holes):
-            return None
-        elements, page_bytes, device = math.prod(geometry.compact_shape), pager.pool.page_bytes, decision.device
-        if kind is RawActivation or kind is BitmaskActivation:
-            if (codec := backend.direct_mask(elements, dtype, page_bytes, device)) is None:
-                return None
-            pages = pager.kind(mask_pages(elements, page_bytes)) if kind is BitmaskActivation else None
-            return cls(pager, token, codec, pages, backend, follows=follows)
-        if kind is not PlanesActivation or token is None or groups is None or groups.shape is not None:
-            return None
-        layout = PlaneLayout(elements, groups.group, page_bytes)
-        row = groups.row if look.reads_rows and groups.shares and not elements % groups.row else 0
-        codec = backend.direct_planes(layout, planes, dtype, row, device)
-        if codec is None or (row and groups.beside is not None):
-            return None
-        beside = groups.bytes_beside(elements, page_bytes)
-        pages = PlanesActivation.pages_of(elements, groups.group, dtype.itemsize, planes, pager, beside)
-        if pages is None:
-            return None
-        sizes = PlanesActivation.sizes_of(elements, groups.group, dtype.itemsize, page_bytes, beside)
-        return cls(pager, token, codec, pages, backend, planes, layout, groups, sizes, follows)
 
     def store(
         self, shelf: Shelf, decision: Decision, look: Look, tensor: Tensor, frame: FrameType, derive: Derive
@@ -218,7 +175,10 @@ class Directs:
         self._known: dict[tuple[object, ...], Direct] = {}
 
     def get(self, decision: Decision, look: Look, dtype: torch.dtype, planes: int, follows: bool) -> Direct | None:
-        """Returns what the next tensor of a decision is stored with now; see `Direct.of`."""
+        """Returns what the next tensor of a decision is stored with now; None where that takes more.
+
+        `planes` are the planes of its codes, if it has any.
+        """
         geometry, device, token = decision.geometry, decision.device, self._lossy.token
         key = (
             decision.kind, look.form, look.reads_rows, geometry.compact_shape, geometry.has_holes, decision.groups,
@@ -227,10 +187,39 @@ class Directs:
         known = self._known.get(key)
         if known is not None and known.token is token and (known.kind is None or not known.kind.retired):
             return known
-        backend, pager = self._backends.get(device), self._pagers.on(device)
-        made = Direct.of(decision, look, dtype, planes, backend, token, pager, follows)
+        made = self._make(decision, look, dtype, planes, follows)
         if made is not None:
             if len(self._known) >= MOST_KINDS:
                 self._known.clear()
             self._known[key] = made
         return made
+
+    def _make(self, decision: Decision, look: Look, dtype: torch.dtype, planes: int, follows: bool) -> Direct | None:
+        pager, backend = self._pagers.on(decision.device), self._backends.get(decision.device)
+        geometry, kind, groups, token = decision.geometry, decision.kind, decision.groups, self._lossy.token
+        if look.form is TensorKind.RAW:
+            return Direct(pager, token)
+        if kind in RECIPES:
+            return Direct(pager, token, follows=follows)
+        # Whether what stays as it is is a mask is seen at its beginning, which is not worth a copy without holes.
+        if not isinstance(backend, DirectBackend) or (kind is RawActivation and geometry.has_holes):
+            return None
+        elements, page_bytes, device = math.prod(geometry.compact_shape), pager.pool.page_bytes, decision.device
+        if kind is RawActivation or kind is BitmaskActivation:
+            if (codec := backend.direct_mask(elements, dtype, page_bytes, device)) is None:
+                return None
+            pages = pager.kind(mask_pages(elements, page_bytes)) if kind is BitmaskActivation else None
+            return Direct(pager, token, codec, pages, backend, follows=follows)
+        if kind is not PlanesActivation or token is None or groups is None or groups.shape is not None:
+            return None
+        layout = PlaneLayout(elements, groups.group, page_bytes)
+        row = groups.row if look.reads_rows and groups.shares and not elements % groups.row else 0
+        codec = backend.direct_planes(layout, planes, dtype, row, device)
+        if codec is None or (row and groups.beside is not None):
+            return None
+        beside = groups.bytes_beside(elements, page_bytes)
+        pages = PlanesActivation.pages_of(elements, groups.group, dtype.itemsize, planes, pager, beside)
+        if pages is None:
+            return None
+        sizes = PlanesActivation.sizes_of(elements, groups.group, dtype.itemsize, page_bytes, beside)
+        return Direct(pager, token, codec, pages, backend, planes, layout, groups, sizes, follows)

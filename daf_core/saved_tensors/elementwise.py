@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.torch_private import Node, skip_nodes
-from daf_core.codecs import ElementwiseActivation, RawActivation, StoredActivation
+from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.gelu_derivative import GELU
-from daf_core.codecs.recomputed import RECIPES
+from daf_core.codecs.raw import RawActivation
+from daf_core.codecs.recomputed import RECIPES, ElementwiseActivation
 from daf_core.codecs.saved_tensor import ACTIVATIONS, VIEWS, SavedTensor
 from daf_core.errors import ModifiedInPlaceError
 from daf_core.readers.patterns import PRODUCT

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from logging import getLogger
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from daf_core.autograd import hook_stack
 from daf_core.autograd.torch_compile import has_compiled_parts
 from daf_core.autograd.torch_private import is_being_saved, skip_dynamo
-from daf_core.codecs import RawActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.config import DAFConfig
 from daf_core.errors import GraphCaptureError
@@ -124,12 +123,13 @@ class _CapturedPass:
             known, sighting = True, look.sighting._replace(reading=Reading(Kind.EXACT, look.site.op), fresh=False)
             look = look._replace(sighting=sighting)
         if known and look.form is not TensorKind.INTEGER:  # whose bits depend on values
-            return self._store(look, tensor, frame)
+            packed = self._packer.store(tensor, look, frame)
+            if look.reading is not None and look.reading.kind is Kind.ATTENTION:
+                self._inputs.append((tensor, look, packed))
+            return packed
         if not known:
             self._unknown.append(tensor.nbytes)
-        store = self._packer.replayed_by
-        assert store is not None
-        return store.keep(tensor, look.site)
+        return self._packer.store(tensor, look._replace(form=TensorKind.RAW), frame)
 
     def tell(self) -> None:
         """Warns of what stays as it is since nothing is known of it."""
@@ -140,12 +140,6 @@ class _CapturedPass:
                 len(self._unknown),
                 sum(self._unknown) / 1e6,
             )
-
-    def _store(self, look: Look, tensor: Tensor, frame: FrameType) -> Packed:
-        packed = self._packer.store(tensor, look, frame)
-        if look.reading is not None and look.reading.kind is Kind.ATTENTION:
-            self._inputs.append((tensor, look, packed))
-        return packed
 
     def _end_attention(self, result: Tensor) -> None:
         """Keeps the inputs of an attention as they are, and so its result, where it cannot run again in a graph.

@@ -8,7 +8,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from daf_core.codecs import RawActivation, StoredActivation
+from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.tensor_layout import Geometry
 from daf_core.readers.places import Place

@@ -17,16 +17,13 @@ from torch import Tensor
 
 from daf_core.autograd.sites import ModuleScopes
 from daf_core.autograd.torch_private import Node, in_backward, is_transforming, running_node, skip_dynamo
-from daf_core.codecs import (
-    AttendedActivation,
-    GeluDerivativeActivation,
-    RawActivation,
-    ReluOutputActivation,
-    ReluSignsActivation,
-    StoredActivation,
-)
-from daf_core.codecs.gelu_derivative import GELU
+from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.gelu_derivative import GELU, GeluDerivativeActivation
+from daf_core.codecs.raw import RawActivation
+from daf_core.codecs.relu_output import ReluOutputActivation
+from daf_core.codecs.relu_signs import ReluSignsActivation
 from daf_core.codecs.saved_tensor import SavedTensor, capture
+from daf_core.codecs.without_values import AttendedActivation
 from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.attention import KERNELS
@@ -223,7 +220,8 @@ class Packer:
     def derive(self, look: Look, tensor: Tensor, frame: FrameType) -> StoredActivation | None:
         """Returns a recipe for a tensor that follows from what is stored, as `frame` saves it; None otherwise."""
         assert isinstance(self._store, ActivationStore)
-        return self._store.derive_as(Derivation(self.unpack), self.scopes, look, tensor, frame)
+        saved = capture(tensor, look.takes, look.site, look.sighting, look.reads_rows, self.scopes, frame)
+        return self._store.derive(saved, Derivation(self.unpack))
 
     def store(self, tensor: Tensor, look: Look, frame: FrameType | None) -> Packed:
         """Stores a tensor that was looked at, where `frame` is running.

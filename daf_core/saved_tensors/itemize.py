@@ -12,7 +12,7 @@ from torch import Tensor
 
 from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import all_nodes, all_packed
-from daf_core.codecs import RawActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pager import Pager
@@ -93,7 +93,7 @@ class Items:
     def name_operators(self, loss: Tensor) -> None:
         """Finds out which autograd nodes have saved what; to be called while the graph of the loss is whole."""
         names: dict[int, str] = {}
-        for node in all_nodes(loss.grad_fn) if loss.grad_fn is not None else []:
+        for node in all_nodes(loss.grad_fn):
             for packed in all_packed(node, self._unpack):
                 found = packed_now(packed)
                 names.setdefault(id(found), node.name())

@@ -10,11 +10,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from daf_core.autograd.sites import Site
-from daf_core.codecs import EncodeContext, PlanesActivation, ProbedActivation, RawActivation, StoredActivation
+from daf_core.codecs.base import EncodeContext, StoredActivation
 from daf_core.codecs.deferred_check import PendingChecks
-from daf_core.codecs.planes import Read
-from daf_core.codecs.probed import Variant
-from daf_core.codecs.raw import KeptStorage
+from daf_core.codecs.planes import PlanesActivation, Read
+from daf_core.codecs.probed import ProbedActivation, Variant
+from daf_core.codecs.raw import KeptStorage, RawActivation
 from daf_core.codecs.registry import calibrated_codecs
 from daf_core.config import DAFConfig
 from daf_core.precision.policy import PrecisionPolicy

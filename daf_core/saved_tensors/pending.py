@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from daf_core.autograd.torch_private import Node, packed_for, version_counter
-from daf_core.codecs import RawActivation, StoredActivation
-from daf_core.codecs.raw import modified_in_place
+from daf_core.codecs.base import StoredActivation
+from daf_core.codecs.raw import RawActivation, modified_in_place
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.pending import Pending, Signal
 from daf_core.saved_tensors.handle import Handle, Packed

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from daf_core.autograd.sites import ModuleCall, Site
 from daf_core.autograd.torch_private import running_module, skip_nodes
-from daf_core.codecs import AttendedActivation, PlanesActivation, RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.common_row import RowBlocks
+from daf_core.codecs.planes import PlanesActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.recomputed import RECIPES
 from daf_core.codecs.saved_tensor import DERIVABLE, VIEWS, TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
+from daf_core.codecs.without_values import AttendedActivation
 from daf_core.model.treatments import Treatments
 from daf_core.readers.places import Place, calling_function
 from daf_core.readers.sharpness import may_change

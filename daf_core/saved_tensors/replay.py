@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from daf_core.autograd.torch_compile import has_compiled_anything
 from daf_core.autograd.torch_private import NO_TASK, graph_task, in_backward, skip_dynamo
-from daf_core.codecs import RawActivation
 from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.readers.attention import KERNELS
 from daf_core.readers.places import DROPOUT, input_of
@@ -69,7 +69,7 @@ class Replay:
         self._recordings = recordings
         self._follower = follower
         self._readers = packer.readers
-        self._store: ActivationStore | None = None
+        self._store: ActivationStore  # of a pass that is replayed or recorded
         self._waiting: Mapping[int, object] = {}
         self._at: Save | None = None
         self._replays = False
@@ -124,7 +124,7 @@ class Replay:
             self._packer.scopes.drops(input_of(DROPOUT, frame))
         node, shape = tensor.grad_fn, tensor.shape
         for save in at.following:
-            if save.look is None:
+            if (look := save.look) is None:
                 if self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER:
                     self._at = save
                     return RawActivation(tensor, None)
@@ -138,10 +138,10 @@ class Replay:
                 if decision is None:
                     if save.small is not (tensor.numel() < self._packer.eligibility.least_elements):
                         continue
-                    decision = self._decide_alike(save, tensor)
+                    decision = self._decide_alike(save, look, tensor)
                 if decision is not None:
-                    packed = self._as_decided(decision, save, tensor, frame)
-                if packed is None and (packed := self._look_again(save, tensor, frame)) is None:
+                    packed = self._as_decided(decision, save, look, tensor, frame)
+                if packed is None and (packed := self._look_again(save, look, tensor, frame)) is None:
                     break
                 self._at = save
                 self._taken.append(save)
@@ -158,36 +158,32 @@ class Replay:
             return self._packer.pack_at(tensor, frame)
         return RawActivation(tensor, None) if in_backward() else self._record(at, tensor, frame)
 
-    def _decide_alike(self, save: Save, tensor: Tensor) -> Decision | None:
+    def _decide_alike(self, save: Save, look: Look, tensor: Tensor) -> Decision | None:
         """Decides for a shape that is new at a save what was decided for others; None where its form is another."""
-        look, latest = save.look, next(reversed(save.decisions.values()), None)
-        assert look is not None
-        assert self._store is not None
+        latest = next(reversed(save.decisions.values()), None)
         # What a fresh sighting says of its reader, it says of that tensor alone. What a fused attention saves of its
         # result depends on whether its query and key are large enough for codes.
         if latest is None or not look.sighting.is_expected or look.site.op in KERNELS:
             return None
-        if self._form(save, tensor) is not look.form or not self._is_grouped_alike(save, latest, tensor):
+        if self._form(save, tensor) is not look.form or not self._is_grouped_alike(save, look, latest, tensor):
             return None
         decision = self._store.decide_alike(latest, look, tensor)
         if decision is not None:
             save.keep(tensor.shape, decision)
         return decision
 
-    def _is_grouped_alike(self, save: Save, decision: Decision, tensor: Tensor) -> bool:
+    def _is_grouped_alike(self, save: Save, look: Look, decision: Decision, tensor: Tensor) -> bool:
         """Says whether decisions at a save hold, as far as rows share something; otherwise forgets them."""
         if save.epoch == self._epoch or decision.groups is None:
             return True
-        assert save.look is not None
-        assert self._store is not None
         save.epoch = self._epoch
-        return save.regroup(self._store.shares_rows(decision.groups, save.look, tensor))
+        return save.regroup(self._store.shares_rows(decision.groups, look, tensor))
 
-    def _as_decided(self, decision: Decision, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:
+    def _as_decided(
+        self, decision: Decision, save: Save, look: Look, tensor: Tensor, frame: FrameType
+    ) -> Packed | None:
         """Stores a tensor as the last one was stored; None where that is not what the full way would do."""
-        packer, readers, look, changing = self._packer, self._readers, save.look, save.changing
-        assert look is not None
-        assert self._store is not None
+        packer, readers, changing = self._packer, self._readers, save.changing
         if self._waiting:  # what the graph shows may be a pole, and change what is known here
             readers.show(tensor.grad_fn)
         if save.checked != readers.changes:
@@ -202,7 +198,7 @@ class Replay:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or (unsure and self._form(save, tensor) is not decision.form):
             return None
-        if not self._is_grouped_alike(save, decision, tensor):
+        if not self._is_grouped_alike(save, look, decision, tensor):
             return None
         packed = None
         if decision.direct is not None and not self._waiting:
@@ -219,11 +215,9 @@ class Replay:
             packer.wait_for_reader(look, tensor, packed)
         return packed
 
-    def _look_again(self, save: Save, tensor: Tensor, frame: FrameType) -> Packed | None:
+    def _look_again(self, save: Save, known: Look, tensor: Tensor, frame: FrameType) -> Packed | None:
         """Takes the full way at a known site; None where the tensor does not belong there."""
-        packer, known = self._packer, save.look
-        assert known is not None
-        form = self._form(save, tensor)
+        packer, form = self._packer, self._form(save, tensor)
         if form is TensorKind.PARAMETER or (form is TensorKind.LOSSY) is not (save.codes is not None):
             return None
         look = packer.look_at(tensor, form, known, frame)

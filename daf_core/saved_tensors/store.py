@@ -13,28 +13,20 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from daf_core.autograd.sites import ModuleScopes, Site
+from daf_core.autograd.sites import Site
 from daf_core.autograd.torch_private import storage_id
-from daf_core.codecs import (
-    BitmaskActivation,
-    EncodeContext,
-    LossyStore,
-    PlanesActivation,
-    RawActivation,
-    ShapeActivation,
-    SidesActivation,
-    StoredActivation,
-    encode_first,
-    registry,
-)
+from daf_core.codecs import registry
+from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
+from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.common_row import CommonRows
-from daf_core.codecs.planes import spreads_differ
-from daf_core.codecs.raw import KeptStorage
+from daf_core.codecs.planes import LossyStore, PlanesActivation, spreads_differ
+from daf_core.codecs.raw import KeptStorage, RawActivation
 from daf_core.codecs.recomputed import BoundedActivation
-from daf_core.codecs.saved_tensor import SavedTensor, TensorKind, capture
+from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import Grouping, groups_for, may_share, normalized_groups
-from daf_core.codecs.sides import KeptSides
+from daf_core.codecs.sides import KeptSides, SidesActivation
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
+from daf_core.codecs.without_values import ShapeActivation
 from daf_core.config import DAFConfig
 from daf_core.errors import ActivationBudgetError
 from daf_core.memory.devices import DevicePagers
@@ -125,7 +117,7 @@ class ActivationStore:
         stored = kept = None
         try:
             if not isinstance(shared, RawActivation):  # codes beside it would take more bytes
-                stored = shared or self._derive(saved, derivation) or self._encode(saved, geometry, derivation)
+                stored = shared or self.derive(saved, derivation) or self._encode(saved, geometry, derivation)
             if stored is None:
                 kept = self._sharing.keep(met, tensor.untyped_storage(), self._pagers.on(tensor.device))
         except ActivationBudgetError:
@@ -205,12 +197,21 @@ class ActivationStore:
             decision.direct = self._direct(decision, look, tensor.dtype, known.planes, known.follows)
         return decision
 
-    def derive_as(
-        self, derivation: Derivation, scopes: ModuleScopes, look: Look, tensor: Tensor, frame: FrameType
-    ) -> StoredActivation | None:
-        """Returns a recipe for a tensor that follows from what is stored, as `frame` saves it; None otherwise."""
-        saved = capture(tensor, look.takes, look.site, look.sighting, look.reads_rows, scopes, frame)
-        return self._derive(saved, derivation)
+    def derive(self, saved: SavedTensor, derivation: Derivation) -> StoredActivation | None:
+        """Returns a recipe for a tensor that follows from what is stored; None otherwise."""
+        if saved.reading is not None and saved.reading.deviation == math.inf:  # a recipe has the error of its source
+            return None
+        if saved.attends and not self._exact:
+            return derivation.attended(saved) or derivation.derive(saved, self._exact)
+        if not saved.takes_approximations:
+            return None
+        tensor, pager = saved.tensor, self._pagers.on(saved.tensor.device)
+        recipe = derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation, self._encode, pager)
+        bounds, backend = saved.reading and saved.reading.bounds, self._backends.get(tensor.device)
+        if recipe is None or bounds is None or not recipe.lossy:
+            return recipe
+        values = geometry_of(tuple(tensor.shape), tuple(tensor.stride())).compact(tensor.detach())
+        return None if backend is None else BoundedActivation(recipe, KeptSides.of(values, bounds, pager, backend))
 
     def _direct(self, decision: Decision, look: Look, dtype: torch.dtype, planes: int, follows: bool) -> Direct | None:
         """Returns what the next tensor of a decision is stored with, in the fewest calls; None where it takes more."""
@@ -330,22 +331,6 @@ class ActivationStore:
         if reading.kind is Kind.SIDES:
             return SidesActivation.encode(saved, ctx)
         return PlanesActivation.encode(saved, ctx) if reading.takes_approximations else None
-
-    def _derive(self, saved: SavedTensor, derivation: Derivation) -> StoredActivation | None:
-        """Returns a recipe for a tensor that follows from what is stored."""
-        if saved.reading is not None and saved.reading.deviation == math.inf:  # a recipe has the error of its source
-            return None
-        if saved.attends and not self._exact:
-            return derivation.attended(saved) or derivation.derive(saved, self._exact)
-        if not saved.takes_approximations:
-            return None
-        tensor, pager = saved.tensor, self._pagers.on(saved.tensor.device)
-        recipe = derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation, self._encode, pager)
-        bounds, backend = saved.reading and saved.reading.bounds, self._backends.get(tensor.device)
-        if recipe is None or bounds is None or not recipe.lossy:
-            return recipe
-        values = geometry_of(tuple(tensor.shape), tuple(tensor.stride())).compact(tensor.detach())
-        return None if backend is None else BoundedActivation(recipe, KeptSides.of(values, bounds, pager, backend))
 
     def _encode(
         self, saved: SavedTensor, geometry: Geometry, derivation: Derivation, require_finite: bool = True

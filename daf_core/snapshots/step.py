@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] what all have in common
 
-from daf_core.autograd.torch_private import leaf_of
+from daf_core.autograd.torch_private import all_nodes, leaf_of
 from daf_core.snapshots.random_numbers import RandomNumbers, generators_of
 from daf_core.snapshots.writes import has_storage
 
@@ -80,40 +79,24 @@ class Snapshot:
         self._numbers.restore()
 
 
-@contextmanager
-def gradients_aside(model: nn.Module) -> Generator[None]:
+def gradients_aside(model: nn.Module) -> AbstractContextManager[None]:
     """Puts gradients of zero in place of those there are, so that a pass adds none to them and none to memory.
 
     Hooks that wait for gradients see none of it: they may be those of an optimizer that steps in backward.
     """
-    with _aside([parameter for parameter in model.parameters() if parameter.requires_grad]):
-        yield
+    return _aside([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
 def other_gradients_aside(loss: Tensor, own: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Does so for the leaves of a loss but some, such as the parameters of a head that is no part of the model."""
-    known = set(map(id, own))
-    return _aside([leaf for leaf in _leaves_of(loss) if id(leaf) not in known])
+    known, leaves = set(map(id, own)), map(leaf_of, all_nodes(loss.grad_fn))
+    return _aside([leaf for leaf in leaves if leaf is not None and id(leaf) not in known])
 
 
 def backward_beside(loss: Tensor, own: Iterable[Tensor]) -> None:
     """Runs the backward pass of a loss beside training: it adds to the gradients of some leaves alone."""
     with other_gradients_aside(loss, own):
         loss.backward()
-
-
-def _leaves_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the leaves that backward of a tensor gives gradients to."""
-    met, waiting, found = set[Any](), [tensor.grad_fn], list[Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in met:
-            continue
-        met.add(node)
-        if (leaf := leaf_of(node)) is not None:
-            found.append(leaf)
-        waiting += [following for following, _ in node.next_functions]
-    return found
 
 
 @contextmanager

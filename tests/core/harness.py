@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.autograd.sites import Site
-from daf_core.codecs import RawActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.memory.pager import Pager
 from daf_core.readers.table import Reading

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine
-from daf_core.codecs import ReluOutputActivation
+from daf_core.codecs.relu_output import ReluOutputActivation
 from tests.core.harness import assert_empty, engine_for, error, normal, trainable, watch
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

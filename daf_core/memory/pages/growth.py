@@ -13,8 +13,8 @@ SLACK = 1.15
 
 
 @dataclass(frozen=True)
-class AdaptiveGrowth:
-    """Grows by a share of what is reserved, so that the last step wastes no more than that share."""
+class Growth:
+    """Grows by a share of what is reserved, so that the last step wastes no more than that share, or by equal steps."""
 
     share: float = 1 / 8  # step over reserved bytes
     least: int = 1 << 20  # smallest step in bytes
@@ -22,21 +22,6 @@ class AdaptiveGrowth:
     def step(self, reserved: int) -> int:
         """Returns the bytes to add to `reserved` bytes; the pool takes more where more is missing."""
         return max(int(reserved * self.share), self.least)
-
-
-@dataclass(frozen=True)
-class FixedGrowth:
-    """Grows by the same number of bytes each time."""
-
-    size: int = 100_000_000  # the step in bytes; DAF's paper (arXiv 2507.07149) uses 100 MB
-
-    def step(self, reserved: int) -> int:
-        """See `AdaptiveGrowth.step`."""
-        return self.size
-
-
-Growth = AdaptiveGrowth | FixedGrowth
-"""Decides how much is reserved when the pool has no free page left."""
 
 
 class PeakWatch:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from daf_core.memory.pages.growth import FixedGrowth, Growth
+from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.pool import PagePool
 from daf_kernels import HostBridge, Pages
 
-HOST_REGION = FixedGrowth(32 << 20)
+HOST_REGION = Growth(0.0, 32 << 20)
 """Torch pins memory in powers of two, so a region of another size would waste the rest."""
 
 _FIRST_ON_HOST = 1 << 40

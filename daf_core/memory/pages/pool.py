@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daf_core.memory import forks
 from daf_core.memory.pages.free_list import FreeList, runs
-from daf_core.memory.pages.growth import AdaptiveGrowth, Growth, PeakWatch
+from daf_core.memory.pages.growth import Growth, PeakWatch
 from daf_kernels import FixedPages, Pages
 
 PAGE_BYTES = 4096
@@ -44,7 +44,7 @@ class PagePool:
         self.uniform = True  # whether any page serves an activation as well as any other
         self._reserve = reserve
         self._before_free = before_free
-        self._growth = growth or AdaptiveGrowth()
+        self._growth = growth or Growth()
         self._free = FreeList()
         self._regions: list[FixedPages] = []
         self._first_page: list[int] = []

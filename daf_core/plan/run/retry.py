@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from logging import getLogger
 from traceback import StackSummary, walk_tb
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,9 +20,6 @@ from daf_core.distributed import any_rank_failed
 from daf_core.errors import PeerMemoryError, ReaderError
 from daf_core.memory.system.release import release_caches
 from daf_core.snapshots.step import Snapshot
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _TEXTS = re.compile(
     r"\bout of memory\b"  # CUDA, HIP, XPU, MPS; CUDA error: out of memory
@@ -75,7 +72,6 @@ def with_retries(
     attempt: Callable[[], Result],
     snapshot: Snapshot,
     tighten: Callable[[str], bool],
-    group: ProcessGroup | None = None,
     together: bool = True,
     look_again: Callable[[], None] | None = None,
 ) -> Result:
@@ -92,7 +88,6 @@ def with_retries(
         snapshot: The state before the step.
         tighten: Gets the message of the error and makes the plan tighter, in the processes that have run out of
             memory; False if there is no tighter one.
-        group: The processes; None for all.
         together: Whether the processes run it again together; otherwise each is on its own.
         look_again: Has the next attempt look at all readers; without it, none follows a `ReaderError`.
 
@@ -107,7 +102,7 @@ def with_retries(
     while True:
         outcome = _run(attempt, outer, ReaderError if look_again is not None else ())
         failed = isinstance(outcome, Failure)
-        if not (any_rank_failed(failed, group) if together else failed):
+        if not (any_rank_failed(failed) if together else failed):
             assert not isinstance(outcome, Failure)
             return outcome[0]
         message = str(outcome.error) if isinstance(outcome, Failure) else "another process could not finish it"
@@ -125,7 +120,7 @@ def with_retries(
             look_again, stuck = None, False
         else:
             stuck = failed and not tighten(message)
-        if any_rank_failed(stuck, group) if together else stuck:
+        if any_rank_failed(stuck) if together else stuck:
             raise _final_error(first, messages)
 
 

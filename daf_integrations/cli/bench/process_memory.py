@@ -12,6 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
+from daf_core.autograd.torch_private import all_nodes
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): sets VmHWM back to the current resident size
@@ -113,13 +115,7 @@ def saved_by_graphs(loss: Tensor, model: nn.Module) -> int:
     """
     weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     found: dict[int, int] = {}
-    seen, pending = set[Any](), [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        pending += [following for following, _ in node.next_functions]
+    for node in all_nodes(loss.grad_fn):
         saved = getattr(node, "saved_tensors", ())  # of functions written in Python, as graphs are
         storages = [each.untyped_storage() for each in saved if each is not None]
         found |= {storage.data_ptr(): storage.nbytes() for storage in storages}

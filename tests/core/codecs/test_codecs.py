@@ -12,16 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf_core.codecs import (
-    BitmaskActivation,
-    ByteCopyActivation,
-    EncodeContext,
-    NarrowIntActivation,
-    PlanesActivation,
-    ReluOutputActivation,
-    ReluSignsActivation,
-    StoredActivation,
-)
+from daf_core.codecs.base import EncodeContext, StoredActivation
+from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.byte_copy import ByteCopyActivation
+from daf_core.codecs.narrow_int import NarrowIntActivation
+from daf_core.codecs.planes import PlanesActivation
+from daf_core.codecs.relu_output import ReluOutputActivation
+from daf_core.codecs.relu_signs import ReluSignsActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.pager import Pager

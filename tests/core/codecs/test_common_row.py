@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core.autograd.sites import Site
-from daf_core.codecs import EncodeContext, PlanesActivation, common_row
+from daf_core.codecs import common_row
+from daf_core.codecs.base import EncodeContext
 from daf_core.codecs.common_row import EVERY, LEAST_GAIN, LEAST_ROWS, Common, CommonRows, RowBlocks, possible_blocks
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.memory.pager import Pager

@@ -14,29 +14,23 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.codecs import (
-    BitmaskActivation,
-    ByteCopyActivation,
-    EncodeContext,
-    GeluDerivativeActivation,
-    LogarithmsActivation,
-    NarrowIntActivation,
-    PlanesActivation,
-    ReluOutputActivation,
-    ReluSignsActivation,
-    ShapeActivation,
-    SidesActivation,
-    StoredActivation,
-    registry,
-)
-from daf_core.codecs.base import PagedActivation
+from daf_core.codecs import registry
+from daf_core.codecs.base import EncodeContext, PagedActivation, StoredActivation
+from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.byte_copy import ByteCopyActivation
 from daf_core.codecs.deferred_check import PendingChecks
-from daf_core.codecs.gelu_derivative import GELU
+from daf_core.codecs.gelu_derivative import GELU, GeluDerivativeActivation
+from daf_core.codecs.logarithms import LogarithmsActivation
+from daf_core.codecs.narrow_int import NarrowIntActivation
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import KeptStorage
-from daf_core.codecs.relu_signs import RELU
+from daf_core.codecs.relu_output import ReluOutputActivation
+from daf_core.codecs.relu_signs import RELU, ReluSignsActivation
 from daf_core.codecs.saved_tensor import SavedTensor, TensorKind
 from daf_core.codecs.scaling_groups import grouping_of, logarithms_of
+from daf_core.codecs.sides import SidesActivation
 from daf_core.codecs.tensor_layout import geometry_of
+from daf_core.codecs.without_values import ShapeActivation
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.tiers.disk import SpillFile

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from daf_core import ActivationEngine, ReaderError
-from daf_core.codecs import GeluDerivativeActivation
+from daf_core.codecs.gelu_derivative import GeluDerivativeActivation
 from daf_core.codecs.plane_importance import LEVELS
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.precision import calibration

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.codecs import EncodeContext, PlanesActivation
+from daf_core.codecs.base import EncodeContext
 from daf_core.codecs.common_row import RowBlocks
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.scaling_groups import Grouping, grouping_of
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.memory.pager import Pager

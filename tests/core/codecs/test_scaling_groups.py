@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf_core.codecs import EncodeContext, PlanesActivation
+from daf_core.codecs.base import EncodeContext
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.scaling_groups import LEAST_MAP, OWN_ROW, Grouping, grouping_of, normalized_groups
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.memory.pager import Pager

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf_core.memory.pages.growth import SLACK, WINDOW, AdaptiveGrowth, FixedGrowth, Growth, PeakWatch
+from daf_core.memory.pages.growth import SLACK, WINDOW, Growth, PeakWatch
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 
 CPU = torch.device("cpu")
@@ -18,14 +18,14 @@ PAGE = 128
 @pytest.mark.parametrize(
     ("growth", "reserved", "step"),
     [
-        (AdaptiveGrowth(), 0, 1 << 20),
-        (AdaptiveGrowth(), 8 << 20, 1 << 20),
-        (AdaptiveGrowth(), 80 << 20, 10 << 20),
-        (AdaptiveGrowth(1 / 2, 100), 1000, 500),
-        (AdaptiveGrowth(1 / 2, 100), 199, 100),
-        (FixedGrowth(), 0, 100_000_000),
-        (FixedGrowth(), 1 << 40, 100_000_000),
-        (FixedGrowth(7), 1000, 7),
+        (Growth(), 0, 1 << 20),
+        (Growth(), 8 << 20, 1 << 20),
+        (Growth(), 80 << 20, 10 << 20),
+        (Growth(1 / 2, 100), 1000, 500),
+        (Growth(1 / 2, 100), 199, 100),
+        (Growth(0.0, 100_000_000), 0, 100_000_000),
+        (Growth(0.0, 100_000_000), 1 << 40, 100_000_000),
+        (Growth(0.0, 7), 1000, 7),
     ],
 )
 def test_step(growth: Growth, reserved: int, step: int) -> None:
@@ -36,7 +36,7 @@ def test_step(growth: Growth, reserved: int, step: int) -> None:
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 20))
 def test_adaptive_growth_wastes_an_eighth_at_most(counts: list[int], least: int) -> None:
     """Whatever the order of sizes, no more is reserved than an eighth over what is in use, or the smallest step."""
-    pool = PagePool(CPU, AdaptiveGrowth(least=least * PAGE), PAGE)
+    pool = PagePool(CPU, Growth(least=least * PAGE), PAGE)
     for count in counts:
         pool.take(count)
         assert 0 <= pool.reserved_bytes - pool.used_pages * PAGE <= max(pool.used_pages * PAGE / 8, least * PAGE)
@@ -44,7 +44,7 @@ def test_adaptive_growth_wastes_an_eighth_at_most(counts: list[int], least: int)
 
 def test_fixed_growth_reserves_the_papers_steps() -> None:
     """One page reserves 100 MB, rounded down to pages; the next region follows when they are full."""
-    pool = PagePool(CPU, FixedGrowth())
+    pool = PagePool(CPU, Growth(0.0, 100_000_000))
     step = 100_000_000 // PAGE_BYTES
     pool.take(1)
     assert pool.reserved_bytes == step * PAGE_BYTES
@@ -54,7 +54,7 @@ def test_fixed_growth_reserves_the_papers_steps() -> None:
     assert pool.reserved_bytes == 2 * step * PAGE_BYTES
 
 
-@pytest.mark.parametrize("growth", [FixedGrowth(1), FixedGrowth(3 * PAGE), AdaptiveGrowth(0.0, 0)])
+@pytest.mark.parametrize("growth", [Growth(0.0, 1), Growth(0.0, 3 * PAGE), Growth(0.0, 0)])
 def test_a_step_that_is_too_small_still_serves_the_request(growth: Growth) -> None:
     """What is missing is reserved, even if the step is less than that, or less than a page."""
     pool = PagePool(CPU, growth, PAGE)
@@ -87,7 +87,7 @@ def test_what_recent_peaks_are_worth(peaks: list[int], reserved: int, kept: int)
 
 def test_a_peak_that_does_not_return_is_given_back() -> None:
     """The regions of one large step last until it is out of the window; those in steady use stay."""
-    pool = PagePool(CPU, AdaptiveGrowth(least=4 * PAGE), PAGE)
+    pool = PagePool(CPU, Growth(least=4 * PAGE), PAGE)
     reserved = []
     for count in [10, 400, *[10] * (WINDOW + 1)]:
         pages = [pool.take(1) for _ in range(count)]

@@ -14,15 +14,12 @@ import torch
 from torch import nn
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.codecs import (
-    BitmaskActivation,
-    ByteCopyActivation,
-    PlanesActivation,
-    ReluSignsActivation,
-    StoredActivation,
-)
-from daf_core.codecs.base import EncodeContext
+from daf_core.codecs.base import EncodeContext, StoredActivation
+from daf_core.codecs.bitmask import BitmaskActivation
+from daf_core.codecs.byte_copy import ByteCopyActivation
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import KeptStorage
+from daf_core.codecs.relu_signs import ReluSignsActivation
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.lease import LeaseScope
 from daf_core.memory.pager import Pager

@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from daf_core.memory.pages import growth as growth_module
 from daf_core.memory.pages import pool as pool_module
 from daf_core.memory.pages.free_list import FreeList
-from daf_core.memory.pages.growth import SLACK, AdaptiveGrowth
+from daf_core.memory.pages.growth import SLACK, Growth
 from daf_core.memory.pages.pool import PagePool
 from daf_kernels import Pages
 from tests.core.books import check_free_list, check_pool
@@ -25,7 +25,7 @@ from tests.core.books import check_free_list, check_pool
 CPU = torch.device("cpu")
 PAGE = 128
 WINDOW = 3
-GROWTH = AdaptiveGrowth(1 / 4, 4 * PAGE)
+GROWTH = Growth(1 / 4, 4 * PAGE)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core.autograd.torch_private import packed_for, run_again, running_node
-from daf_core.codecs import RawActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.errors import ReaderError
 from daf_core.readers.attention import INPUTS, KERNELS, _drawing_from, attend_again, can_attend_again, kernel_of
 from daf_core.saved_tensors.background import BackgroundPacker

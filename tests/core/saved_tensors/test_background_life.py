@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf_core import ActivationEngine
-from daf_core.codecs import PlanesActivation
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.saved_tensors import background

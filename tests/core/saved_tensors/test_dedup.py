@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.torch_private import storage_id
-from daf_core.codecs import ProductActivation, RawActivation
+from daf_core.codecs.raw import RawActivation
+from daf_core.codecs.recomputed import ProductActivation
 from daf_core.codecs.tensor_layout import geometry_of
 from daf_core.readers import table
 from daf_core.readers.table import Kind

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
-from daf_core.codecs import ShapeActivation
+from daf_core.codecs.without_values import ShapeActivation
 from daf_core.errors import ModifiedInPlaceError
 from daf_core.saved_tensors import derive
 from tests.core.harness import assert_empty, error, normal

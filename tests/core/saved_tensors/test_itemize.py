@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf_core.autograd.sites import Site
-from daf_core.codecs import RawActivation
+from daf_core.codecs.raw import RawActivation
 from daf_core.engine import ActivationEngine
 from daf_core.saved_tensors.itemize import NO_OPERATOR, PACKING, Items, SavedItem
 from daf_core.telemetry import StepStatistics

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf_core import ActivationEngine, DAFConfig, ModifiedInPlaceError
 from daf_core.autograd.sites import ModuleScopes, Site
-from daf_core.codecs import RawActivation
 from daf_core.codecs.common_row import CommonRows, RowBlocks
+from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import capture
 from daf_core.memory.devices import DevicePagers
 from daf_core.memory.pages.host_linked_pool import LinkedPool

@@ -315,9 +315,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     found: list[Tensor] = []
     look_again = Replay._look_again
 
-    def counting(self: Replay, save: recording.Save, tensor: Tensor, frame: Any) -> Any:
+    def counting(self: Replay, save: recording.Save, look: recording.Look, tensor: Tensor, frame: Any) -> Any:
         found.append(tensor)
-        return look_again(self, save, tensor, frame)
+        return look_again(self, save, look, tensor, frame)
 
     monkeypatch.setattr(Replay, "_look_again", counting)
     return found
