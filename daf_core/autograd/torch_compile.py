@@ -200,39 +200,73 @@ def given_parameters() -> list[int]:
     return []
 
 
-class _Tracer:
-    """Torch's function that traces hooks, as long as scopes have another one in its place."""
+IN_FORWARD = "daf_in_forward"
+"""Marks nodes, in their `meta`, that the forward graph is to make though no result of it needs them."""
 
-    function: Callable[..., Any] | None = None
-    scopes = 0
-    lock = threading.Lock()
+
+class _Replaced:
+    """A function of a module of torch's, as long as scopes have another one in its place, which gets it first."""
+
+    def __init__(self, module: str, name: str, other: Callable[..., Any]) -> None:
+        self._module, self._name, self._other = module, name, other
+        self._function: Any = None
+        self._scopes = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """Has the other one in its place inside."""
+        module = importlib.import_module(self._module)
+        with self._lock:
+            if not self._scopes:
+                self._function = getattr(module, self._name)
+                setattr(module, self._name, partial(self._other, self._function))
+            self._scopes += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._scopes -= 1
+                if not self._scopes:
+                    setattr(module, self._name, self._function)
+
+
+def _trace(function: Callable[..., Any], config: Any, hook: Any, arguments: tuple[Any, ...]) -> Any:
+    anew = partial(function, config, hook, arguments)
+    traced = getattr(hook, "daf_traced", None)
+    return anew() if traced is None else traced(arguments, anew)
+
+
+def _divide(function: Callable[..., Any], joint: Any, *arguments: Any, **named: Any) -> Any:
+    found = function(joint, *arguments, **named)
+    known = found._required_fw_nodes
+    pending = [node for node in joint.graph.nodes if IN_FORWARD in node.meta and node in found.unclaimed_nodes]
+    while pending:
+        node = pending.pop()
+        if node not in known:
+            known.add(node)
+            found.unclaimed_nodes.discard(node)
+            pending += node.all_input_nodes
+    found.fw_order.update(
+        {node: place for place, node in enumerate(each for each in joint.graph.nodes if each in known)}
+    )
+    return found
+
+
+_TRACER = _Replaced(_GRAPHS, "prepare_hook_gm", _trace)
+_DIVISION = _Replaced("torch._functorch.partitioners", "classify_nodes", _divide)
 
 
 @contextmanager
-def hooks_trace_themselves() -> Generator[None]:
-    """Has hooks inlined inside that have a method `daf_traced`, which says what graph a call of theirs is.
+def graphs_made_with_hooks() -> Generator[None]:
+    """Has graphs that are compiled inside cut and traced as hooks need them.
 
-    It gets the arguments, and a function that traces the hook as torch does, for each tensor that a graph saves.
+    Hooks are inlined that have a method `daf_traced`, which says what graph a call of theirs is: it gets the arguments,
+    and a function that traces the hook as torch does, for each tensor that a graph saves. And the forward graph makes
+    what is marked as `IN_FORWARD`, which torch leaves to backward where no result needs it, even if it must be saved.
     """
-    compile_graphs: Any = importlib.import_module(_GRAPHS)
-    with _Tracer.lock:
-        if not _Tracer.scopes:
-            _Tracer.function, compile_graphs.prepare_hook_gm = compile_graphs.prepare_hook_gm, _trace
-        _Tracer.scopes += 1
-    try:
+    with _TRACER.inside(), _DIVISION.inside():
         yield
-    finally:
-        with _Tracer.lock:
-            _Tracer.scopes -= 1
-            if not _Tracer.scopes:
-                compile_graphs.prepare_hook_gm = _Tracer.function
-
-
-def _trace(config: Any, hook: Any, arguments: tuple[Any, ...]) -> Any:
-    assert _Tracer.function is not None
-    anew = partial(_Tracer.function, config, hook, arguments)
-    traced = getattr(hook, "daf_traced", None)
-    return anew() if traced is None else traced(arguments, anew)
 
 
 def is_looked_at(values: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from daf_core.compiled.common_row import common_row
 from daf_core.compiled.groups import PARTS, Shape
+from daf_core.compiled.rounding import rounded
 from daf_core.compiled.sizes import hint
 from daf_kernels.layout import (
     CLIP,
@@ -94,7 +95,7 @@ class Planes:
         codes = torch.where(spread < LARGEST_SPREAD, (inside * factor).round().clamp(0.0, steps), 0.0)
         middle = codes.mean(-1, keepdim=True)
         distance = _deviation(codes, middle)
-        slope = torch.where(distance > 0, deviation / distance, 0.0).bfloat16()
+        slope = rounded(torch.where(distance > 0, deviation / distance, 0.0))
         offset = least + mean - slope.float() * middle
         offset = torch.where(spread < LARGEST_SPREAD, offset, torch.nan)
         if without is not None:
@@ -161,7 +162,7 @@ class Logarithms:
         group = shape.rows(values, parts).float()
         largest = group.amax(-1, keepdim=True)
         below = torch.where(largest > -torch.inf, (largest - group).clamp(0.0, DEEPEST), 0.0)
-        depth = below.amax(-1, keepdim=True).bfloat16()
+        depth = rounded(below.amax(-1, keepdim=True))
         scale = torch.where(depth > 0, 1 / depth.float(), 0.0)
         codes = steps - (steps * (below * scale).sqrt()).round().clamp(0.0, steps)
         first = (codes == steps).float()

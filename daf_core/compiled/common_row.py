@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf_core.compiled.rounding import rounded
 from daf_core.compiled.sizes import hint, is_known
 
 LEAST_ROWS = 64
@@ -68,4 +69,4 @@ def common_row(values: Tensor, across: Across) -> Tensor:
             some = some.index_select(dim, middles)
     some = some.float()
     mean, squares = some.mean(across, keepdim=True), (some * some).mean(across, keepdim=True)
-    return torch.where(mean * mean > squares * LEAST_SHARE, mean, 0.0).bfloat16()
+    return rounded(torch.where(mean * mean > squares * LEAST_SHARE, mean, 0.0))

@@ -17,6 +17,7 @@ from daf_core.compiled.dimensions import channels_of, normalized_in, probabiliti
 from daf_core.compiled.groups import Shape, Together, shape_of
 from daf_core.compiled.poles import before_poles
 from daf_core.compiled.readers import (
+    BELOW_ONE,
     CASTS,
     EXPONENTIALS,
     RESHAPES,
@@ -226,7 +227,8 @@ def _alone(saved: fx.Node) -> tuple[fx.Node, ...]:
         alone = (
             node.op == "call_function" and node.all_input_nodes and all(each in inside for each in node.all_input_nodes)
         )
-        if alone and is_pointwise(node):
+        # Where such an exponential is not read it may be so large that its codes are of nothing else.
+        if alone and is_pointwise(node) and BELOW_ONE not in node.meta:
             inside[node] = None
         node = node.next
 

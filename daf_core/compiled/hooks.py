@@ -257,7 +257,7 @@ class _Hook(fx.GraphModule):
 
     Args:
         function: What a call does.
-        traced: Returns the graph of a call, given its arguments and what traces it: see `hooks_trace_themselves`.
+        traced: Returns the graph of a call, given its arguments and what traces it: see `graphs_made_with_hooks`.
         name: What changes with it.
         outside: What it gives everything to that no graph saves.
 

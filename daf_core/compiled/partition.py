@@ -15,9 +15,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from daf_core.autograd.torch_compile import given_parameters
+from daf_core.autograd.torch_compile import IN_FORWARD, given_parameters
 from daf_core.compiled.decide import LEAST_ELEMENTS, made_of_gradients
-from daf_core.compiled.readers import CASTS, is_side, is_view, name_of, tensors_of
+from daf_core.compiled.readers import (
+    BELOW_ONE,
+    CASTS,
+    EXPONENTIALS,
+    is_side,
+    is_used_below_one,
+    is_view,
+    name_of,
+    tensors_of,
+)
 from daf_core.compiled.rows import is_softmax
 from daf_core.compiled.sizes import elements_of
 
@@ -55,6 +64,10 @@ def with_hints(
         policy = _policy(node)
         if policy is not None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, _REGION
+        if is_side(node):  # also of what backward alone compares, as that of a hardswish does
+            node.meta[IN_FORWARD] = True
+        elif name_of(node) in EXPONENTIALS and is_used_below_one(node):
+            node.meta[BELOW_ONE] = True
     return joint
 
 

@@ -40,7 +40,7 @@ _VIEWS = _named(
     """
     view _unsafe_view reshape expand permute transpose t unsqueeze squeeze slice select alias detach clone split
     split_with_sizes unbind flatten unflatten as_strided contiguous lift_fresh_copy narrow chunk cat stack
-    constant_pad_nd flip roll
+    constant_pad_nd flip rev roll
     """
 )
 """Operators that move values, and change none."""
@@ -50,14 +50,17 @@ _SMOOTH = _named(
     mul add sub neg rsub addcmul lerp tanh sigmoid erf sin cos atan asinh relu where _to_copy convert_element_type
     to abs square clamp clamp_min clamp_max minimum maximum silu gelu softplus mish hardswish elu celu glu
     leaky_relu hardtanh copy cumsum fma
+    index _unsafe_index index_select gather take_along_dim repeat diagonal masked_fill scatter slice_scatter
+    select_scatter diagonal_scatter as_strided_scatter
     """
 )
 """Operators whose result is off by little where what they read is."""
 
 _SUMS = _named(
     """
-    mm bmm addmm baddbmm addbmm mv addmv dot vdot linear convolution sum mean var_mean var std std_mean index_put
-    _grouped_mm scatter_add index_add embedding_dense_backward avg_pool2d_backward _adaptive_avg_pool2d_backward
+    mm bmm addmm baddbmm addbmm mv addmv dot vdot linear convolution sum mean var_mean var std std_mean
+    index_put _unsafe_index_put _unsafe_masked_index_put_accumulate _grouped_mm scatter_add index_add
+    embedding_dense_backward avg_pool2d_backward _adaptive_avg_pool2d_backward grouped_mm_fallback_backward
     """
 )
 """Operators behind which the error of one value is one of many."""
@@ -69,6 +72,9 @@ STEEPEST = 2.0
 """Largest multiple of a value in a sigmoid by hand that takes the bits of others: quick GELUs have 1.7. Of 8 times the
 value the error at 4 bits was .57, and is .08."""
 
+BELOW_ONE = "daf_below_one"
+"""Marks exponentials, in their `meta`, of which `is_used_below_one` is true."""
+
 CASTS = ("convert_element_type", "_to_copy")
 RESHAPES = ("view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
 """Views of one tensor, of all its elements unless its type changes."""
@@ -78,6 +84,9 @@ _ONE_BY_ONE = (*CASTS, *RESHAPES)
 
 SIZES = _named("sym_size sym_stride sym_numel sym_storage_offset")
 """Operators that read no value."""
+
+_LIKE = _named("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+"""Operators that read a shape, a type and a device."""
 
 _ATTENDED = ("", "query", "key", "value", "output")
 _BACKWARDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -172,9 +181,13 @@ def needs_of(saved: fx.Node) -> Needs:
             needs, goes_on = _reading(user, source)
             if needs is Needs.SIGNS and source not in same:  # codes keep signs, but not those of what is made of them
                 needs = Needs.EXACT
-            if needs is Needs.EXPONENTIAL and source not in moved:  # codes of logarithms are close at their largest
-                flat = abs(_multiple_of(source)[1]) <= STEEPEST and any(map(is_bounded, user.users))
-                needs, goes_on = Needs.NOTHING if flat or _is_minus_square(source) else Needs.MORE_BITS, True
+            if needs is Needs.EXPONENTIAL:
+                below = BELOW_ONE in user.meta
+                flat = abs(_multiple_of(source)[1]) <= STEEPEST and (below or any(map(is_bounded, user.users)))
+                if flat or _is_minus_square(source):
+                    needs, goes_on = Needs.NOTHING, True
+                elif below or source not in moved:  # codes of logarithms are close at their largest
+                    needs, goes_on = Needs.MORE_BITS, True
             found |= needs
             if goes_on and user not in seen:
                 seen.add(user)
@@ -283,6 +296,30 @@ def sides_of(saved: fx.Node) -> Sides | None:
     return found.pop() if len(found) == 1 else None
 
 
+def is_used_below_one(exponential: fx.Node) -> bool:
+    """Says whether an exponential is read where its argument is not positive alone, as by the derivative of an ELU.
+
+    In a graph of forward and backward together.
+    """
+    source, factor = _multiple_of(exponential.all_input_nodes[0])
+    products = [user for user in exponential.users if name_of(user) == "mul"]
+    readers = [(product, reader) for product in products for reader in product.users]
+    if factor <= 0 or len(products) != len(exponential.users):
+        return False
+    return bool(readers) and all(_takes_where_negative(reader, product, source) for product, reader in readers)
+
+
+def _takes_where_negative(node: fx.Node, values: fx.Node, source: fx.Node) -> bool:
+    """Says whether a node takes values only where others are not positive."""
+    if name_of(node) != "where" or len(node.args) != 3:
+        return False
+    condition, first, second = cast("tuple[fx.Node, Any, Any]", node.args)
+    side = _comparison(condition, source) if condition.args[:1] == (source,) else None
+    if name_of(condition) not in ("le", "lt"):
+        first, second = second, first
+    return side is not None and side.bound == 0 and first is values and second is not values
+
+
 def _comparison(node: fx.Node, source: fx.Node) -> Sides | None:
     """Returns the bound of a node that compares what it reads with a number; None for other nodes."""
     name, arguments = name_of(node), node.args
@@ -305,7 +342,7 @@ def is_side(node: fx.Node) -> bool:
 def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
     """Returns what a node needs of what it reads, and whether its result is to be followed."""
     name = name_of(user)
-    if user.op == "output" or name in _SUMS or name in SIZES:
+    if user.op == "output" or name in _SUMS or name in SIZES or name in _LIKE:
         return Needs.NOTHING, False
     if name in ATTENTIONS:  # whose mask may have infinities
         return Needs.NOTHING if source in _heads(user) else Needs.EXACT, False

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from daf_core.autograd.torch_compile import hooks_trace_themselves, shows_graphs
+from daf_core.autograd.torch_compile import graphs_made_with_hooks, shows_graphs
 from daf_core.compiled.partition import with_hints
 
 LEAST_SHARED_BYTES = 1 << 16
@@ -57,5 +57,5 @@ def compiling() -> Generator[None]:
     order: dict[str, Any] = {"score_fusion_memory_threshold": LEAST_SHARED_BYTES}
     if getattr(inductor, _ORDER, 0) is None:  # nobody else's
         order[_ORDER] = Late(digest())
-    with functorch.patch(values), inductor.patch(order), hooks_trace_themselves():
+    with functorch.patch(values), inductor.patch(order), graphs_made_with_hooks():
         yield

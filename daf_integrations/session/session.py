@@ -258,8 +258,8 @@ class DAFSession:
         if first and not step.stored_as:
             log.warning(
                 "DAF saw no activations in the first step, so nothing is compressed: the loss is computed outside of "
-                "the part of the trainer that DAF covers (%s). Compute it there, or use "
-                "daf_core.ActivationEngine.compress() around your own forward pass",
+                "the part of the trainer that DAF covers (%s). Compute it there; or, as for a trainer that computes "
+                "it elsewhere, give the model to daf_integrations.prepare() in place of this",
                 self._covered,
             )
         return step
