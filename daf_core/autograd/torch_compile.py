@@ -240,17 +240,31 @@ def _trace(function: Callable[..., Any], config: Any, hook: Any, arguments: tupl
 def _divide(function: Callable[..., Any], joint: Any, *arguments: Any, **named: Any) -> Any:
     found = function(joint, *arguments, **named)
     known = found._required_fw_nodes
-    pending = [node for node in joint.graph.nodes if IN_FORWARD in node.meta and node in found.unclaimed_nodes]
-    while pending:
-        node = pending.pop()
-        if node not in known:
-            known.add(node)
-            found.unclaimed_nodes.discard(node)
-            pending += node.all_input_nodes
+    for node in joint.graph.nodes:
+        if IN_FORWARD in node.meta and node in found.unclaimed_nodes:
+            # What has to be in backward stays there, and so do random numbers, which are drawn in an order.
+            needed = _not_made(node, known)
+            if not any(each in found.required_bw_nodes or _is_random(each) for each in needed):
+                known.update(needed)
+                found.unclaimed_nodes.difference_update(needed)
     found.fw_order.update(
         {node: place for place, node in enumerate(each for each in joint.graph.nodes if each in known)}
     )
     return found
+
+
+def _not_made(node: Any, made: Any) -> dict[Any, None]:
+    """Returns a node and those before it that are not made."""
+    found, pending = {node: None}, [node]
+    for each in pending:  # which grows meanwhile
+        fresh = [before for before in each.all_input_nodes if before not in made and before not in found]
+        found |= dict.fromkeys(fresh)
+        pending += fresh
+    return found
+
+
+def _is_random(node: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 _TRACER = _Replaced(_GRAPHS, "prepare_hook_gm", _trace)

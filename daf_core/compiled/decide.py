@@ -14,10 +14,10 @@ from daf_core.compiled.attention import attend_again
 from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
 from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.dimensions import channels_of, normalized_in, probabilities_of, viewed
+from daf_core.compiled.exponentials import is_large_where_unread
 from daf_core.compiled.groups import Shape, Together, shape_of
 from daf_core.compiled.poles import before_poles
 from daf_core.compiled.readers import (
-    BELOW_ONE,
     CASTS,
     EXPONENTIALS,
     RESHAPES,
@@ -135,7 +135,7 @@ class Decisions:
         if viewed(made) in self._before_poles:
             return Decision(sides_of(reader))
         if chain and found.dtype in _DTYPES:
-            code = self._code(chain[-1])
+            code = None if is_large_where_unread(chain[-1]) else self._code(chain[-1])
             return Decision(Slopes(code.bits) if isinstance(code, Planes) and is_gelu(chain) else code, chain)
         code = sides_of(reader) or self._code(reader)
         if not isinstance(code, Planes):
@@ -227,8 +227,7 @@ def _alone(saved: fx.Node) -> tuple[fx.Node, ...]:
         alone = (
             node.op == "call_function" and node.all_input_nodes and all(each in inside for each in node.all_input_nodes)
         )
-        # Where such an exponential is not read it may be so large that its codes are of nothing else.
-        if alone and is_pointwise(node) and BELOW_ONE not in node.meta:
+        if alone and is_pointwise(node):
             inside[node] = None
         node = node.next
 

@@ -17,12 +17,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from daf_core.autograd.torch_compile import IN_FORWARD, given_parameters
 from daf_core.compiled.decide import LEAST_ELEMENTS, made_of_gradients
+from daf_core.compiled.exponentials import is_used_below_one
 from daf_core.compiled.readers import (
-    BELOW_ONE,
     CASTS,
     EXPONENTIALS,
     is_side,
-    is_used_below_one,
     is_view,
     name_of,
     tensors_of,
@@ -48,6 +47,7 @@ def with_hints(
         return joint
     gradients, inputs_of = made_of_gradients(joint.graph), joint.graph.find_nodes(op="placeholder")
     weights, copies = {inputs_of[place] for place in given_parameters()}, set[fx.Node]()
+    free = {*weights}
     for node in nodes:
         if node.op != "call_function" or node in gradients:
             continue
@@ -61,13 +61,17 @@ def with_hints(
         if _is_piece_of_what_is_worked_out_again(node):
             _copied(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
             continue
+        if free.issuperset(node.all_input_nodes) and node.all_input_nodes:  # parameters are there in backward
+            free.add(node)
+            if is_side(node):
+                continue
         policy = _policy(node)
         if policy is not None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, _REGION
         if is_side(node):  # also of what backward alone compares, as that of a hardswish does
             node.meta[IN_FORWARD] = True
         elif name_of(node) in EXPONENTIALS and is_used_below_one(node):
-            node.meta[BELOW_ONE] = True
+            _limit(node)
     return joint
 
 
@@ -90,6 +94,19 @@ def _policy(node: fx.Node) -> CheckpointPolicy | None:
         marked = node.all_input_nodes[0].meta.get("recompute")
         return again if marked is again else None
     return None
+
+
+def _limit(exponential: fx.Node) -> None:
+    """Has an exponential be of 0 where its argument is larger, and nobody reads it.
+
+    Of codes an argument just below 0 may come back above it, by half a step; and where it is large, the exponential
+    would leave codes for nothing else.
+    """
+    [argument] = exponential.all_input_nodes
+    with exponential.graph.inserting_before(exponential):
+        limited = exponential.graph.call_function(torch.ops.aten.clamp_max.default, (argument, 0))
+    limited.meta = {**exponential.meta, "val": argument.meta["val"]}
+    exponential.replace_input_with(argument, limited)
 
 
 def _is_piece_of_what_is_worked_out_again(node: fx.Node) -> bool:

@@ -72,9 +72,6 @@ STEEPEST = 2.0
 """Largest multiple of a value in a sigmoid by hand that takes the bits of others: quick GELUs have 1.7. Of 8 times the
 value the error at 4 bits was .57, and is .08."""
 
-BELOW_ONE = "daf_below_one"
-"""Marks exponentials, in their `meta`, of which `is_used_below_one` is true."""
-
 CASTS = ("convert_element_type", "_to_copy")
 RESHAPES = ("view", "reshape", "permute", "alias", "unsqueeze", "squeeze", "t", "transpose")
 """Views of one tensor, of all its elements unless its type changes."""
@@ -182,11 +179,10 @@ def needs_of(saved: fx.Node) -> Needs:
             if needs is Needs.SIGNS and source not in same:  # codes keep signs, but not those of what is made of them
                 needs = Needs.EXACT
             if needs is Needs.EXPONENTIAL:
-                below = BELOW_ONE in user.meta
-                flat = abs(_multiple_of(source)[1]) <= STEEPEST and (below or any(map(is_bounded, user.users)))
-                if flat or _is_minus_square(source):
+                bounded = is_limited(source) or any(map(is_bounded, user.users))
+                if (bounded and abs(multiple_of(source)[1]) <= STEEPEST) or _is_minus_square(source):
                     needs, goes_on = Needs.NOTHING, True
-                elif below or source not in moved:  # codes of logarithms are close at their largest
+                elif source not in moved:  # codes of logarithms are close at their largest
                     needs, goes_on = Needs.MORE_BITS, True
             found |= needs
             if goes_on and user not in seen:
@@ -218,24 +214,27 @@ def is_natural(exponent: object) -> bool:
 
 def _is_minus_square(node: fx.Node) -> bool:
     """Says whether a node is a negative multiple of a square, whose exponential is a density: GELU's derivative."""
-    square, factor = _multiple_of(node)
+    square, factor = multiple_of(node)
     arguments = square.args
     if is_square(square):
         return factor < 0
     if name_of(square) != "mul" or not all(isinstance(each, fx.Node) for each in arguments):
         return False
-    (one, here), (other, there) = (_multiple_of(cast("fx.Node", each)) for each in arguments)
+    (one, here), (other, there) = (multiple_of(cast("fx.Node", each)) for each in arguments)
     return one is other and factor * here * there < 0
 
 
-def _multiple_of(node: fx.Node) -> tuple[fx.Node, float]:
+def multiple_of(node: fx.Node) -> tuple[fx.Node, float]:
     """Returns of what a node is a multiple, and by which factor."""
     factor = 1.0
-    while name_of(node) in ("neg", "mul") and len(node.all_input_nodes) == 1:
+    while name_of(node) in ("neg", "mul", "div", "clamp_max") and len(node.all_input_nodes) == 1:
         numbers = [each for each in node.args if isinstance(each, int | float)]
-        if name_of(node) == "mul" and len(numbers) != 1:
+        if name_of(node) == "clamp_max" and not is_limited(node):
             break
-        factor *= numbers[0] if numbers else -1
+        if name_of(node) in ("mul", "div") and (len(numbers) != 1 or (name_of(node) == "div" and not numbers[0])):
+            break
+        if name_of(node) != "clamp_max":
+            factor = factor / numbers[0] if name_of(node) == "div" else factor * (numbers[0] if numbers else -1)
         [node] = node.all_input_nodes
     return node, factor
 
@@ -296,28 +295,9 @@ def sides_of(saved: fx.Node) -> Sides | None:
     return found.pop() if len(found) == 1 else None
 
 
-def is_used_below_one(exponential: fx.Node) -> bool:
-    """Says whether an exponential is read where its argument is not positive alone, as by the derivative of an ELU.
-
-    In a graph of forward and backward together.
-    """
-    source, factor = _multiple_of(exponential.all_input_nodes[0])
-    products = [user for user in exponential.users if name_of(user) == "mul"]
-    readers = [(product, reader) for product in products for reader in product.users]
-    if factor <= 0 or len(products) != len(exponential.users):
-        return False
-    return bool(readers) and all(_takes_where_negative(reader, product, source) for product, reader in readers)
-
-
-def _takes_where_negative(node: fx.Node, values: fx.Node, source: fx.Node) -> bool:
-    """Says whether a node takes values only where others are not positive."""
-    if name_of(node) != "where" or len(node.args) != 3:
-        return False
-    condition, first, second = cast("tuple[fx.Node, Any, Any]", node.args)
-    side = _comparison(condition, source) if condition.args[:1] == (source,) else None
-    if name_of(condition) not in ("le", "lt"):
-        first, second = second, first
-    return side is not None and side.bound == 0 and first is values and second is not values
+def is_limited(argument: fx.Node) -> bool:
+    """Says whether an exponential's argument is nowhere above 0."""
+    return name_of(argument) == "clamp_max" and bool(argument.args[1] == 0)
 
 
 def _comparison(node: fx.Node, source: fx.Node) -> Sides | None:
@@ -346,6 +326,8 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
         return Needs.NOTHING, False
     if name in ATTENTIONS:  # whose mask may have infinities
         return Needs.NOTHING if source in _heads(user) else Needs.EXACT, False
+    if name in CASTS and not user.meta["val"].is_floating_point():  # to what may number places
+        return Needs.EXACT, False
     if is_view(user) or name in _SMOOTH:
         return Needs.NOTHING, True
     if name in _BACKWARDS:

@@ -14,4 +14,5 @@ def rounded(values: Tensor) -> Tensor:
     small convolution by .07 in place of .008.
     """
     bits = values.view(torch.int32)
-    return ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
+    found = ((bits + 0x8000) & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), found, values).bfloat16()

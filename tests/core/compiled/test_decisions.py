@@ -449,6 +449,39 @@ def test_comparisons_of_backward_alone_are_made_in_forward(name: str, normalizes
     assert statistics.held_bytes < (0.41 if name == "celu" else 0.36) * statistics.raw_bytes
 
 
+def _wide_elu(values: Tensor) -> Tensor:
+    return nn.functional.elu(values * 25) / 25
+
+
+def _looked_up(values: Tensor) -> Tensor:
+    places = ((values.detach() + 4) * 4).to(torch.int64).clamp(0, 63)
+    return torch.zeros_like(values[:, :64]).scatter(1, places[:, :64], values[:, :64].sin()).repeat(1, 2) * values
+
+
+@pytest.mark.parametrize("function", [_wide_elu, _looked_up])
+def test_what_is_not_read_and_what_counts_places_does_no_harm(function: Callable[[Tensor], Tensor]) -> None:
+    """Errors were 600, as an exponential of codes is large where it is not read, and .07 to .7 of places in a table."""
+    model = Normalized(function, normalizes=False)
+    inputs = 8 * torch.randn(512, 128, generator=torch.Generator().manual_seed(1))
+    for bits, bound in ((8, 0.02), (4, 0.25)):
+        assert 0 < error_of_weight(model, model.layers[0].weight, inputs, bits)[0] < bound
+
+
+def test_comparisons_of_weights_are_not_saved() -> None:
+    """Weights are there in backward."""
+    inputs, model = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)), nn.Linear(128, 128)
+
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = model
+
+        def forward(self, values: Tensor) -> Tensor:
+            return nn.functional.linear(values, self.layer.weight.clamp(-0.05, 0.05)).square().mean()
+
+    assert error_of_weight(Clamped(), model.weight, inputs, 4)[1].stored_as["bitmask"] == 0
+
+
 class Moved(nn.Module):
     """Words, layers between which channels and words move, and a gated layer."""
 
