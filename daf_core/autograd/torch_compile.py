@@ -9,14 +9,14 @@ import gc
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C._dynamo import eval_frame
 
 from daf_core.autograd.torch_private import is_compiled, is_tracing, is_transforming
@@ -237,29 +237,30 @@ def _trace(function: Callable[..., Any], config: Any, hook: Any, arguments: tupl
     return anew() if traced is None else traced(arguments, anew)
 
 
+def reached(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yields nodes, what follows each of them, what follows that, and so on: each node once."""
+    pending = [*start]
+    seen = set(pending)
+    for node in pending:  # which grows meanwhile
+        yield node
+        fresh = [each for each in following(node) if each not in seen]
+        seen.update(fresh)
+        pending += fresh
+
+
 def _divide(function: Callable[..., Any], joint: Any, *arguments: Any, **named: Any) -> Any:
     found = function(joint, *arguments, **named)
     known = found._required_fw_nodes
     for node in joint.graph.nodes:
         if IN_FORWARD in node.meta and node in found.unclaimed_nodes:
             # What has to be in backward stays there, and so do random numbers, which are drawn in an order.
-            needed = _not_made(node, known)
+            needed = set(reached([node], lambda each: [one for one in each.all_input_nodes if one not in known]))
             if not any(each in found.required_bw_nodes or _is_random(each) for each in needed):
                 known.update(needed)
                 found.unclaimed_nodes.difference_update(needed)
     found.fw_order.update(
         {node: place for place, node in enumerate(each for each in joint.graph.nodes if each in known)}
     )
-    return found
-
-
-def _not_made(node: Any, made: Any) -> dict[Any, None]:
-    """Returns a node and those before it that are not made."""
-    found, pending = {node: None}, [node]
-    for each in pending:  # which grows meanwhile
-        fresh = [before for before in each.all_input_nodes if before not in made and before not in found]
-        found |= dict.fromkeys(fresh)
-        pending += fresh
     return found
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from daf_core.autograd.torch_compile import NOT_IN_CUDA_GRAPHS
-from daf_core.compiled.readers import ATTENTIONS, is_view, name_of, reached
+from daf_core.autograd.torch_compile import NOT_IN_CUDA_GRAPHS, reached
+from daf_core.compiled.readers import ATTENTIONS, is_view, name_of
 from daf_core.readers.attention import Draws, drawing_from
 
 _RESULTS = 2

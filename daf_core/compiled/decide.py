@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
+from daf_core.autograd.torch_compile import reached
 from daf_core.compiled.attention import attend_again
 from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
 from daf_core.compiled.common_row import DEAREST, bits_of_means
@@ -29,7 +30,6 @@ from daf_core.compiled.readers import (
     is_view,
     name_of,
     needs_of,
-    reached,
     sides_of,
     tensors_of,
 )

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from daf_core.compiled.readers import EXPONENTIALS, is_limited, multiple_of, name_of
+from daf_core.compiled.readers import EXPONENTIALS, comparison_of, is_limited, multiple_of, name_of
 
 
 def is_used_below_one(exponential: fx.Node) -> bool:
@@ -27,7 +27,8 @@ def _takes_where_negative(node: fx.Node, values: fx.Node, argument: fx.Node) -> 
     if name_of(node) != "where" or len(node.args) != 3:
         return False
     condition, first, second = cast("tuple[fx.Node, Any, Any]", node.args)
-    if name_of(condition) not in ("le", "lt", "gt", "ge") or condition.args[1] != 0:
+    side = comparison_of(condition, argument)
+    if side is None or side.bound != 0:
         return False
     (compared, factor), (source, other) = map(multiple_of, (condition.all_input_nodes[0], argument))
     if name_of(condition) in ("gt", "ge"):

@@ -47,11 +47,13 @@ def with_hints(
         return joint
     gradients, inputs_of = made_of_gradients(joint.graph), joint.graph.find_nodes(op="placeholder")
     weights, copies = {inputs_of[place] for place in given_parameters()}, set[fx.Node]()
-    free = {*weights}
+    free = {*weights}  # what is made of parameters alone, which are there in backward
     for node in nodes:
         if node.op != "call_function" or node in gradients:
             continue
-        casts = name_of(node) in CASTS
+        if node.all_input_nodes and free.issuperset(node.all_input_nodes):
+            free.add(node)
+        casts, side = name_of(node) in CASTS, is_side(node)
         if (casts or is_view(node)) and weights.issuperset(node.all_input_nodes):
             weights.add(node)
             if casts or not copies.isdisjoint(node.all_input_nodes):
@@ -61,14 +63,12 @@ def with_hints(
         if _is_piece_of_what_is_worked_out_again(node):
             _copied(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
             continue
-        if free.issuperset(node.all_input_nodes) and node.all_input_nodes:  # parameters are there in backward
-            free.add(node)
-            if is_side(node):
-                continue
+        if side and node in free:
+            continue
         policy = _policy(node)
         if policy is not None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, _REGION
-        if is_side(node):  # also of what backward alone compares, as that of a hardswish does
+        if side:  # also of what backward alone compares, as that of a hardswish does
             node.meta[IN_FORWARD] = True
         elif name_of(node) in EXPONENTIALS and is_used_below_one(node):
             _limit(node)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
+from daf_core.autograd.torch_compile import reached
 from daf_core.compiled.dimensions import viewed
 from daf_core.compiled.readers import (
     EXPONENTIALS,
@@ -17,7 +18,6 @@ from daf_core.compiled.readers import (
     is_bounded,
     is_natural,
     name_of,
-    reached,
     tensors_of,
 )
 from daf_core.compiled.sizes import elements_of, hint

@@ -7,13 +7,13 @@ operator between a saved tensor and the first sum over many of its values is loo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
 from enum import Flag, auto
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from daf_core.autograd.torch_compile import reached
 from daf_core.compiled.codes import Sides
 from daf_core.compiled.sizes import elements_of
 from daf_core.readers.attention import KERNELS
@@ -156,17 +156,6 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
     return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), _NUMBERS)]
 
 
-def reached(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
-    """Yields nodes, what follows each of them, what follows that, and so on: each node once."""
-    pending = [*start]
-    seen = set(pending)
-    for node in pending:  # which grows meanwhile
-        yield node
-        fresh = [each for each in following(node) if each not in seen]
-        seen.update(fresh)
-        pending += fresh
-
-
 def needs_of(saved: fx.Node) -> Needs:
     """Returns what the backward needs of a saved tensor, given its placeholder in the backward graph."""
     found, seen, pending = Needs.NOTHING, {saved}, [saved]
@@ -225,18 +214,28 @@ def _is_minus_square(node: fx.Node) -> bool:
 
 
 def multiple_of(node: fx.Node) -> tuple[fx.Node, float]:
-    """Returns of what a node is a multiple, and by which factor."""
+    """Returns of what a node is a multiple, wherever it is not limited, and by which factor."""
     factor = 1.0
-    while name_of(node) in ("neg", "mul", "div", "clamp_max") and len(node.all_input_nodes) == 1:
-        numbers = [each for each in node.args if isinstance(each, int | float)]
-        if name_of(node) == "clamp_max" and not is_limited(node):
-            break
-        if name_of(node) in ("mul", "div") and (len(numbers) != 1 or (name_of(node) == "div" and not numbers[0])):
-            break
-        if name_of(node) != "clamp_max":
-            factor = factor / numbers[0] if name_of(node) == "div" else factor * (numbers[0] if numbers else -1)
+    while (step := _factor_of(node)) is not None:
+        factor *= step
         [node] = node.all_input_nodes
     return node, factor
+
+
+def _factor_of(node: fx.Node) -> float | None:
+    """Returns by what a node multiplies the only tensor that it reads; None where it does something else."""
+    numbers, name = [each for each in node.args if isinstance(each, int | float)], name_of(node)
+    if len(node.all_input_nodes) != 1:
+        return None
+    if name == "neg":
+        return -1.0
+    if is_limited(node):
+        return 1.0
+    if len(numbers) != 1 or node.kwargs or name not in ("mul", "div"):  # a quotient that is rounded has a keyword
+        return None
+    if name == "mul":
+        return numbers[0]
+    return 1 / numbers[0] if numbers[0] and isinstance(node.args[0], fx.Node) else None
 
 
 def is_above_one(node: fx.Node) -> bool:
@@ -291,7 +290,7 @@ def sides_of(saved: fx.Node) -> Sides | None:
     """Returns the only bound that a backward compares a saved tensor with, where it does nothing else with it."""
     behind = reached([saved], lambda node: node.users if node is saved or is_view(node) else ())
     readers = (node for node in behind if node is not saved and not (is_view(node) and node.users))
-    found = {_comparison(reader, saved) for reader in readers}
+    found = {comparison_of(reader, saved) for reader in readers}
     return found.pop() if len(found) == 1 else None
 
 
@@ -300,7 +299,7 @@ def is_limited(argument: fx.Node) -> bool:
     return name_of(argument) == "clamp_max" and bool(argument.args[1] == 0)
 
 
-def _comparison(node: fx.Node, source: fx.Node) -> Sides | None:
+def comparison_of(node: fx.Node, source: fx.Node) -> Sides | None:
     """Returns the bound of a node that compares what it reads with a number; None for other nodes."""
     name, arguments = name_of(node), node.args
     if name == "threshold_backward" and len(arguments) == 3 and arguments[0] is not source:
@@ -313,7 +312,7 @@ def _comparison(node: fx.Node, source: fx.Node) -> Sides | None:
 def is_side(node: fx.Node) -> bool:
     """Says whether a node works out on which side of a number values lie, or is a ReLU, whose result says that too."""
     read = node.all_input_nodes
-    if len(read) != 1 or not (name_of(node) == "relu" or _comparison(node, read[0]) is not None):
+    if len(read) != 1 or not (name_of(node) == "relu" or comparison_of(node, read[0]) is not None):
         return False
     values = read[0].meta.get("val")
     return name_of(read[0]) != "relu" and isinstance(values, Tensor) and values.is_floating_point()
@@ -341,7 +340,7 @@ def _reading(user: fx.Node, source: fx.Node) -> tuple[Needs, bool]:
         return (Needs.NOTHING, True) if is_bounded(user) else (Needs.EXACT, False)
     if name == "pow":
         return (Needs.NOTHING, True) if is_natural(user.args[1]) else (Needs.EXACT, False)
-    comparison = _comparison(user, source)
+    comparison = comparison_of(user, source)
     if comparison is not None and comparison.bound == 0 and not comparison.closed:
         return Needs.SIGNS, False
     return Needs.EXACT, False
