@@ -52,7 +52,8 @@ class LogarithmsActivation(PlanesActivation):
 
     The gradient of the cross entropy is p - 1 at the target and p elsewhere. Where a model is sure it is small beside
     p, and codes of the logarithms alone are wrong by a factor (at p = .998: 2 times the gradient at 8 bits, 56 at 4).
-    Decoded, the others are scaled to their sum, so that all probabilities of a row sum to 1.
+    Decoded, the others are scaled to their sum, so that all probabilities of a row sum to 1. Those of logits, which
+    `logsumexp` reads, do not: their sums are multiples of the largest of the row.
     """
 
     name: ClassVar[str] = "logarithms"
@@ -66,13 +67,13 @@ class LogarithmsActivation(PlanesActivation):
     @classmethod
     def sizes(cls, ctx: EncodeContext) -> list[int]:
         *sizes, raw = super().sizes(ctx)
-        beside = _bytes_beside(_rows_of(ctx), ctx.values.element_size())
+        beside = _bytes_beside(_rows_of(ctx)[0], ctx.values.element_size())
         return [*(min(size + beside, raw) for size in sizes), raw]
 
     @override
     @classmethod
     def write(cls, ctx: EncodeContext) -> Self | None:
-        rows, values = _rows_of(ctx), ctx.values
+        (rows, normalized), values = _rows_of(ctx), ctx.values
         beside = _bytes_beside(rows, values.element_size())
         if rows.length < 2 or super().sizes(ctx)[0] + beside >= values.nbytes:
             return None
@@ -90,7 +91,8 @@ class LogarithmsActivation(PlanesActivation):
         stored._rows = rows
         stored._best = best[:, :-1].clone()
         stored._places = places[:, :-1].int()
-        stored._log_sum = _total(shaped, stored._best, places[:, :-1]).clamp_min_(LEAST).log_()
+        stored._normalized = normalized
+        stored._log_sum = _total(shaped, stored._best, places[:, :-1], normalized).clamp_min_(LEAST).log_()
         stored._kept = KeptStorage(ctx.pager, beside)
         return stored
 
@@ -98,6 +100,7 @@ class LogarithmsActivation(PlanesActivation):
     _best: Tensor
     _places: Tensor
     _log_sum: Tensor
+    _normalized: bool
 
     @property
     @override
@@ -117,7 +120,8 @@ class LogarithmsActivation(PlanesActivation):
         for rows, best, places, log_sum in self._chunks(out.view(self._rows.shape)):
             rows.scatter_(1, places, -torch.inf)
             buffer.resize_(rows.shape)
-            total = torch.exp(rows.float(), out=buffer).sum(1, keepdim=True)  # none is above 1, as log_sum is at most 0
+            exponents = rows.float() if self._normalized else torch.sub(rows, best[:, :1].float(), out=buffer)
+            total = torch.exp(exponents, out=buffer).sum(1, keepdim=True)  # none is above 1, as log_sum is at most 0
             rows += (log_sum - total.clamp_min_(LEAST).log_()).to(rows.dtype)
             rows.scatter_(1, places, best)
 
@@ -155,21 +159,23 @@ def _bounded(rows: Tensor, best: Tensor) -> Tensor:
     return torch.maximum(rows, least)
 
 
-def _total(others: Tensor, best: Tensor, places: Tensor) -> Tensor:
+def _total(others: Tensor, best: Tensor, places: Tensor, normalized: bool) -> Tensor:
     """Returns the sum of the probabilities of all but the largest logarithms of each row.
 
     Args:
         others: The logarithms, of shape (outer, length, inner).
-        best: The largest of them.
+        best: The largest of them, the first of each row the largest of all.
         places: Where these are.
+        normalized: Whether the probabilities of a row sum to 1. Where they do not, that of the largest is taken as 1.
     """
     total = 1 - best.float().exp().sum(1, keepdim=True)
-    if others.dtype is torch.float32 and others.device.type == "cpu":
+    if normalized and others.dtype is torch.float32 and others.device.type == "cpu":
         unknown = (~(total >= LEAST_DIFFERENCE)).flatten(1).any(1).nonzero()[:, 0]  # NaN among them
     else:  # a device would have the host wait for which they are
         unknown = torch.arange(len(total), device=total.device)
     for some in unknown.split(_chunk_rows(others)):
-        part = others[some].scatter_(1, places[some], -torch.inf)
+        part = others[some] if normalized else others[some].float().sub_(best[some, :1])
+        part.scatter_(1, places[some], -torch.inf)
         total[some] = part.exp_().sum(1, keepdim=True, dtype=torch.float32)
     return total.clamp_min_(0)
 
@@ -179,10 +185,11 @@ def _chunk_rows(rows: Tensor) -> int:
     return max(1, together // max(1, rows[0].nbytes))
 
 
-def _rows_of(ctx: EncodeContext) -> Rows:
+def _rows_of(ctx: EncodeContext) -> tuple[Rows, bool]:
+    """Returns how the rows lie, and whether the probabilities of each sum to 1."""
     assert ctx.groups is not None
     assert ctx.groups.logarithms is not None
-    return ctx.groups.logarithms
+    return ctx.groups.logarithms, ctx.groups.normalized
 
 
 def _bytes_beside(rows: Rows, element_size: int) -> int:

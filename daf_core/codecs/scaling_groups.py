@@ -13,7 +13,7 @@ from torch import Tensor
 from daf_core.codecs.common_row import RowBlocks
 from daf_core.codecs.tensor_layout import Geometry, Rows
 from daf_core.readers.sharpness import EXPONENTIALS
-from daf_core.readers.table import SOFTMAXES, Bounds, Kind, Reading
+from daf_core.readers.table import LOGSUMEXP, SOFTMAXES, Bounds, Kind, Reading
 from daf_kernels import mask_pages
 from daf_kernels.layout import SHARED_ROW, group_size, shares_groups
 
@@ -126,7 +126,8 @@ class Grouping:
     row: int  # elements in a row; scaling groups are rows, or equal pieces of rows, or several rows; 0 for none
     shape: tuple[int, ...] | None = None  # shape of the values in that order; None where it is theirs
     strides: tuple[int, ...] = ()
-    logarithms: Rows | None = None  # rows of logarithms whose probabilities sum to 1; None where they are anything else
+    logarithms: Rows | None = None  # rows of logarithms of probabilities; None where they are anything else
+    normalized: bool = True  # whether those probabilities sum to 1
     own: bool = False  # whether each row has a group of its own, where it would share one
     # What is kept beside codes: of rows what they share, which the codes are without, or the sums of probabilities; or
     # what else they are codes of.
@@ -173,7 +174,7 @@ def groups_for(reading: Reading | None, geometry: Geometry, op: str, normalized:
     `normalized` says whether a normalization reads it.
     """
     if reading is not None and reading.kind is Kind.LOGARITHMS:
-        return logarithms_of(geometry, reading.dim)
+        return logarithms_of(geometry, reading.dim, reading.reader != LOGSUMEXP)
     if reading is not None and reading.reader in SOFTMAXES:
         return probabilities_of(geometry, reading.dim)
     groups = None
@@ -193,19 +194,20 @@ def may_share(groups: Grouping, reading: Reading | None) -> bool:
     return groups.shape is None and groups.beside is None and not probabilities
 
 
-def logarithms_of(geometry: Geometry, dim: int) -> Grouping | None:
+def logarithms_of(geometry: Geometry, dim: int, normalized: bool) -> Grouping | None:
     """Returns the grouping of logarithms of probabilities; None where they do not lie one after the other.
 
     Args:
         geometry: How the tensor lies in memory.
-        dim: The dimension of the probabilities that sum to 1, counted from the end.
+        dim: The dimension along which the probabilities are summed, counted from the end.
+        normalized: Whether they sum to 1.
     """
     rows = geometry.rows_along(dim)
-    return None if rows is None else Grouping(geometry.row, logarithms=rows)
+    return None if rows is None else Grouping(geometry.row, logarithms=rows, normalized=normalized)
 
 
 def probabilities_of(geometry: Geometry, dim: int) -> Grouping:
-    """Returns the grouping of probabilities, whose sums are kept; the arguments are those of `logarithms_of`.
+    """Returns the grouping of probabilities along a dimension, counted from the end, whose sums are kept.
 
     Where a group is a row or a piece of one, its mean keeps them.
     """

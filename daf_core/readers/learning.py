@@ -32,7 +32,7 @@ from daf_core.autograd.torch_private import (
     packed_for,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import is_done, is_large, led_by, narrow_products, nodes_since, poles
+from daf_core.readers.patterns import has_pole, is_done, is_large, led_by, narrow_products, nodes_since, poles
 from daf_core.readers.places import Place, Places, reading_of_frame
 from daf_core.readers.sharpness import (
     Looks,
@@ -43,7 +43,7 @@ from daf_core.readers.sharpness import (
     takes_same_bits,
     told_by,
 )
-from daf_core.readers.table import Kind, Reading, has_pole, more_exact, reading_of
+from daf_core.readers.table import Kind, Reading, more_exact, reading_of
 from daf_core.readers.waiting import (
     EXACT_MODE,
     NEWEST,
@@ -353,8 +353,7 @@ class Readers:
     def _lead(self, node: Node, unpack: Unpack) -> None:
         """Keeps exact what the last operators before a node have saved.
 
-        A softmax, say, saves the probabilities whose logarithm is taken. The gradient that it gets is large where they
-        are small, and what it multiplies that by has to fit.
+        A softmax before a logarithm, say, gets a large gradient where its probabilities are small: these have to fit.
         """
         waiting = {id(each.packed()): each for each in self._own.waiting}
         for packed in led_by(node, unpack):
@@ -362,6 +361,8 @@ class Readers:
             if found is not None and place is None:  # too small for codes this time
                 place = found.sighting.place
             if place is not None:
+                if (known := self._readings.get(place)) is not None and known.keeps_relative_errors:
+                    continue
                 self._set(place, Reading(Kind.EXACT, node.name()))
             if found is not None:
                 found.settle(None)

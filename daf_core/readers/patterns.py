@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, node_number, packed_for
-from daf_core.readers.table import NORMS, STATISTIC_SHARE, has_pole, stops_poles
+from daf_core.readers.table import DIVISIONS, NORMS, POWERS, STATISTIC_SHARE, fields_named, has_natural_exponent
 from daf_core.readers.waiting import Unpack
 
 MOST_NODES = 64
@@ -53,6 +53,24 @@ _COMPARES = frozenset(
 
 _WITH_OTHERS = ("SubBackward0", "StackBackward0")
 """Those of them that show a teacher where something has no node. To add a number is no comparison."""
+
+# Their gradient is without bound where a value that they read is small, or at an edge of the domain.
+_POLES = {
+    node
+    for node, _ in fields_named("""
+    Log0 Log20 Log100 Log1P0 Logit0 Xlogy0 Xlogy1 Xlogy2 SpecialXlog1Py0 SpecialXlog1Py1 SpecialXlog1Py2: self
+    SpecialEntr0 SpecialNdtri0 Sqrt0 Rsqrt0 Reciprocal0 Acos0 Asin0 Acosh0 Atanh0 Erfinv0 Atan20 Hypot0: self
+    Lgamma0 Digamma0 Polygamma0 Polygamma1 Mvlgamma0 BinaryCrossEntropy0 Cdist0 EuclideanDist0: self
+    Logaddexp0 Logaddexp20 Logcumsumexp0 Prod0 Prod1 Cumprod0: self
+""")
+}
+
+_STOPS = (
+    *("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution", "Native", "Cudnn", "Fused", "Mean", "Sum", "Var"),
+    *("ScaledDotProduct", "FlashAttention", "EfficientAttention", "Gelu", "Silu", "MvBackward", "DotBackward"),
+)
+"""What begins the names of nodes behind which no value is small because one before it is: they sum many, or are used as
+activation functions alone."""
 
 
 def product_input(node: Node) -> str | None:
@@ -141,11 +159,44 @@ def _is_last(dims: tuple[int, ...] | None, count: int) -> bool:
     return dims is not None and len(dims) == 1 and dims[0] in (count - 1, (1 << 64) - 1)
 
 
+def has_pole(node: Node, is_large: Callable[[str], bool]) -> bool:
+    """Says whether a node's gradient is without bound where a value that it has read is small, or at an edge.
+
+    For `is_large` see `reading_of`.
+    """
+    name = node.name()
+    if name in _POLES:
+        return True
+    if name in DIVISIONS:
+        return is_large("other")
+    return name in POWERS and not has_natural_exponent(node)
+
+
+def stops_poles(node: Node) -> bool:
+    """Says whether a node's result is no closer to a pole because one value before it is."""
+    return node.name().startswith(_STOPS)
+
+
 def is_large(node: Node, unpack: Unpack, field: str) -> bool:
-    """Says whether what a node has saved of a name is no statistic of its result: relative to it, as batches differ."""
+    """Says whether what a node has saved of a name is no statistic of its result: relative to it, as batches differ.
+
+    Counts never are large, such as those of the words of each row by which a loss is divided.
+    """
     packed: Any = packed_for(node, field, unpack)
     results = _results_of(node)
-    return packed is not None and results is not None and packed.elements * STATISTIC_SHARE >= results
+    if packed is None or results is None or packed.elements * STATISTIC_SHARE < results:
+        return False
+    return not (field == "other" and _are_counts(node, packed))
+
+
+def _are_counts(node: Node, packed: Any) -> bool:
+    """Says whether what a node divides by are constant whole numbers from 1 on, of whatever type."""
+    if not packed.dtype.is_floating_point:
+        return not packed.dtype.is_complex
+    if node.next_functions[1][0] is not None or (stored := packed.stored).name != "raw" or not stored.is_unchanged:
+        return False
+    counts = stored.unpack()
+    return not counts.is_meta and bool(((counts >= 1) & (counts == counts.round())).all())
 
 
 def narrow_products(newest: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:

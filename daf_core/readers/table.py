@@ -31,7 +31,7 @@ class Kind(enum.Enum):
     APPROXIMATE = "values that may be approximate"
     NORMALIZED = "approximate values; a row beside others that spread far more stays exact"
     ATTENTION = "approximate query, key and value, of which the result is computed again"
-    LOGARITHMS = "logarithms of probabilities, which keep the gradient's relative error"
+    LOGARITHMS = "logarithms of probabilities, normalized or not, which keep the gradient's relative error"
     SIDES = "on which side of a bound each value lies, as one bit"
     SHAPE = "the shape alone"
 
@@ -73,9 +73,9 @@ class Reading:
     reader: str  # name of its autograd node
     # Of `Kind.SIDES`; and of `Kind.APPROXIMATE` where the derivative jumps: values are then to stay on their side.
     bounds: Bounds | None = None
-    # Of `Kind.LOGARITHMS` and of a softmax's result: the dimension along which the probabilities sum to 1, counted from
-    # the end. Of a GLU's argument: that which is cut into halves. Of `Kind.NORMALIZED`: that which is normalized; 0
-    # where it is none, or several.
+    # Of `Kind.LOGARITHMS` and of a softmax's result: the dimension along which the probabilities are summed, counted
+    # from the end. Of a GLU's argument: that which is cut into halves. Of `Kind.NORMALIZED`: that which is normalized,
+    # 0 where it is none, or several.
     dim: int = 0
     pieces: int = 1  # of `Kind.NORMALIZED`: equal parts of that dimension that are normalized each for itself
     # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
@@ -89,6 +89,11 @@ class Reading:
     def takes_approximations(self) -> bool:
         """Whether values of few bits will do."""
         return self.kind in (Kind.APPROXIMATE, Kind.NORMALIZED, Kind.ATTENTION)
+
+    @property
+    def keeps_relative_errors(self) -> bool:
+        """Whether the gradient has its relative error, or none, where it is small as well."""
+        return self.kind in (Kind.LOGARITHMS, Kind.SIDES, Kind.SHAPE)
 
     @property
     def jumps(self) -> bool:
@@ -105,7 +110,7 @@ class Reading:
         return self.reader == reader and self.takes_approximations and not self.varies
 
 
-def _fields(listed: str) -> dict[tuple[str, str], None]:
+def fields_named(listed: str) -> dict[tuple[str, str], None]:
     """Reads lines of node names, without their "Backward", and their fields: ``Mul0 Addcmul0: self other``."""
     lines = [line.partition(":") for line in listed.strip().splitlines()]
     return {
@@ -119,7 +124,7 @@ def _full(short: str) -> str:
 
 # The gradient of each is linear in what is read, or a smooth function of it with a bounded derivative; see `_JUMPS`.
 # Those of two "Backward" are of the gradients that such operators make, for a gradient of the gradient.
-_APPROXIMATE = _fields("""
+_APPROXIMATE = fields_named("""
     Mul0 Matmul0 LinalgCross0: self other
     Mm0 Bmm0 GroupedMm0: self mat2
     Addmm0: mat1 mat2
@@ -157,27 +162,30 @@ SOFTMAXES = (_full("Softmax0"), _full("SafeSoftmax0"))
 
 GLU = _full("Glu0")
 
+LOGSUMEXP = _full("Logsumexp0")
+"""The node that reads logits: logarithms of probabilities that do not sum to 1."""
+
 NARROW = 8
 """Width of heads below which attention stays exact: with 2 and 3 the gradient's error was up to 1.8 at 4 bits, where
 what the queries read is almost equal."""
 
-_NORMALIZED = _fields("""
+_NORMALIZED = fields_named("""
     NativeLayerNorm0 NativeGroupNorm0 FusedRmsNorm0 NativeBatchNorm0 CudnnBatchNorm0 MiopenBatchNorm0: input
     NativeBatchNormLegit0 NativeBatchNormLegit1 NativeBatchNormLegitNoTraining0 BatchNormWithUpdate0: input
     BatchNormNoUpdate0: input
 """)
 
-_ATTENTION = _fields("""
+_ATTENTION = fields_named("""
     ScaledDotProductFlashAttentionForCpu0 ScaledDotProductFlashAttention0: query key value output
     ScaledDotProductEfficientAttention0 ScaledDotProductCudnnAttention0: query key value output
     ScaledDotProductFusedAttentionOverrideable0: query key value output
     FlashAttention0 EfficientAttention0 CudnnAttention0: query key value output
 """)
 
-_LOGARITHMS = _fields("LogSoftmax0: result")
+_LOGARITHMS = fields_named("LogSoftmax0: result\nLogsumexp0: self")
 
 # Backward asks these for their size, or for where the gradient goes, which their indices say.
-_SHAPE = _fields("""
+_SHAPE = fields_named("""
     NllLoss0 NllLoss2D0 Gather0 Take0 MaskedSelect0 MaxPool2DWithIndices0 MaxPool3DWithIndices0: self
     AdaptiveMaxPool2D0 AdaptiveMaxPool3D0 FractionalMaxPool2D0 FractionalMaxPool3D0 AvgPool2D0 AvgPool3D0: self
     AdaptiveAvgPool2D0 AdaptiveAvgPool3D0: self
@@ -202,8 +210,8 @@ _CLAMP_CLOSED = torch.__version__ < "2.14"  # compared as versions are
 """Whether the gradient passes where a value is the bound itself."""
 
 _SIDES: dict[tuple[str, str], Bounds | Callable[[Node], Bounds]] = {
-    **dict.fromkeys(_fields("Relu0 LeakyRelu1 RreluWithNoise1: result"), _POSITIVE),
-    **dict.fromkeys(_fields("LeakyRelu0 RreluWithNoise0: self"), _POSITIVE),
+    **dict.fromkeys(fields_named("Relu0 LeakyRelu1 RreluWithNoise1: result"), _POSITIVE),
+    **dict.fromkeys(fields_named("LeakyRelu0 RreluWithNoise0: self"), _POSITIVE),
     (_full("Threshold0"), "self"): _between("threshold", ""),
     (_full("Threshold1"), "self"): _between("threshold", ""),
     (_full("Hardtanh0"), "self"): _between("min_val", "max_val"),
@@ -264,24 +272,6 @@ _FUNCTIONS: dict[str, Kind] = {
 """What functions of Python read of all that they save, but for parameters, statistics and small tensors: they stay
 exact."""
 
-# Their gradient is without bound where a value that they read is small, or at an edge of the domain.
-_POLES = {
-    node
-    for node, _ in _fields("""
-    Log0 Log20 Log100 Log1P0 Logit0 Xlogy0 Xlogy1 Xlogy2 SpecialXlog1Py0 SpecialXlog1Py1 SpecialXlog1Py2: self
-    SpecialEntr0 SpecialNdtri0 Sqrt0 Rsqrt0 Reciprocal0 Acos0 Asin0 Acosh0 Atanh0 Erfinv0 Atan20 Hypot0: self
-    Lgamma0 Digamma0 Polygamma0 Polygamma1 Mvlgamma0 BinaryCrossEntropy0 Cdist0 EuclideanDist0: self
-    Logsumexp0 Logaddexp0 Logaddexp20 Logcumsumexp0 Prod0 Prod1 Cumprod0: self
-""")
-}
-
-_STOPS = (
-    *("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution", "Native", "Cudnn", "Fused", "Mean", "Sum", "Var"),
-    *("ScaledDotProduct", "FlashAttention", "EfficientAttention", "Gelu", "Silu", "MvBackward", "DotBackward"),
-)
-"""What begins the names of nodes behind which no value is small because one before it is: they sum many, or are used as
-activation functions alone."""
-
 
 def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda _field: True) -> Reading:
     """Returns what a node reads of a field.
@@ -302,7 +292,8 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         told = not math.isnan(bounds.low + bounds.high) and (math.isfinite(bounds.low) or math.isfinite(bounds.high))
         return Reading(kind, name, bounds, varies=bounds is not known) if told else Reading(Kind.EXACT, name)
     if kind is Kind.LOGARITHMS:
-        return Reading(kind, name, dim=dim_from_end(node))
+        dim = dim_from_end(node)
+        return Reading(kind if dim else Kind.EXACT, name, dim=dim)
     if kind is Kind.ATTENTION and node._input_metadata[0].shape[-1] < NARROW:
         kind = Kind.EXACT
     if kind is Kind.EXACT and _multiplies(node, name, field, is_large):
@@ -316,7 +307,7 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
     jump = _JUMPS.get((name, field))
     if kind is Kind.APPROXIMATE and jump is not None:
         return Reading(kind, name, jump(node), varies=jump is _jump_of_elu)
-    return Reading(kind, name, varies=name in (*_DIVISIONS, *_POWERS, *NORMS))
+    return Reading(kind, name, varies=name in (*DIVISIONS, *POWERS, *NORMS))
 
 
 def more_exact(known: Reading, reading: Reading) -> Reading:
@@ -343,47 +334,36 @@ CHECKPOINT = Reading(Kind.APPROXIMATE, "checkpoint")
 """What is recomputed from the inputs of a checkpoint belongs to them as they are decoded, as does its gradient."""
 
 
-def has_pole(node: Node, is_large: Callable[[str], bool]) -> bool:
-    """Says whether a node's gradient is without bound where a value that it has read is small, or at an edge.
-
-    For `is_large` see `reading_of`.
-    """
-    name = node.name()
-    if name in _POLES:
-        return True
-    if name in _DIVISIONS:
-        return is_large("other")
-    return name in _POWERS and not _to_natural(node)
-
-
-def stops_poles(node: Node) -> bool:
-    """Says whether a node's result is no closer to a pole because one value before it is."""
-    return node.name().startswith(_STOPS)
-
-
-_DIVISIONS = (_full("Div0"), _full("Div2"), _full("Addcdiv0"))
-_POWERS = (_full("Pow0"), _full("Pow1"), _full("Pow2"))
+DIVISIONS = (_full("Div0"), _full("Div2"), _full("Addcdiv0"))
+POWERS = (_full("Pow0"), _full("Pow1"), _full("Pow2"))
 NORMS = (_full("LinalgVectorNorm0"), _full("Norm0"), _full("Norm1"), _full("Norm2"), _full("Norm3"))
 
 
 def _multiplies(node: Node, name: str, field: str, is_large: Callable[[str], bool]) -> bool:
     """Says whether a node multiplies by a field for the arguments that it has: it depends on more than its name."""
-    if name in _DIVISIONS:  # the dividend, of a divisor that is exact since it is small
+    if name in DIVISIONS:  # the dividend, of a divisor that is exact since it is small
         return field == "self" and name != _full("Addcdiv0") and not is_large("other")
     if name == _full("Pow0"):
-        return _to_natural(node)
+        return has_natural_exponent(node)
     if name in NORMS:  # values over their root of squares
         return field == "self" and getattr(node, "_saved_ord", getattr(node, "_saved_p", 2)) in (2, None)
     return False
 
 
-def _to_natural(node: Node) -> bool:
+def has_natural_exponent(node: Node) -> bool:
     """Says whether an exponent is a natural number: the derivative then has no pole."""
     exponent = getattr(node, "_saved_exponent", None) if node.name() == _full("Pow0") else None
     return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
 
 
 def dim_from_end(node: Node) -> int:
-    """Returns a node's dimension, counted from the end: torch shows one below zero as an unsigned number."""
-    dim = node._saved_dim
-    return dim - (1 << 64) if dim >= 1 << 63 else dim - len(node._input_metadata[0].shape)
+    """Returns a node's dimension, counted from the end: torch shows one below zero as an unsigned number.
+
+    It is 0 where a sum goes over several.
+    """
+    dim, dims = node._saved_dim, len(node._input_metadata[0].shape)
+    if isinstance(dim, tuple):
+        if len(dim) != 1:
+            return 0
+        dim, dims = dim[0], dims + (not node._saved_keepdim)
+    return dim - (1 << 64) if dim >= 1 << 63 else dim - dims

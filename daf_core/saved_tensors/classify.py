@@ -21,6 +21,9 @@ LEAST_ELEMENTS = 4096
 _WIDE = (torch.float32, torch.float64)
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
+_ROWS = "UnbindBackward0"
+"""What takes a tensor apart row by row."""
+
 _VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
 
 
@@ -148,6 +151,15 @@ def _is_parameter(tensor: Tensor) -> bool:
 def _is_statistic(tensor: Tensor, largest: int) -> bool:
     if tensor.shape[-1] == 1 and tensor.shape[-2:] != (1, 1):  # the latter is a map of one position
         return True
-    # The mean and deviation of a group normalization claim a gradient; they are its second and third result.
-    beside = not tensor.requires_grad or tensor.output_nr > 0
-    return beside and tensor.numel() * STATISTIC_SHARE <= largest
+    return may_be_statistic(tensor) and tensor.numel() * STATISTIC_SHARE <= largest
+
+
+def may_be_statistic(tensor: Tensor) -> bool:
+    """Says whether a tensor is a statistic where it is small: it has no gradient, or is a later result of an operator.
+
+    The mean and deviation of a group normalization claim a gradient; they are its second and third result. The rows of
+    a batch, of which a loop takes one after the other, are none.
+    """
+    if not tensor.requires_grad:
+        return True
+    return tensor.output_nr > 0 and tensor.grad_fn is not None and tensor.grad_fn.name() != _ROWS

@@ -30,6 +30,7 @@ from daf_core.readers.places import Place, calling_function
 from daf_core.readers.sharpness import may_change
 from daf_core.readers.table import CHECKPOINT, Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting
+from daf_core.saved_tensors.classify import may_be_statistic
 from daf_core.saved_tensors.handle import Handle, Packed
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Decision:
     def of(cls, tensor: Tensor, look: Look, kind: type[Any], shared: bool) -> Decision:
         """Returns the decision that a tensor is stored as it says, of which nothing else is known yet."""
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        beside = look.form is not TensorKind.RAW and (not tensor.requires_grad or tensor.output_nr > 0)
+        beside = look.form is not TensorKind.RAW and may_be_statistic(tensor)
         derived = kind is AttendedActivation or (kind is not BitmaskActivation and _may_be_derived(tensor))
         follows = derived and look.form is TensorKind.LOSSY
         return cls(kind, shared, geometry, tensor.device, look.form, beside, follows)

@@ -338,7 +338,7 @@ def cases() -> Iterator[Case]:
     yield from (Case(f"{name}, twice", partial(_twice, function)) for name, function in TWICE.items())
     yield from (Case(f"chain of {name}", partial(_chain, make)) for name, make in ACTIVATIONS.items())
     yield from (each for each in masked() if each.group in ("cross_entropy", "logsumexp"))
-    yield from (each for each in sure() if each.group == "cross_entropy")
+    yield from (each for each in sure() if each.group in ("cross_entropy", "logsumexp"))
     yield from (each for each in ctc() if "800" not in each.name)
 
 

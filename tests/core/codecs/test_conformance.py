@@ -117,7 +117,7 @@ def _encode(codec: type[StoredActivation], saved: SavedTensor, pager: Pager) -> 
     config = DAFConfig(precision=8)
     geometry = geometry_of(tuple(saved.tensor.shape), tuple(saved.tensor.stride()))
     logarithms = saved.reading is not None and saved.reading.kind is Kind.LOGARITHMS
-    groups = logarithms_of(geometry, -1) if logarithms else grouping_of(geometry, saved.site.op)
+    groups = logarithms_of(geometry, -1, True) if logarithms else grouping_of(geometry, saved.site.op)
     lossy = TrainingStore(PrecisionPolicy(config), RandomStreams(config), PendingChecks())
     backend, values = load_backend(CPU), geometry.compact(saved.tensor)
     stored = codec.encode(

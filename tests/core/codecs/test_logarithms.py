@@ -25,10 +25,10 @@ def gradient(loss: Loss, scores: Tensor, engine: ActivationEngine | None = None)
     """Returns the gradient of a loss for its scores."""
     leaf = scores.clone().requires_grad_()
     if engine is None:
-        value = loss(leaf)
+        value = loss(leaf.clone())  # a leaf that has a gradient stays as it is
     else:
         with engine.compress():
-            value = loss(leaf)
+            value = loss(leaf.clone())
     (found,) = torch.autograd.grad(value, leaf)
     return found
 
@@ -38,12 +38,13 @@ def fresh(bits: int = 4, **options: Any) -> ActivationEngine:
 
 
 def errors(loss: Loss, scores: Tensor, bits: int, passes: int = 2) -> list[float]:
-    """Returns the errors of a first pass and of later ones; logarithms must have been stored in few bits."""
+    """Returns the errors of a first pass and of later ones; logarithms have few bits in the last."""
     exact, engine = gradient(loss, scores), fresh(bits)
     found: list[float] = []
     for _ in range(passes):
         found.append(error([gradient(loss, scores, engine)], [exact]))
-        assert engine.finish_step().stored_as["logarithms"] > 0
+        stored = engine.finish_step().stored_as
+    assert stored["logarithms"] > 0  # pyright: ignore[reportPossiblyUnboundVariable]
     assert_empty(engine)
     return found
 
@@ -56,14 +57,32 @@ def sure(rows: int, words: int, probability: float, dtype: torch.dtype = torch.f
     return scores.scatter(1, targets[:, None], target_scores[:, None]).to(dtype), targets
 
 
+def by_logsumexp(scores: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy by hand, of probabilities that are not normalized, as libraries for alignment compute it."""
+    return (scores.logsumexp(1) - scores.gather(1, targets[:, None])[:, 0]).mean()
+
+
+CROSS_ENTROPIES = {"log_softmax": F.cross_entropy, "logsumexp": by_logsumexp}
+each_way = pytest.mark.parametrize("cross_entropy", CROSS_ENTROPIES.values(), ids=CROSS_ENTROPIES)
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+
 PROBABILITIES = [0.0003, 0.003, 0.03, 0.3, 0.5, 0.9, 0.99, 0.999, 0.9999]
 
 
+@each_way
 @pytest.mark.parametrize("bits", BOUNDS)
 @pytest.mark.parametrize("probability", PROBABILITIES)
-def test_the_error_does_not_grow_with_probability(probability: float, bits: int) -> None:
+def test_the_error_does_not_grow_with_probability(probability: float, bits: int, cross_entropy: CrossEntropy) -> None:
     scores, targets = sure(32, 1000, probability)
-    assert max(errors(lambda x: F.cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
+    assert max(errors(lambda x: cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
+
+
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("offset", [-300.0, 80.0, 300.0])
+def test_the_scale_of_probabilities_does_not_matter(offset: float, bits: int) -> None:
+    """Their exponentials are 0, or infinite, in 32 bits: only their ratios to the largest of a row are used."""
+    scores, targets = sure(32, 1000, 0.9)
+    assert max(errors(lambda x: by_logsumexp(x, targets), scores + offset, bits)) < BOUNDS[bits]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -79,24 +98,26 @@ def test_tiny_probabilities_sum_to_what_they_did(probability: float, bits: int) 
         assert error([found], [exact]) < (0.01 if bits == 8 else 0.12)
 
 
+@each_way
 @pytest.mark.parametrize("bits", BOUNDS)
 @pytest.mark.parametrize("words", [500, 2048, 10_007, 50_000])
-def test_any_number_of_words(words: int, bits: int) -> None:
+def test_any_number_of_words(words: int, bits: int, cross_entropy: CrossEntropy) -> None:
     for probability in (0.001, 0.99):
         scores, targets = sure(16, words, probability)
-        assert max(errors(lambda x, targets=targets: F.cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
+        assert max(errors(lambda x, targets=targets: cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
 
 
+@each_way
 @pytest.mark.parametrize("bits", BOUNDS)
 @pytest.mark.parametrize("mask", [-65504.0, -1e9, -torch.inf])
 @pytest.mark.parametrize("probability", [0.01, 0.9, 0.999])
-def test_masked_words_spoil_nothing(probability: float, mask: float, bits: int) -> None:
+def test_masked_words_spoil_nothing(probability: float, mask: float, bits: int, cross_entropy: CrossEntropy) -> None:
     scores, targets = sure(32, 1000, probability)
     masked = (normal(32, 1000, seed=3) > 0).scatter(1, targets[:, None], torch.zeros(32, 1, dtype=torch.bool))
     scores = scores.masked_fill(masked, mask)
-    exact, engine = gradient(lambda x: F.cross_entropy(x, targets), scores), fresh(bits)
+    exact, engine = gradient(lambda x: cross_entropy(x, targets), scores), fresh(bits)
     for _ in range(2):
-        found = gradient(lambda x: F.cross_entropy(x, targets), scores, engine)
+        found = gradient(lambda x: cross_entropy(x, targets), scores, engine)
         assert error([found], [exact]) < BOUNDS[bits]
         assert not found.isnan().any()
 
@@ -109,6 +130,16 @@ def test_any_dimension(shape: tuple[int, ...], dim: int, bits: int) -> None:
     best = scores.argmax(dim, keepdim=True)
     found = errors(lambda x: -x.log_softmax(dim).gather(dim, best).mean(), scores, bits)
     assert max(found) < 2 * BOUNDS[bits]
+    for keepdim in (True, False):
+        assert max(errors(lambda x, keep=keepdim: x.logsumexp(dim, keep).square().mean(), scores, bits)) < BOUNDS[bits]
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (0, -1)])
+def test_sums_over_several_dimensions_stay_exact(dims: tuple[int, ...]) -> None:
+    scores, engine = normal(64, 48, 40), fresh(2)
+    exact = gradient(lambda x: x.logsumexp(dims).mean(), scores)
+    for _ in range(2):
+        assert torch.equal(gradient(lambda x: x.logsumexp(dims).mean(), scores, engine), exact)
 
 
 @pytest.mark.parametrize("bits", BOUNDS)
@@ -139,23 +170,25 @@ def test_any_layout(layout: Callable[[Tensor], Tensor], dim: int) -> None:
     assert max(errors(loss, scores, 4)) < 0.04
 
 
+@each_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", BOUNDS)
 @pytest.mark.parametrize("probability", [0.003, 0.5, 0.9])
-def test_types_of_half_the_size(probability: float, bits: int, dtype: torch.dtype) -> None:
+def test_types_of_half_the_size(probability: float, bits: int, dtype: torch.dtype, cross_entropy: CrossEntropy) -> None:
     scores, targets = sure(32, 1000, probability, dtype)
-    found = errors(lambda x: F.cross_entropy(x, targets), scores, bits)
+    found = errors(lambda x: cross_entropy(x, targets), scores, bits)
     assert max(found) < BOUNDS[bits] + 0.02
 
 
+@each_way
 @pytest.mark.parametrize("words", [2, 3, 5, 8, 9, 10, 16])
-def test_few_words_stay_right(words: int) -> None:
+def test_few_words_stay_right(words: int, cross_entropy: CrossEntropy) -> None:
     """Where what stays exact is as much as all of it, all of it does."""
     rows = 16384 // words
     scores, targets = normal(rows, words) * 4, integers(words, rows)
-    exact, engine = gradient(lambda x: F.cross_entropy(x, targets), scores), fresh(4)
+    exact, engine = gradient(lambda x: cross_entropy(x, targets), scores), fresh(4)
     for _ in range(2):
-        found = gradient(lambda x: F.cross_entropy(x, targets), scores, engine)
+        found = gradient(lambda x: cross_entropy(x, targets), scores, engine)
         assert error([found], [exact]) < 0.02
     if words < 10:
         assert torch.equal(found, exact)  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -166,18 +199,20 @@ SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
     "no number": lambda x: x.index_fill(0, torch.tensor([3]), torch.nan),
     "one of no number": lambda x: x.masked_fill(torch.arange(x.numel()).view(x.shape) == 1234, torch.nan),
     "infinite": lambda x: x.masked_fill(torch.arange(x.numel()).view(x.shape) == 1234, torch.inf),
+    "several infinite": lambda x: x.masked_fill((torch.arange(x.numel()).view(x.shape) - 1234).abs() < 20, torch.inf),
 }
 
 
+@each_way
 @pytest.mark.parametrize("name", SPOILED)
 @pytest.mark.parametrize("bits", [8, 2])
-def test_rows_that_are_spoiled_stay_so(name: str, bits: int) -> None:
+def test_rows_that_are_spoiled_stay_so(name: str, bits: int, cross_entropy: CrossEntropy) -> None:
     scores, targets = sure(32, 1000, 0.9)
     scores = SPOILED[name](scores)
-    exact, engine = gradient(lambda x: F.cross_entropy(x, targets), scores), fresh(bits)
+    exact, engine = gradient(lambda x: cross_entropy(x, targets), scores), fresh(bits)
     assert exact.isnan().any()
     for _ in range(2):
-        found = gradient(lambda x: F.cross_entropy(x, targets), scores, engine)
+        found = gradient(lambda x: cross_entropy(x, targets), scores, engine)
         assert torch.equal(found.isnan(), exact.isnan())
         assert error([found.nan_to_num()], [exact.nan_to_num()]) < BOUNDS[bits]
 
@@ -262,6 +297,68 @@ def test_options_of_the_cross_entropy(options: dict[str, Any], bits: int) -> Non
     assert max(errors(lambda x: F.cross_entropy(x, targets, **options), scores, bits)) < 2 * BOUNDS[bits]
 
 
+def test_a_result_is_known_at_once_and_an_input_after_a_pass() -> None:
+    scores, targets = sure(32, 1000, 0.9)
+    for cross_entropy, first in ((F.cross_entropy, 1), (by_logsumexp, 0)):
+        engine = fresh()
+        for expected in (first, 1):
+            gradient(lambda x, of=cross_entropy: of(x, targets), scores, engine)
+            assert engine.finish_step().stored_as.get("logarithms", 0) == expected
+
+
+def _mean_of_words(chosen: Tensor) -> Tensor:
+    words = torch.arange(chosen.numel()).view(8, -1) % 3 > 0
+    return (chosen.view(8, -1) * words).sum(-1) / words.sum(-1)
+
+
+def _odds(mean: Tensor) -> Tensor:
+    ratio = (mean[:4] - mean[4:]) - (torch.log1p(-mean[:4].exp()) - torch.log1p(-mean[4:].exp()))
+    return -F.logsigmoid(ratio).mean()
+
+
+ALIGNMENT: dict[str, Loss] = {
+    "unlikelihood": lambda chosen: -torch.log1p(-chosen.exp()).mean(),
+    "odds ratio": lambda chosen: _odds(_mean_of_words(chosen)),
+    "preference": lambda chosen: -F.logsigmoid(2 * (_mean_of_words(chosen)[:4] - _mean_of_words(chosen)[4:])).mean(),
+    "perplexity": lambda chosen: (-_mean_of_words(chosen)).exp().mean(),
+    "logarithm of the loss": lambda chosen: (1e-6 - chosen).log().mean(),
+    "power of the probability": lambda chosen: -chosen.exp().sqrt().mean(),
+}
+
+
+@pytest.mark.parametrize("loss", ALIGNMENT.values(), ids=ALIGNMENT)
+@pytest.mark.parametrize("bits", BOUNDS)
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("probability", [0.003, 0.5, 0.99])
+def test_a_pole_may_follow(loss: Loss, bits: int, probability: float, normalized: bool) -> None:
+    """As 1 / (1 - p): it is a factor of the row's gradient, whose relative error does not grow with it."""
+    scores, targets = sure(48, 1000, probability)
+
+    def aligned(x: Tensor) -> Tensor:
+        found = x.log_softmax(-1) if normalized else x - x.logsumexp(-1, keepdim=True)
+        return loss(found.gather(1, targets[:, None])[:, 0])
+
+    assert max(errors(aligned, scores, bits)) < BOUNDS[bits]
+
+
+@pytest.mark.parametrize("rows", [8, 40])
+def test_a_loop_may_take_one_row_after_the_other(rows: int) -> None:
+    """Each is much smaller than all of them, which something else has saved, and is no statistic for that."""
+    scores, engine = normal(rows, 16, 1000), fresh(4)
+    targets = integers(1000, rows, 16)
+
+    def loss(x: Tensor) -> Tensor:
+        chosen = x.gather(-1, targets[..., None])[..., 0]
+        return (torch.stack([row.logsumexp(-1) for row in x]) - chosen).mean()
+
+    exact = gradient(loss, scores)
+    for _ in range(3):
+        assert error([gradient(loss, scores, engine)], [exact]) < BOUNDS[4]
+        statistics = engine.finish_step()
+    assert statistics.stored_as["logarithms"] == rows  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert statistics.held_bytes < statistics.raw_bytes / 3  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
 def test_probabilities_of_a_row_sum_to_one() -> None:
     scores, _ = sure(64, 1000, 0.5)
     engine, leaf = fresh(2), scores.clone().requires_grad_()
@@ -274,15 +371,16 @@ def test_probabilities_of_a_row_sum_to_one() -> None:
     assert torch.equal(decoded.gather(-1, places), best)
 
 
+@each_way
 @pytest.mark.parametrize("bits", BOUNDS)
 @pytest.mark.parametrize("mask", [-1e9, -torch.inf])
 @pytest.mark.parametrize("probability", [0.01, 0.999, 0.9999])
-def test_masked_words_of_long_rows(probability: float, mask: float, bits: int) -> None:
+def test_masked_words_of_long_rows(probability: float, mask: float, bits: int, cross_entropy: CrossEntropy) -> None:
     """Where a value is far below the largest, long rows are bounded as short ones are."""
     scores, targets = sure(8, logarithms.LONG, probability)
     masked = (normal(8, logarithms.LONG, seed=3) > 2).scatter(1, targets[:, None], torch.zeros(8, 1, dtype=torch.bool))
     scores = scores.masked_fill(masked, mask)
-    assert max(errors(lambda x: F.cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
+    assert max(errors(lambda x: cross_entropy(x, targets), scores, bits)) < BOUNDS[bits]
 
 
 @pytest.mark.parametrize("words", [logarithms.LONG, logarithms.LONG + 1, logarithms.LONG + logarithms.BLOCK - 1])
@@ -298,12 +396,13 @@ def test_the_largest_of_long_rows(words: int, first: int) -> None:
     assert torch.equal(places[:, :, 0], expected.indices)
 
 
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("words", [1000, logarithms.LONG])
-def test_a_device_does_not_have_the_host_wait(words: int) -> None:
+def test_a_device_does_not_have_the_host_wait(words: int, normalized: bool) -> None:
     rows = torch.empty(16, words, 1, device="meta")  # which raises where the host asks for a value
     best, places = logarithms._largest(rows, logarithms.LARGEST + 1)
     others = logarithms._bounded(rows, best)
-    total = logarithms._total(others, best[:, :-1], places[:, :-1])
+    total = logarithms._total(others, best[:, :-1], places[:, :-1], normalized)
     assert total.shape == (16, 1, 1)
 
 
@@ -311,6 +410,8 @@ def test_a_device_finds_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """It adds up all rows, where a CPU takes the difference to 1 for those of which that is exact enough."""
     rows = F.log_softmax(normal(64, 500, 1) * 4, dim=1)
     best, places = logarithms._largest(rows, logarithms.LARGEST)
-    found = logarithms._total(rows, best, places)
+    found = logarithms._total(rows, best, places, normalized=True)
     monkeypatch.setattr(logarithms, "LEAST_DIFFERENCE", math.inf)
-    assert torch.allclose(found, logarithms._total(rows, best, places), rtol=1e-4)
+    assert torch.allclose(found, logarithms._total(rows, best, places, normalized=True), rtol=1e-4)
+    of_largest = logarithms._total(rows, best, places, normalized=False) * best[:, :1].exp()
+    assert torch.allclose(found, of_largest, rtol=1e-4)

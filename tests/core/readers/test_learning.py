@@ -313,7 +313,8 @@ CHANGES: dict[str, tuple[Head, Head]] = {
     "no sides": (_named("clamp", min=0), _named("sin")),
     "other bounds": (_named("clamp", min=0), _named("clamp", min=0.5)),
     "no bounds": (_named("clamp", min=0), _named("clamp", min=-torch.inf)),
-    "root": (_named("sin"), _named("logsumexp", dim=1, keepdim=True)),
+    "logits": (_named("sin"), _named("logsumexp", dim=1, keepdim=True)),
+    "pole": (_named("sin"), _named("logcumsumexp", dim=1)),
     "sums": (_named("square"), _named("cumprod", dim=1)),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,34 @@ def test_quotient_of_single_numbers_is_none() -> None:
         loss = probabilities.square()[0, 0] / torch.tensor(512.0)
     loss.backward()
     assert engine.finish_step().stored_as["planes"] == 2
+
+
+def _mean_of_kept(divisor: Callable[[Tensor], Tensor]) -> Loss:
+    """The mean over what a mask keeps of each row, as of the words of an answer."""
+    kept = (torch.arange(512 * CLASSES) % 7 > 1).view(512, CLASSES)
+    return lambda scores, _targets: ((scores.exp() * kept).sum(-1) / divisor(kept)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("divisor", "coded"),
+    [
+        (lambda kept: kept.sum(-1), True),
+        (lambda kept: kept.float().sum(-1).clamp(min=1e-9), True),
+        (lambda kept: kept.float().sum(-1) / 3, False),
+        (lambda kept: kept.float().sum(-1) - CLASSES, False),
+    ],
+    ids=["counts", "counts as floats", "no whole numbers", "below 1"],
+)
+@pytest.mark.parametrize("packing", ["device", "workers"])
+def test_a_number_of_elements_is_no_pole(divisor: Callable[[Tensor], Tensor], coded: bool, packing: Any) -> None:
+    torch.manual_seed(0)
+    layer, loss = nn.Linear(32, CLASSES), _mean_of_kept(divisor)
+    engine = ActivationEngine(layer, DAFConfig(precision=8, packing=packing))
+    for step in range(2):
+        with engine.compress():
+            found = loss(layer(normal(512, 32, seed=step)), torch.zeros(()))
+        found.backward()
+        assert engine.finish_step().stored_as["planes"] == 1 + coded  # the input, and what the exponential has made
 
 
 def test_each_node_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,20 +14,18 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from daf_core.autograd.torch_private import all_nodes
+from daf_core.readers.patterns import _POLES, has_pole, stops_poles
 from daf_core.readers.table import (
-    _DIVISIONS,
-    _POLES,
-    _POWERS,
+    DIVISIONS,
     NORMS,
+    POWERS,
     Bounds,
     Kind,
     Reading,
-    has_pole,
     listed,
     more_exact,
     reading_of,
     reading_of_function,
-    stops_poles,
 )
 from tests.core.harness import engine_for, integers, normal
 
@@ -50,12 +48,12 @@ def test_every_field_exists(kind: Kind, node: str, field: str) -> None:
     assert hasattr(found, f"_raw_saved_{field}")
 
 
-@pytest.mark.parametrize("node", sorted({*_POLES, *_DIVISIONS, *_POWERS, *NORMS}))
+@pytest.mark.parametrize("node", sorted({*_POLES, *DIVISIONS, *POWERS, *NORMS}))
 def test_every_node_exists(node: str) -> None:
     assert hasattr(torch._C._functions, node)
 
 
-@pytest.mark.parametrize("node", [*_DIVISIONS, *_POWERS, *NORMS])
+@pytest.mark.parametrize("node", [*DIVISIONS, *POWERS, *NORMS])
 def test_arguments_that_decide_exist(node: str) -> None:
     found = dir(getattr(torch._C._functions, node))
     names = {"_raw_saved_other", "_raw_saved_tensor2", "_saved_exponent", "_saved_p", "_saved_ord"}
