@@ -36,6 +36,7 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from benchmarks.harness import benchmark_parser, megabytes, whole_number, write_results
 from daf_integrations import DAFCallback
@@ -173,6 +174,8 @@ KINDS = {
         RewardTrainer, RewardConfig, preferences, lambda: llama(LlamaForSequenceClassification, num_labels=1)
     ),
     "kto": Kind(KTOTrainer, KTOConfig, _judged, arguments=lambda: {"ref_model": llama()}),
+    # As opposed to those above it computes logits, of which it takes the `logsumexp`.
+    "orpo": Kind(ORPOTrainer, ORPOConfig, preferences, options={"remove_unused_columns": False}),
 }
 
 
