@@ -19,6 +19,7 @@ from daf_core.codecs import registry
 from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.common_row import CommonRows
+from daf_core.codecs.logarithms import LogarithmsActivation
 from daf_core.codecs.planes import LossyStore, PlanesActivation, spreads_differ
 from daf_core.codecs.raw import KeptStorage, RawActivation
 from daf_core.codecs.recomputed import BoundedActivation
@@ -281,7 +282,7 @@ class ActivationStore:
         Raises:
             ActivationBudgetError: It does not fit in the budget.
         """
-        if not (handle.stored.lossy or (reading is not None and reading.kind in (Kind.SHAPE, Kind.SIDES))):
+        if not (handle.stored.lossy or (reading is not None and reading.keeps_relative_errors)):
             return
         if reading is not None and reading.deviation and not self._lossy.sharpens(saved.site, reading.deviation):
             return
@@ -330,6 +331,8 @@ class ActivationStore:
         ctx = self._context(saved, geometry, backend, geometry.compact(saved.tensor))
         if reading.kind is Kind.SIDES:
             return SidesActivation.encode(saved, ctx)
+        if reading.kind is Kind.LOGARITHMS:
+            return LogarithmsActivation.encode(saved, ctx)
         return PlanesActivation.encode(saved, ctx) if reading.takes_approximations else None
 
     def _encode(

@@ -38,13 +38,12 @@ def fresh(bits: int = 4, **options: Any) -> ActivationEngine:
 
 
 def errors(loss: Loss, scores: Tensor, bits: int, passes: int = 2) -> list[float]:
-    """Returns the errors of a first pass and of later ones; logarithms have few bits in the last."""
+    """Returns the errors of a first pass and of later ones; logarithms must have been stored in few bits."""
     exact, engine = gradient(loss, scores), fresh(bits)
     found: list[float] = []
     for _ in range(passes):
         found.append(error([gradient(loss, scores, engine)], [exact]))
-        stored = engine.finish_step().stored_as
-    assert stored["logarithms"] > 0  # pyright: ignore[reportPossiblyUnboundVariable]
+        assert engine.finish_step().stored_as["logarithms"] > 0
     assert_empty(engine)
     return found
 
@@ -295,15 +294,6 @@ def test_options_of_the_cross_entropy(options: dict[str, Any], bits: int) -> Non
     scores, targets = sure(32, 1000, 0.9)
     targets[::5] = options.get("ignore_index", 0)
     assert max(errors(lambda x: F.cross_entropy(x, targets, **options), scores, bits)) < 2 * BOUNDS[bits]
-
-
-def test_a_result_is_known_at_once_and_an_input_after_a_pass() -> None:
-    scores, targets = sure(32, 1000, 0.9)
-    for cross_entropy, first in ((F.cross_entropy, 1), (by_logsumexp, 0)):
-        engine = fresh()
-        for expected in (first, 1):
-            gradient(lambda x, of=cross_entropy: of(x, targets), scores, engine)
-            assert engine.finish_step().stored_as.get("logarithms", 0) == expected
 
 
 def _mean_of_words(chosen: Tensor) -> Tensor:
