@@ -215,7 +215,7 @@ class ActivationEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learned about the model's sites, as JSON-able values."""
-        learned = zip(PARTS, (self._policy, self._auditor, self._passes), strict=True)
+        learned = zip(PARTS, (self._policy, self._auditor, self._passes, self._packer.common_rows), strict=True)
         return {"passes": self._streams.passes, **{name: part.state() for name, part in learned}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,7 +225,7 @@ class ActivationEngine:
             StateError: It is something else; nothing is changed then.
         """
         self._auditor, self._passes, self._streams.passes = restored(
-            self.config, self._policy, state, self._passes.treatments
+            self.config, self._policy, self._packer.common_rows, state, self._passes.treatments
         )
 
     @contextmanager
@@ -274,7 +274,7 @@ class ActivationEngine:
         """
         self._packer.drain()
         pagers = self._pagers.snapshot()
-        owners = (self._policy, self._auditor, self._streams, self._recorder, self._passes)
+        owners = (self._policy, self._auditor, self._streams, self._recorder, self._passes, self._packer.common_rows)
         parts = Attributes(*owners, private=True, longest=LONGEST)
 
         def restore() -> None:

@@ -10,10 +10,10 @@ tokens, as in the hidden states of language models, spoil the groups that they a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from daf_core.autograd.sites import Site
 from daf_core.codecs.tensor_layout import Geometry
 from daf_core.readers.sharpness import some_of
+from daf_core.state_checks import as_a_whole, count, flag, number
 from daf_kernels import is_capturing
 
 LEAST_GAIN = 1.0
@@ -169,6 +170,23 @@ class CommonRows:
         self.passes = 0  # forward passes that have ended
         # Of sites whose rows share groups, or do not, with the epoch in which that was measured.
         self._found: dict[tuple[Site, bool], tuple[int, Gain]] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Returns what was measured, as JSON-able values."""
+        found = [[*site, shared, epoch, *gain] for (site, shared), (epoch, gain) in self._found.items()]
+        return {"passes": self.passes, "gains": found}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned.
+
+        Raises:
+            StateError: It is something else.
+        """
+        with as_a_whole(self, vars(self), "what rows share"):
+            self.passes, self._found = count(state["passes"]), {}
+            for *site, shared, epoch, way, bits in state["gains"]:
+                gain = Gain(count(way, -1), number(bits))
+                self._found[Site.from_state(site), flag(shared)] = count(epoch, -1), gain
 
     @property
     def epoch(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from daf_core.codecs.common_row import CommonRows
 from daf_core.codecs.plane_importance import LEVELS
 from daf_core.config import DAFConfig
 from daf_core.errors import StateError, shown
@@ -136,15 +137,16 @@ class Auditor:
         self._late_calibration = flag(state.get("late_calibration", False)) or unlearned
 
 
-PARTS = ("policy", "auditor", "last_pass")  # what an engine has learned, by the names under which it is saved
+PARTS = ("policy", "auditor", "last_pass", "rows")  # what an engine has learned, by the names under which it is saved
 
 
 def restored(
-    config: DAFConfig, policy: PrecisionPolicy, state: object, treatments: Treatments | None = None
+    config: DAFConfig, policy: PrecisionPolicy, rows: CommonRows, state: object, treatments: Treatments | None = None
 ) -> tuple[Auditor, KindsOfPasses, int]:
-    """Has a policy go on from the state of an engine, and returns its other parts; with an error it stays as it was.
+    """Has a policy, and what is known of rows, go on from the state of an engine; with an error they stay as they were.
 
-    Those are the auditor, what is remembered of passes, and how many passes' rounding drew random numbers.
+    Returns its other parts: the auditor, what is remembered of passes, and how many passes' rounding drew random
+    numbers.
 
     Raises:
         StateError: It is the state of something else, or damaged.
@@ -160,5 +162,7 @@ def restored(
         auditor.load(parts["auditor"])
         passes.load(parts["last_pass"])
         drawn = count(parts.get("passes", 0))
-    policy.load(parts["policy"])
+    with as_a_whole(rows, vars(rows), "an engine"):
+        rows.load(parts["rows"])
+        policy.load(parts["policy"])
     return auditor, passes, drawn

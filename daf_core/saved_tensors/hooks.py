@@ -79,6 +79,7 @@ class Packer:
         self.eligibility = eligibility
         self.scopes = scopes
         self._store: ActivationStore | ItemizingStore = store
+        self.common_rows = store.common_rows  # what was measured of rows
         self.recorder = recorder
         self._own = _Own()
         self._attention = AttentionAgain(readers.sharpen)

@@ -63,13 +63,13 @@ class ActivationStore:
         self._recorder = recorder
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
-        self._directs, self._common = Directs(backends, pagers, lossy), CommonRows()
+        self._directs, self.common_rows = Directs(backends, pagers, lossy), CommonRows()
         self._arguments = Arguments(self._exact, self._sharing)
 
     def beside(self, pagers: DevicePagers, lossy: LossyStore) -> ActivationStore:
         """Returns a store of other memory that knows what this one has measured."""
         store = ActivationStore(self._config, self._backends, pagers, lossy, self._recorder)
-        store._common = self._common
+        store.common_rows = self.common_rows
         return store
 
     def begin_replay(self, parameters: Mapping[int, object]) -> None:
@@ -78,7 +78,7 @@ class ActivationStore:
 
     def finish_pass(self) -> None:
         """Ends a forward pass; may be called again."""
-        self._common.passes += bool(self._sharing.met)
+        self.common_rows.passes += bool(self._sharing.met)
         self._sharing.clear()
         self._arguments.clear()
         self.shelf.unsaved.clear()
@@ -86,7 +86,7 @@ class ActivationStore:
     @property
     def epoch(self) -> int:
         """Changes where what rows share is to be measured anew."""
-        return 0 if self._exact else self._common.epoch
+        return 0 if self._exact else self.common_rows.epoch
 
     def shares_rows(self, groups: Grouping, look: Look, tensor: Tensor) -> bool:
         """Says whether rows of some length may share enough to keep that beside codes; see `CommonRows.may_pay`.
@@ -96,7 +96,7 @@ class ActivationStore:
         if not may_share(groups, look.reading):
             return False
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
-        return self._common.may_pay(look.site, geometry, groups.group, geometry.compact(tensor.detach()))
+        return self.common_rows.may_pay(look.site, geometry, groups.group, geometry.compact(tensor.detach()))
 
     def store(self, saved: SavedTensor, derivation: Derivation) -> Packed:
         """Stores an activation in the first form that can hold it: shared, derived, a codec's, or raw.
@@ -366,7 +366,7 @@ class ActivationStore:
         groups = groups_for(saved.reading, geometry, saved.site.op, normalized)
         if groups is None or not may_share(groups, saved.reading):
             return groups
-        common = self._common.blocks(saved.site, geometry, groups.group, values)
+        common = self.common_rows.blocks(saved.site, geometry, groups.group, values)
         return groups if common is None else replace(groups, beside=common)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from daf_core import DAFConfig, StateError
+from daf_core.codecs.common_row import CommonRows
 from daf_core.precision.audit import restored
 from daf_core.precision.policy import PrecisionPolicy
 from daf_integrations.session.metrics import RunTotals
@@ -34,5 +35,5 @@ class SavedState(NamedTuple):
         except (LookupError, TypeError, AttributeError) as error:
             raise StateError(f"this is no saved state of a run with DAF: {error!r}") from error
         if engine is not None:
-            restored(config, PrecisionPolicy(config), engine)
+            restored(config, PrecisionPolicy(config), CommonRows(), engine)
         return cls(totals, engine, elastic)

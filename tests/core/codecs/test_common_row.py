@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from daf_core.codecs.common_row import EVERY, LEAST_GAIN, LEAST_ROWS, Common, Co
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
+from daf_core.errors import StateError
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages.pool import PagePool
 from daf_kernels import load_backend
@@ -366,6 +368,43 @@ def test_what_comes_and_goes_is_noticed_at_all_lengths(monkeypatch: pytest.Monke
     errors = errors_while_training(40, {12: 10.0, 28: 0.0}, (128, 96, 64))
     assert min(errors[12:16]) > 0.5
     assert max(errors[:12] + errors[16:]) < 0.22
+
+
+def test_a_resumed_run_knows_what_rows_share() -> None:
+    """It was measured in an earlier pass, when rows shared something else."""
+    model = make({"key": 10.0, "value": 10.0}, "fused")
+    engine, resumed = engine_for(model, 4), engine_for(model, 4)
+    gradient(model, lambda: attention_loss(model, 0), engine)
+    resumed.load_state_dict(json.loads(json.dumps(engine.state_dict())))
+    assert resumed.state_dict() == engine.state_dict()
+    with torch.no_grad():
+        model.key.bias.zero_()
+        model.value.bias.zero_()
+    expected = gradient(model, lambda: attention_loss(model, 1), engine)
+    assert all(map(torch.equal, gradient(model, lambda: attention_loss(model, 1), resumed), expected))
+    anew = gradient(model, lambda: attention_loss(model, 1), engine_for(model, 4))
+    assert not all(map(torch.equal, anew, expected))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {},
+        {"passes": -1, "gains": []},
+        {"passes": 1, "gains": [["", "", 0, True, 0, 0]]},
+        {"passes": 1, "gains": [["", "", 0, 1, 0, 0, 2.0]]},
+        {"passes": 1, "gains": [["", "", 0, True, 0, -2, 2.0]]},
+        {"passes": 1, "gains": [["", "", 0, True, 0, 0, math.nan]]},
+    ],
+)
+def test_what_is_no_state_changes_nothing(rows: dict[str, Any]) -> None:
+    model = make({"key": 10.0}, "fused")
+    engine = engine_for(model, 4)
+    gradient(model, lambda: attention_loss(model, 0), engine)
+    before = engine.state_dict()
+    with pytest.raises(StateError, match="no saved state of what rows share"):
+        engine.load_state_dict({**before, "rows": rows})
+    assert engine.state_dict() == before
 
 
 def test_a_budget_counts_what_rows_share() -> None:
