@@ -1,5 +1,8 @@
 """Steps of several processes that may be run again: all together, and without communication inside."""
 
+# pyright: reportPrivateUsage=false
+# Torch has no public way to ask which DistributedDataParallel is running, or whether its inputs are joined.
+
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
@@ -32,12 +35,13 @@ def rank() -> int:
     return dist.get_rank() if several() else 0
 
 
-def any_rank_failed(failed: bool) -> bool:
-    """Says in all processes whether one has failed; each has to call it."""
-    if not several():
+def any_rank_failed(model: nn.Module, failed: bool) -> bool:
+    """Says in all processes that train a model together whether one has failed; each has to call it."""
+    if not exchanging(model):
         return failed
-    flag = torch.tensor([failed], dtype=torch.int32, device=_device(None))
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    group = _group_of(model)
+    flag = torch.tensor([failed], dtype=torch.int32, device=_device(group))
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag.item())
 
 
@@ -71,6 +75,20 @@ def exchanging(model: nn.Module) -> bool:
     return several() and bool(_wrappers(model))
 
 
+def joined(model: nn.Module) -> bool:
+    """Says whether the model runs in torch's `Join`, where a process that has no more batches follows the others.
+
+    It follows what DistributedDataParallel sends alone, and nothing else may be sent.
+    """
+    return any(wrapper._join_config.enable for wrapper in _wrappers(model))
+
+
+def called(model: nn.Module) -> nn.Module:
+    """Returns the DistributedDataParallel whose forward is running; the model where none is."""
+    running = DistributedDataParallel._get_active_ddp_module()
+    return model if running is None else running
+
+
 def exchanges_gradients(model: nn.Module) -> bool:
     """Says whether DistributedDataParallel would average gradients in the next backward pass: not in its `no_sync`."""
     return all(wrapper.require_backward_grad_sync for wrapper in _wrappers(model))
@@ -97,10 +115,14 @@ def broadcast(value: Any, model: nn.Module) -> Any:
     """Returns the value that the first of the processes gives which train a model together."""
     if not exchanging(model):
         return value
-    group: Any = _wrappers(model)[0].process_group
+    group = _group_of(model)
     values = [value]
     dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group, _device(group))
     return values[0]
+
+
+def _group_of(model: nn.Module) -> Any:
+    return _wrappers(model)[0].process_group
 
 
 def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:

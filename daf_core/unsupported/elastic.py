@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from daf_core.distributed import exchanging, several
+from daf_core.distributed import exchanging, joined, several
 from daf_core.model.layer_drop import layer_drops
-from daf_core.unsupported.models import SHARDED, compiled, kind_of_first, missing, sharded
+from daf_core.unsupported.models import SHARDED, compiled, kind_of_first, missing, sharded, static_graph
 from daf_core.unsupported.table import Context, Feature
 
 _ERROR = "elastic training is not possible here: {}"
@@ -58,7 +58,7 @@ ELASTIC = Feature(
             "nn.Sequential, and two are needed; leave out elastic",
         ),
         (
-            lambda context: several() and not exchanging(context.model),
+            lambda context: several() and not exchanging(context.model) and not sharded(context),
             "there are several processes, and the model is not in a DistributedDataParallel yet, so that each would "
             "choose by itself; wrap it first, and prepare it then",
         ),
@@ -69,7 +69,12 @@ ELASTIC = Feature(
         (sharded, f"{SHARDED}; use DistributedDataParallel, or leave out elastic"),
         (compiled, "{} is compiled, and would be again for each part that is trained; leave out torch.compile"),
         (
-            kind_of_first(lambda each: isinstance(each, DistributedDataParallel) and getattr(each, "static_graph", 0)),
+            lambda context: joined(context.model),
+            "torch's Join has processes without batches follow what DistributedDataParallel sends, and what a step may "
+            "train is sent as well; give all processes as many batches",
+        ),
+        (
+            static_graph,
             "{}(static_graph=True) expects the same graph in every step; leave it out",
         ),
         (

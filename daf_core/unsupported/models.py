@@ -18,6 +18,8 @@ SHARDING = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 SHARDED = "{} spreads each parameter over several processes"
 
+_REPLICATE = "torch.distributed._composable.replicate"
+
 UNMEASURED = "DAF cannot measure the error of the gradient on a part of the batch: {}"
 
 
@@ -50,6 +52,14 @@ def sharded(context: Context) -> str | None:
     """Names the class that shards the model's parameters."""
     return kind_of_first(lambda each: is_named(each, SHARDING))(context) or sharded_tensors(context)
 
+
+static_graph = kind_of_first(lambda each: isinstance(each, DistributedDataParallel) and each.static_graph)
+"""Names the class of a DistributedDataParallel that expects the same graph in every step."""
+
+_replicated = among_several(
+    kind_of_first(lambda each: any(kind.__module__ == _REPLICATE for kind in type(each).__mro__))
+)
+"""Names the class of a module that torch's `replicate` has averaged over processes."""
 
 compiled = kind_of_first(is_compiled)  # names the class of a module that torch.compile compiles
 
@@ -92,6 +102,12 @@ RERUNS = Feature(
     ),
 )
 
+JOINED = (
+    "torch's Join has processes without batches follow what DistributedDataParallel sends, and a step is run again in "
+    "all processes, which tell each other"
+)
+"""Why no step of a training with uneven inputs is planned, once it has begun."""
+
 _ALONE = "so no process can measure or run a step again on its own"
 
 PLANS = Feature(
@@ -99,6 +115,15 @@ PLANS = Feature(
     (
         (among_several(sharded), f"{SHARDED}, which communicate in forward and backward, {_ALONE}"),
         (synchronized, f"{{}} communicates in forward, {_ALONE}"),
+        (
+            _replicated,
+            "{} averages gradients in the passes that measure a step as well; use DistributedDataParallel in place of "
+            "replicate",
+        ),
+        (
+            static_graph,
+            "{}(static_graph=True) takes the passes that measure a step for its own first ones; leave static_graph out",
+        ),
         (missing, "{}"),
         (
             lambda context: len(devices_of(context.inner or context.model)) > 1,

@@ -16,9 +16,9 @@ import torch
 from tqdm.auto import tqdm
 from typing_extensions import override
 
-from daf_core import ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
+from daf_core import AuditError, ConfigError, DAFConfig, StepStatistics, UnsupportedDeviceError
 from daf_core.unsupported.table import check_supported, unsupported_reasons
-from daf_integrations.lightning.dry_run import loss_without_trace
+from daf_integrations.lightning.dry_run import loss_in, output_without_trace
 from daf_integrations.lightning.split_step import run_split
 from daf_integrations.lightning.unsupported import (
     LIGHTNING_AUDITS,
@@ -146,7 +146,10 @@ class CompressingStrategy(Strategy):
         module = self._training
 
         def loss_of(rows: Any) -> torch.Tensor:
-            return loss_without_trace(self, module, rows, *args, **kwargs)
+            output = output_without_trace(self, module, rows, *args, **kwargs)
+            if (loss := loss_in(output)) is None:
+                raise AuditError(f"training_step returned no loss for a part of the batch, but {output!r}")
+            return loss
 
         reasons = unsupported_reasons(LIGHTNING_AUDITS, LightningContext(self, module, batch))
         with self._daf_session.forward(batch, loss_of, next(iter(reasons), None)):
@@ -185,8 +188,8 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
 
     Args:
         config: A configuration, or a mapping of its fields, instead of options.
-        base: A strategy of the same package to add DAF to, such as ``DDPStrategy(static_graph=True)``; the object
-            itself is left as it is.
+        base: A strategy of the same package to add DAF to, such as ``DDPStrategy(gradient_as_bucket_view=True)``;
+            the object itself is left as it is.
         options: The fields of `DAFConfig`, such as ``precision=4``.
 
     Raises:

@@ -12,27 +12,24 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from daf_core import AuditError
-
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
 
 
-def loss_without_trace(strategy: Strategy, module: LightningModule, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the loss of `training_step`, and takes back what it logs and what metrics count.
+def output_without_trace(strategy: Strategy, module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+    """Returns what `training_step` does, and takes back what it logs and what metrics count.
 
     It runs without the wrapper of a distributed strategy: other processes do not take part.
-
-    Raises:
-        AuditError: There is none.
     """
     with _untraced(module), strategy.precision_plugin.train_step_context():
-        output: Any = module.training_step(*args, **kwargs)
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        raise AuditError(f"training_step returned no loss for a part of the batch, but {output!r}")
-    return loss
+        return module.training_step(*args, **kwargs)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Returns the loss in what `training_step` has returned; None where that skips a batch."""
+    loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
 
 
 @contextmanager

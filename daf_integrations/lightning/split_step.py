@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from daf_core import MicroBatchError
 from daf_core.batch.rows import rows_of
 from daf_core.snapshots.attributes import Attributes
-from daf_integrations.lightning.dry_run import log_replaced, loss_without_trace
+from daf_integrations.lightning.dry_run import log_replaced, loss_in, output_without_trace
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -83,7 +83,7 @@ def run_split(
         return weighted.detach()
 
     def loss_of(rows: Any) -> Tensor:
-        return loss_without_trace(strategy, module, rows, *args, **kwargs)
+        return _loss_in(output_without_trace(strategy, module, rows, *args, **kwargs))
 
     # In the first batch of an optimizer step Lightning clears gradients after training_step.
     clears = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -123,8 +123,7 @@ class _Counts:
 
 
 def _loss_in(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
+    if (loss := loss_in(output)) is None:
         raise MicroBatchError(
             f"training_step returned no loss for a part of the batch, but {output!r}. A step in parts needs that of "
             'each; where batches are skipped, pass budget_covers="activations", which splits none'

@@ -19,10 +19,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from daf_core import DAFConfig, ProfileError
 from daf_core.autograd.torch_compile import has_no_values, is_forward_compiled
 from daf_core.autograd.torch_private import COMPILED
-from daf_core.distributed import exchanging
+from daf_core.distributed import called, exchanging
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.attributes import referred_kept
 from daf_core.unsupported.models import PLANS
+from daf_core.unsupported.table import Context, unsupported_reasons
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.own_loss import LossWatch, loss_in
 from daf_integrations.session.report import render
@@ -78,6 +79,7 @@ class Training:
         self.session.attach(self.model, model)
         self.exit_summary = ExitSummary(self.session.start_line(), self.session.totals)
         self._passes = self._unseen = 0
+        self._begun = False
         self._loss_name: str | None = None
         self._watch: LossWatch | None = None
         self._measuring = False
@@ -130,6 +132,7 @@ class Training:
 
         if exchanging(model) and not exchanging(self.outer):
             self._check_unplanned(WRAPPED_LATER)
+        self._check_plans(model)
         return self.session.run_step(batch, loss_of, run)
 
     def before_optimizer(self, optimizer: Optimizer, by_closure: bool) -> None:
@@ -154,6 +157,13 @@ class Training:
         if self.session.config.plans_steps and self.session.enclosing_session is None:
             raise PLANS.error_for(reason)
 
+    def _check_plans(self, model: nn.Module) -> None:
+        """Checks, once, a model as it is called first: it may have been sharded or wrapped since it was prepared."""
+        if self.session.config.plans_steps and not self._begun:
+            self._begun = True
+            for reason in unsupported_reasons(PLANS, Context(model, self.model)):
+                self._check_unplanned(reason)
+
     def _has_parameters_in(self, optimizer: Optimizer) -> bool:
         # ZeRO has the optimizer of DeepSpeed's engine train tensors of its own, with a part of the parameters each.
         if optimizer is getattr(self.outer, "basic_optimizer", None):
@@ -175,6 +185,7 @@ class Training:
         unmeasurable = OTHER_METHOD if is_redirected(self.outer) else COMPILED if is_forward_compiled() else None
         if unmeasurable is not None:
             self._check_unplanned(unmeasurable)
+        self._check_plans(called(self.outer))
         with self._pass((args, kwargs), self._own_loss, unmeasurable) as audited:
             output = forward(*args, **kwargs)
         if audited:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import daf_integrations as daf
@@ -104,7 +107,10 @@ def main(folder: Path) -> None:
             sum(each.raised for each in failures),
         ]
         failures.clear()
-    found["refused"] = _refusal(SpreadOut())
+    found["refused"] = [
+        *map(_refusal, (SpreadOut(), replicate(Small()), DistributedDataParallel(Small(), static_graph=True))),
+        *map(_refusal_of_first_step, (_late_static, _late_sharded, _joined)),
+    ]
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -121,9 +127,50 @@ class SpreadOut(FSDPModule):
         self.layer = nn.Linear(4, 4)
 
 
+class Small(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
 def _refusal(model: nn.Module) -> str:
     try:
         daf.prepare(model, **EXACT)
     except ConfigError as error:
         return str(error)
     return "none"
+
+
+def _refusal_of_first_step(first_step: Callable[[nn.Module], None]) -> str:
+    try:
+        first_step(Small())
+    except ConfigError as error:
+        return str(error)
+    return "none"
+
+
+def _late_static(model: nn.Module) -> None:
+    """The loop calls the model, in whose forward nothing but torch knows what wraps it."""
+    daf.prepare(model, **EXACT)
+    DistributedDataParallel(model, static_graph=True)(torch.ones(8, 4)).backward()
+
+
+def _late_sharded(model: nn.Module) -> None:
+    daf.prepare(model, **EXACT)
+    model.__class__ = type("Sharded", (FSDPModule, type(model)), {})  # as fully_shard does it
+    daf.step(model, torch.ones(8, 4), model)
+
+
+def _joined(model: nn.Module) -> None:
+    """Steps in parts of the model's own choice are refused; what calls the model is not."""
+    wrapped = daf.prepare(DistributedDataParallel(model), **EXACT)
+    with Join([cast("Any", wrapped)]):
+        wrapped(torch.ones(8, 4)).backward()
+    # Leaving it would wait for processes that have other batches, and none has.
+    with suppress(RuntimeError), Join([cast("Any", wrapped)]):
+        daf.step(wrapped, torch.ones(8, 4), wrapped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def retried(failing: dict[int, int], attempts: list[int]) -> Callable[[Distribut
                     raise torch.OutOfMemoryError(TEXT)
                 plain(model, number)
 
-        with_retries(attempt, Snapshot(model), lambda message: True)
+        with_retries(attempt, Snapshot(model), lambda message: True, partial(any_rank_failed, model))
         reduce_gradients(model)
 
     return step
@@ -96,7 +97,7 @@ def hopeless(model: nn.Module) -> str:
         return len(told) < 2
 
     try:
-        with_retries(attempt, Snapshot(model), tighten)
+        with_retries(attempt, Snapshot(model), tighten, partial(any_rank_failed, model))
     except Exception as error:
         return f"{type(error).__name__}: {error} ({told[0] if told else 'did not fail'})"
     return "none"
@@ -108,16 +109,18 @@ def main(folder: Path) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model, attempts = Net(), list[int]()
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
     hooked = DistributedDataParallel(nn.Linear(2, 2))
     hooked.register_comm_hook(None, allreduce_hook)
     expected = train(model, plain)
     found = train(model, retried({0: 1, 2: 0}, attempts))
     result: dict[str, Any] = {
         "processes": dist.get_world_size(),
-        "agreed": [any_rank_failed(False), any_rank_failed(rank == 0), any_rank_failed(True)],
+        "agreed": [any_rank_failed(hooked, failed) for failed in (False, rank == 0, True)],
+        "alone": any_rank_failed(DistributedDataParallel(nn.Linear(2, 2), process_group=groups[rank]), rank == 0),
         "differing": [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)],
         "attempts": attempts,
-        "error": hopeless(model),
+        "error": hopeless(hooked),
         "reasons": [
             unsupported_reasons(RERUNS, Context(each))
             for each in (model, nn.SyncBatchNorm(3), nn.Embedding(3, 3, sparse=True), hooked, FSDPModule())

@@ -23,6 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_one_that_fails_is_enough(found: list[dict[str, Any]]) -> None:
     assert [rank["processes"] for rank in found] == [2, 2]
     assert [rank["agreed"] for rank in found] == [[False, True, True]] * 2
+    assert [rank["alone"] for rank in found] == [True, False]  # in process groups of their own
 
 
 def test_run_is_that_of_distributed_data_parallel(found: list[dict[str, Any]]) -> None:

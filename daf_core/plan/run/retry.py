@@ -16,7 +16,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from daf_core.distributed import any_rank_failed
 from daf_core.errors import PeerMemoryError, ReaderError
 from daf_core.memory.system.release import release_caches
 from daf_core.snapshots.step import Snapshot
@@ -72,7 +71,7 @@ def with_retries(
     attempt: Callable[[], Result],
     snapshot: Snapshot,
     tighten: Callable[[str], bool],
-    together: bool = True,
+    anywhere: Callable[[bool], bool] = bool,
     look_again: Callable[[], None] | None = None,
 ) -> Result:
     """Runs a step, and runs it again from the same state with tighter plans as long as it runs out of memory.
@@ -80,15 +79,16 @@ def with_retries(
     It is run again as well, once, where something has asked for a tensor that was not stored for it: the next attempt
     looks at all that it saves as if it was the first one.
 
-    With several processes, all run it again when one has to. So the attempt must not communicate: it runs inside of
-    `unsynchronized`, and `reduce_gradients` follows. Any other error passes through at once.
+    Processes that train together all run it again when one has to, of which `anywhere` tells. So the attempt must not
+    communicate: it runs inside of `unsynchronized`, and `reduce_gradients` follows. Any other error passes through at
+    once.
 
     Args:
         attempt: Runs forward and backward, and changes nothing that the snapshot does not take back.
         snapshot: The state before the step.
         tighten: Gets the message of the error and makes the plan tighter, in the processes that have run out of
             memory; False if there is no tighter one.
-        together: Whether the processes run it again together; otherwise each is on its own.
+        anywhere: Says whether something has failed here, or in a process that runs the step again together with this.
         look_again: Has the next attempt look at all readers; without it, none follows a `ReaderError`.
 
     Raises:
@@ -102,7 +102,7 @@ def with_retries(
     while True:
         outcome = _run(attempt, outer, ReaderError if look_again is not None else ())
         failed = isinstance(outcome, Failure)
-        if not (any_rank_failed(failed) if together else failed):
+        if not anywhere(failed):
             assert not isinstance(outcome, Failure)
             return outcome[0]
         message = str(outcome.error) if isinstance(outcome, Failure) else "another process could not finish it"
@@ -120,7 +120,7 @@ def with_retries(
             look_again, stuck = None, False
         else:
             stuck = failed and not tighten(message)
-        if any_rank_failed(stuck) if together else stuck:
+        if anywhere(stuck):
             raise _final_error(first, messages)
 
 

@@ -27,7 +27,7 @@ from daf_core.plan.search.planner import Plan
 from daf_core.rewrites.registry import KINDS, LOSS, OperatorRewrites
 from daf_core.snapshots.step import Snapshot, devices_of
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
-from daf_core.unsupported.models import PLANS, RERUNS
+from daf_core.unsupported.models import JOINED, PLANS, RERUNS
 from daf_core.unsupported.table import Context, check_supported, unsupported_reasons
 
 LossFunction = Callable[[Any], Tensor]
@@ -127,10 +127,12 @@ class StepRunner:
             return attempt()
         retrying = partial(with_retries, attempt, snapshot, self.planner.tighten, look_again=self._engine.look_again)
         if not distributed.exchanging(self._model):
-            return retrying(together=False)
+            return retrying()
+        if distributed.joined(self._model):
+            raise PLANS.error_for(JOINED)
         exchanges = distributed.exchanges_gradients(self._model)
         with distributed.unsynchronized(self._model):
-            loss = retrying()
+            loss = retrying(anywhere=partial(distributed.any_rank_failed, self._model))
         if exchanges:
             distributed.reduce_gradients(self._model)
         return loss

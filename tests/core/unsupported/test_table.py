@@ -24,7 +24,7 @@ from daf_core.rewrites.loss_option import CHUNKED_LOSS
 from daf_core.unsupported import elastic, models
 from daf_core.unsupported.elastic import ELASTIC, ELASTIC_FIRST_STEP, ELASTIC_OPTIMIZERS, ELASTIC_UNITS, FirstStep
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
-from daf_core.unsupported.models import AUDITS, PLANS, RERUNS
+from daf_core.unsupported.models import _REPLICATE, AUDITS, PLANS, RERUNS
 from daf_core.unsupported.table import FEATURES, Context, Feature, unsupported_reasons
 from tests.core.rewrites.steps import gpt2
 from tests.core.unsupported.conformance import check_limitations, check_works
@@ -72,6 +72,18 @@ def compiled() -> Context:
 
 def wrapped(**options: Any) -> Context:
     return on(DistributedDataParallel(nn.Linear(4, 4), **options))
+
+
+def joined() -> Context:
+    """As inside of torch's `Join`, which takes several processes."""
+    context = wrapped(find_unused_parameters=True)
+    context.model._join_config = context.model._join_config._replace(enable=True)
+    return context
+
+
+def replicated() -> Context:
+    """As torch's `replicate` leaves a module."""
+    return on(type("DDPLinear", (type("DDP", (), {"__module__": _REPLICATE}), nn.Linear), {})(4, 4))
 
 
 def communicating() -> Context:
@@ -131,6 +143,8 @@ CASES: dict[str, tuple[Feature, Callable[[], Any], list[tuple[Callable[[], Any],
         [
             (sharded_tensors, "DTensor spreads each parameter"),
             (lambda: on(nn.Sequential(nn.SyncBatchNorm(4))), "SyncBatchNorm communicates"),
+            (replicated, "DDPLinear averages gradients"),
+            (lambda: wrapped(static_graph=True), "DistributedDataParallel(static_graph=True)"),
             (lambda: on(nn.LazyLinear(4)), "has no values before a first batch"),
             (lambda: on(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))), "several devices"),
             (compiled, "Linear is compiled"),
@@ -171,6 +185,7 @@ CASES: dict[str, tuple[Feature, Callable[[], Any], list[tuple[Callable[[], Any],
             (lambda: configured(layerdrop=0.5), "config.layerdrop=0.5 of Linear"),
             (lambda: on(DeepSpeedEngine(4, 4)), "DeepSpeedEngine spreads each parameter"),
             (compiled, "Linear is compiled"),
+            (joined, "torch's Join"),
             (lambda: wrapped(static_graph=True), "DistributedDataParallel(static_graph=True)"),
             (wrapped, "find_unused_parameters=True"),
             (reentrant, '={"use_reentrant": False}'),

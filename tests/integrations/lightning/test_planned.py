@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Accuracy
 
-from daf_core import ConfigError, MicroBatchError
+from daf_core import ConfigError, MicroBatchError, ProfileError
 from daf_integrations import DAFStrategy
 from tests.integrations.hf_parts import classifier, made, masked
 from tests.integrations.hf_runs import daf_records, differing, roberta
@@ -109,6 +109,19 @@ def test_batches_may_be_skipped_where_they_are_in_one_piece(tmp_path: Path) -> N
     assert differing(weights(budgeted), weights(plain)) == []
     with in_parts(2), pytest.raises(MicroBatchError, match="returned no loss for a part"):
         fit(tmp_path, Skipping(), strategy=exact())
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
+def test_a_budget_that_needs_parts_names_what_skipped_batches_can_do(tmp_path: Path) -> None:
+    """Whose loss is looked at before any part of one runs."""
+
+    class SkippingFirst(Skipping):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx + 1)
+
+    strategy = DAFStrategy(precision="exact", memory_budget="100KB", audit_every=None)
+    with pytest.raises(ProfileError, match=r"returned no loss .*where batches are skipped, pass budget_covers"):
+        fit(tmp_path, SkippingFirst(), strategy=strategy)
 
 
 def test_a_compiled_network_is_refused(tmp_path: Path) -> None:
