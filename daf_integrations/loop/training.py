@@ -157,11 +157,13 @@ class Training:
         if self.session.config.plans_steps and self.session.enclosing_session is None:
             raise PLANS.error_for(reason)
 
-    def _check_plans(self, model: nn.Module) -> None:
+    def _check_plans(self, model: nn.Module | None = None) -> None:
         """Checks, once, a model as it is called first: it may have been sharded or wrapped since it was prepared."""
         if self.session.config.plans_steps and not self._begun:
             self._begun = True
-            for reason in unsupported_reasons(PLANS, Context(model, self.model)):
+            for reason in unsupported_reasons(
+                PLANS, Context(called(self.outer) if model is None else model, self.model)
+            ):
                 self._check_unplanned(reason)
 
     def _has_parameters_in(self, optimizer: Optimizer) -> bool:
@@ -185,7 +187,7 @@ class Training:
         unmeasurable = OTHER_METHOD if is_redirected(self.outer) else COMPILED if is_forward_compiled() else None
         if unmeasurable is not None:
             self._check_unplanned(unmeasurable)
-        self._check_plans(called(self.outer))
+        self._check_plans()
         with self._pass((args, kwargs), self._own_loss, unmeasurable) as audited:
             output = forward(*args, **kwargs)
         if audited:
