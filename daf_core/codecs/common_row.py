@@ -119,7 +119,8 @@ class RowBlocks:
         self._common_of(rows).restore(rest.neg_())
         before, after = self._ranges(rows), self._ranges(rest)
         least = before.amax().clamp_min(TINY) * MOST_LOST
-        return float((before.clamp_min(least) / after.clamp_min(least)).log2().mean())
+        bits = float((before.clamp_min(least) / after.clamp_min(least)).log2().mean())
+        return bits if math.isfinite(bits) else 0.0  # of zeros, or of what is not finite
 
     def _common_of(self, rows: Tensor) -> Common:
         with torch.autocast(rows.device.type, enabled=False):  # whose products of 16 bits overflow

@@ -53,7 +53,8 @@ class LogarithmsActivation(PlanesActivation):
     The gradient of the cross entropy is p - 1 at the target and p elsewhere. Where a model is sure it is small beside
     p, and codes of the logarithms alone are wrong by a factor (at p = .998: 2 times the gradient at 8 bits, 56 at 4).
     Decoded, the others are scaled to their sum, so that all probabilities of a row sum to 1. Those of logits, which
-    `logsumexp` reads, do not: their sums are multiples of the largest of the row.
+    `logsumexp` reads, do not: codes are of the differences to the largest of the row, and sums are multiples of its
+    probability. Rows of one group may be at levels that are far apart.
     """
 
     name: ClassVar[str] = "logarithms"
@@ -79,11 +80,13 @@ class LogarithmsActivation(PlanesActivation):
             return None
         shaped = values.view(rows.shape)
         best, places = _largest(shaped, min(LARGEST, rows.length - 1) + 1)
-        others = _bounded(shaped, best)
+        level = None if normalized else _level(best)
+        logs, largest = (shaped, best) if level is None else (shaped - level, best - level)
+        others = _bounded(logs, largest)
         if rows.length < LONG:
             count = best.shape[1] - 1
             others = others.clone() if others is shaped else others
-            others.scatter_(1, places[:, :count], best[:, -1:].expand(-1, count, -1))
+            others.scatter_(1, places[:, :count], largest[:, -1:].expand(-1, count, -1))
         # A pending check would keep only the values of the planes, and not the exact logarithms.
         stored = super().write(replace(ctx, values=others.view(-1), checks=None))
         if stored is None:
@@ -92,7 +95,8 @@ class LogarithmsActivation(PlanesActivation):
         stored._best = best[:, :-1].clone()
         stored._places = places[:, :-1].int()
         stored._normalized = normalized
-        stored._log_sum = _total(shaped, stored._best, places[:, :-1], normalized).clamp_min_(LEAST).log_()
+        total = _total(logs, largest[:, :-1], places[:, :-1], normalized)
+        stored._log_sum = total.clamp_min_(LEAST).log_()
         stored._kept = KeptStorage(ctx.pager, beside)
         return stored
 
@@ -120,9 +124,10 @@ class LogarithmsActivation(PlanesActivation):
         for rows, best, places, log_sum in self._chunks(out.view(self._rows.shape)):
             rows.scatter_(1, places, -torch.inf)
             buffer.resize_(rows.shape)
-            exponents = rows.float() if self._normalized else torch.sub(rows, best[:, :1].float(), out=buffer)
-            total = torch.exp(exponents, out=buffer).sum(1, keepdim=True)  # none is above 1, as log_sum is at most 0
+            total = torch.exp(rows.float(), out=buffer).sum(1, keepdim=True)  # the largest of a row is at most 1
             rows += (log_sum - total.clamp_min_(LEAST).log_()).to(rows.dtype)
+            if not self._normalized:
+                rows += _level(best)
             rows.scatter_(1, places, best)
 
     def _chunks(self, out: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -148,6 +153,11 @@ def _largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.values[:, :, None], candidates.gather(1, best.indices)[:, :, None]
 
 
+def _level(best: Tensor) -> Tensor:
+    """Returns the largest value of each row, or 0 where that is no number: differences to it would be none."""
+    return torch.where(best[:, :1].isfinite(), best[:, :1], 0)
+
+
 def _bounded(rows: Tensor, best: Tensor) -> Tensor:
     """Returns rows of which no value is below the least that is told; the same tensor if that was so before.
 
@@ -164,9 +174,9 @@ def _total(others: Tensor, best: Tensor, places: Tensor, normalized: bool) -> Te
 
     Args:
         others: The logarithms, of shape (outer, length, inner).
-        best: The largest of them, the first of each row the largest of all.
+        best: The largest of them.
         places: Where these are.
-        normalized: Whether the probabilities of a row sum to 1. Where they do not, that of the largest is taken as 1.
+        normalized: Whether the probabilities of a row sum to 1.
     """
     total = 1 - best.float().exp().sum(1, keepdim=True)
     if normalized and others.dtype is torch.float32 and others.device.type == "cpu":
@@ -174,8 +184,7 @@ def _total(others: Tensor, best: Tensor, places: Tensor, normalized: bool) -> Te
     else:  # a device would have the host wait for which they are
         unknown = torch.arange(len(total), device=total.device)
     for some in unknown.split(_chunk_rows(others)):
-        part = others[some] if normalized else others[some].float().sub_(best[some, :1])
-        part.scatter_(1, places[some], -torch.inf)
+        part = others[some].scatter_(1, places[some], -torch.inf)
         total[some] = part.exp_().sum(1, keepdim=True, dtype=torch.float32)
     return total.clamp_min_(0)
 

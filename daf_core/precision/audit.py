@@ -154,7 +154,7 @@ def restored(
     if not isinstance(state, Mapping):
         raise StateError(f"this is no saved state of an engine: {shown(state)}; it is what state_dict() returns")
     parts = cast("Mapping[str, Any]", state)
-    missing = [name for name in PARTS if not isinstance(parts.get(name), Mapping)]
+    missing = [name for name in PARTS[:-1] if not isinstance(parts.get(name), Mapping)]
     if missing:
         raise StateError(f"this is no saved state of an engine: it has no {' and no '.join(missing)}")
     auditor, passes = Auditor(config, policy), KindsOfPasses(treatments)
@@ -163,6 +163,6 @@ def restored(
         passes.load(parts["last_pass"])
         drawn = count(parts.get("passes", 0))
     with as_a_whole(rows, vars(rows), "an engine"):
-        rows.load(parts["rows"])
+        rows.load(parts.get("rows", CommonRows().state()))  # states had none before
         policy.load(parts["policy"])
     return auditor, passes, drawn

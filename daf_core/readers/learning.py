@@ -33,7 +33,7 @@ from daf_core.autograd.torch_private import (
 )
 from daf_core.errors import ActivationBudgetError
 from daf_core.readers.patterns import has_pole, is_done, is_large, led_by, narrow_products, nodes_since, poles
-from daf_core.readers.places import Place, Places, reading_of_frame
+from daf_core.readers.places import Place, Places, more_exact, reading_of_frame
 from daf_core.readers.sharpness import (
     Looks,
     of_argument,
@@ -43,7 +43,7 @@ from daf_core.readers.sharpness import (
     takes_same_bits,
     told_by,
 )
-from daf_core.readers.table import Kind, Reading, more_exact, reading_of
+from daf_core.readers.table import Kind, Reading, reading_of
 from daf_core.readers.waiting import (
     EXACT_MODE,
     NEWEST,
@@ -361,7 +361,7 @@ class Readers:
             if found is not None and place is None:  # too small for codes this time
                 place = found.sighting.place
             if place is not None:
-                if (known := self._readings.get(place)) is not None and known.keeps_relative_errors:
+                if (known := self._readings.get(place)) is not None and known.kind in (Kind.SIDES, Kind.SHAPE):
                     continue
                 self._set(place, Reading(Kind.EXACT, node.name()))
             if found is not None:

@@ -8,7 +8,18 @@ from functools import partial
 from typing import Any
 
 from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, node_number, packed_for
-from daf_core.readers.table import DIVISIONS, NORMS, POWERS, STATISTIC_SHARE, fields_named, has_natural_exponent
+from daf_core.readers.table import (
+    DIVISIONS,
+    LOGSUMEXP,
+    NORMS,
+    POWERS,
+    STATISTIC_SHARE,
+    dim_from_end,
+    fields_named,
+    has_natural_exponent,
+    reads_logits,
+    results_of,
+)
 from daf_core.readers.waiting import Unpack
 
 MOST_NODES = 64
@@ -26,6 +37,12 @@ with forbidden actions saves its probabilities, their product with a mask, two q
 
 FEW = 16
 """Terms of which a sum may be as small as one of them, as that of an ensemble's probabilities: more make a stop."""
+
+_PICKS = ("Gather", "IndexBackward", "SelectBackward", "NllLoss")
+"""What begins the names of nodes that may pick some values of each row."""
+
+MOST_PICKED = 8
+"""Values of a row, at most, that count as picked: as many of the largest logarithms stay exact."""
 
 PRODUCT = "MulBackward0"
 """The node of a product, element by element."""
@@ -165,7 +182,7 @@ def has_pole(node: Node, is_large: Callable[[str], bool]) -> bool:
     For `is_large` see `reading_of`.
     """
     name = node.name()
-    if name in _POLES:
+    if name in _POLES or (name == LOGSUMEXP and not reads_logits(node)):
         return True
     if name in DIVISIONS:
         return is_large("other")
@@ -183,20 +200,21 @@ def is_large(node: Node, unpack: Unpack, field: str) -> bool:
     Counts never are large, such as those of the words of each row by which a loss is divided.
     """
     packed: Any = packed_for(node, field, unpack)
-    results = _results_of(node)
+    results = results_of(node)
     if packed is None or results is None or packed.elements * STATISTIC_SHARE < results:
         return False
     return not (field == "other" and _are_counts(node, packed))
 
 
 def _are_counts(node: Node, packed: Any) -> bool:
-    """Says whether what a node divides by are constant whole numbers from 1 on, of whatever type."""
-    if not packed.dtype.is_floating_point:
-        return not packed.dtype.is_complex
-    if node.next_functions[1][0] is not None or (stored := packed.stored).name != "raw" or not stored.is_unchanged:
+    """Says whether a node divides sums by how many of their terms a mask has kept."""
+    total, divisor = (each for each, _ in node.next_functions)
+    if divisor is not None or total is None or total.name() != "SumBackward1":
         return False
-    counts = stored.unpack()
-    return not counts.is_meta and bool(((counts >= 1) & (counts == counts.round())).all())
+    if packed.dtype.is_complex or (stored := packed.stored).name != "raw" or not stored.is_unchanged:
+        return False
+    counts, terms = stored.unpack(), math.prod(total._saved_self_sym_sizes) / max(1, results_of(total) or 0)
+    return not counts.is_meta and bool(((counts >= 1) & (counts <= terms) & (counts == counts.round())).all())
 
 
 def narrow_products(newest: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
@@ -215,14 +233,8 @@ def _is_narrow(node: Node, unpack: Unpack) -> bool:
     """Says whether a matrix product has far fewer results than inputs."""
     field = product_input(node)
     packed: Any = None if field is None else packed_for(node, field, unpack)
-    results = _results_of(node)
+    results = results_of(node)
     return packed is not None and results is not None and packed.elements >= results * STATISTIC_SHARE
-
-
-def _results_of(node: Node) -> int | None:
-    """Returns the elements of what a node has made; None where it is a nested tensor, of no shape or one of symbols."""
-    made = node._input_metadata[0]
-    return None if made.is_nested_tensor else math.prod(made.shape)
 
 
 def capped_scores(node: Node) -> Node | None:
@@ -319,22 +331,35 @@ def poles(newest: Node, oldest: int, unpack: Unpack) -> Iterator[Node]:
 
 def _has_several(node: Node) -> bool:
     """Says whether a node has made several numbers; a single one, as a loss, is a factor of all gradients before it."""
-    return bool(node._input_metadata) and (_results_of(node) or 0) > 1
+    return bool(node._input_metadata) and (results_of(node) or 0) > 1
 
 
 def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[object]:
-    """Yields what the last operators before a node have saved; with `beginning`, the node is one of them."""
-    pending: list[tuple[Node, int]] = [(node, 0)]
-    for step, (node, saved) in enumerate(pending):
+    """Yields what the last operators before a node have saved; with `beginning`, the node is one of them.
+
+    Logarithms of probabilities end that where a few of each row are picked, or their exponentials are summed: whatever
+    factor a row then gets, its gradient keeps its relative error.
+    """
+    pending: list[tuple[Node, int, int | None]] = [(node, 0, None)]
+    for step, (node, saved, picked) in enumerate(pending):
         found = []
         if step or beginning:
-            if is_leaf_node(node) or _stops(node, unpack):
+            if is_leaf_node(node) or _stops(node, unpack) or _is_one_factor(node, picked):
                 continue
+            picked = results_of(node) if node.name().startswith(_PICKS) else picked
             found = [packed for name in fields_of(node) if (packed := packed_for(node, name, unpack)) is not None]
             yield from found
         saved += bool(found)
         if saved < LEADING and len(pending) < MOST_LEADING:
-            pending += [(following, saved) for following, _ in node.next_functions if following is not None]
+            pending += [(following, saved, picked) for following, _ in node.next_functions if following is not None]
+
+
+def _is_one_factor(node: Node, picked: int | None) -> bool:
+    """Says whether each row of what a node reads gets one factor, given how many of its results were picked."""
+    if node.name() == LOG_SOFTMAX and picked is not None:
+        rows = (results_of(node) or 0) / max(1, node._input_metadata[0].shape[dim_from_end(node)])
+        return picked <= MOST_PICKED * rows
+    return node.name() == LOGSUMEXP and reads_logits(node)
 
 
 def _stops(node: Node, unpack: Unpack) -> bool:
@@ -345,7 +370,7 @@ def _stops(node: Node, unpack: Unpack) -> bool:
 def _sums_few(node: Node, unpack: Unpack) -> bool:
     """Says whether a node sums so few terms, or products, that the result is as small as they are."""
     if node.name() in _MEANS:
-        return math.prod(node._saved_self_sym_sizes) <= FEW * max(1, _results_of(node) or 0)
+        return math.prod(node._saved_self_sym_sizes) <= FEW * max(1, results_of(node) or 0)
     for field, dim in _TERMS.get(node.name(), {}).items():
         packed: Any = packed_for(node, field, unpack)
         if packed is not None:

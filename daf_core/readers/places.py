@@ -221,3 +221,17 @@ def inputs_of_modules(frame: FrameType | None) -> Iterator[object]:
 def function_that_saves(frame: FrameType | None) -> type | None:
     """Returns the ``torch.autograd.Function`` that is saving, where `frame` is the innermost function."""
     return frame.f_locals.get("cls") if frame is not None and frame.f_code in _APPLY else None
+
+
+def more_exact(known: Reading, reading: Reading) -> Reading:
+    """Returns what serves both a reading that is known of a place and another one, which is the latest."""
+    alike = known.bounds == reading.bounds
+    if known.kind is reading.kind and (alike or known.kind is not Kind.APPROXIMATE):
+        return reading if reading.deviation else replace(reading, deviation=known.deviation)
+    if known.kind is reading.kind and None in (known.bounds, reading.bounds):
+        return reading if known.bounds is None else known
+    if alike and {known.kind, reading.kind} == {Kind.APPROXIMATE, Kind.NORMALIZED}:
+        normalized = known if known.kind is Kind.NORMALIZED else reading
+        return replace(normalized, deviation=max(known.deviation, reading.deviation))
+    both = alike and known.takes_approximations and reading.takes_approximations
+    return Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)

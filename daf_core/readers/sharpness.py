@@ -17,6 +17,7 @@ from torch import Tensor
 from daf_core.autograd.torch_private import Node
 from daf_core.readers.patterns import (
     LOG_SOFTMAX,
+    MOST_NODES,
     PRODUCT,
     capped_scores,
     compared,
@@ -25,7 +26,7 @@ from daf_core.readers.patterns import (
     width_of_scores,
 )
 from daf_core.readers.places import Place
-from daf_core.readers.table import GLU, NARROW, SOFTMAXES, Kind, Reading, dim_from_end
+from daf_core.readers.table import GLU, LOGSUMEXP, MOVES, NARROW, SOFTMAXES, Kind, Reading, dim_from_end
 from daf_core.readers.waiting import Unpack
 
 SHARP = 2.5
@@ -43,6 +44,9 @@ EXPONENTIALS = frozenset(("ExpBackward0", "Exp2Backward0"))
 bits, up to 8: most of it is small then beside the largest, to which codes are relative. Of decays whose logarithms
 deviate by 80, as in a gated linear attention, the gradient of the gate had an error of .59 at 4 bits, .29 with 8 for
 them."""
+
+_CARRIES = (*MOVES, "Neg", "Stack", "Cat", "MeanBackward", "SumBackward", "MulBackward", "DivBackward")
+"""What begins the names of nodes behind which a logsumexp is still one term."""
 
 WIDE = 30.0
 """Deviation of an argument from which it stays exact."""
@@ -152,9 +156,29 @@ def told_by(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str, Reading]]:
         logarithms = reader.name() == LOG_SOFTMAX
         kind, dim = (Kind.LOGARITHMS, dim_from_end(reader)) if logarithms else (Kind.APPROXIMATE, 0)
         yield reader, field, Reading(kind, reader.name(), dim=dim, deviation=math.inf)
+    for each in _opposed_sums(node):
+        yield each, "self", Reading(Kind.EXACT, each.name())
     for factor, field in cosine_factors(node):
         varies = factor.name() != PRODUCT
         yield factor, field, Reading(Kind.APPROXIMATE, factor.name(), deviation=math.inf, varies=varies)
+
+
+def _opposed_sums(node: Node) -> Iterator[Node]:
+    """Yields logsumexps of which a node adds some and takes others away, as where a part of all classes is right.
+
+    The gradient is the difference of their probabilities. With codes its error was 2.6 at 8 bits where a model is sure.
+    """
+    if node.name() not in ("SubBackward0", "AddBackward0"):
+        return
+    signs = (1, -1 if node.name() == "SubBackward0" else 1)
+    pending = [(each, sign) for (each, _), sign in zip(node.next_functions, signs, strict=True) if each is not None]
+    for each, sign in pending:
+        if len(pending) < MOST_NODES and each.name().startswith(_CARRIES):
+            sign = -sign if each.name() == "NegBackward0" else sign
+            pending += [(following, sign) for following, _ in each.next_functions if following is not None]
+    found = [(each, sign) for each, sign in pending if each.name() == LOGSUMEXP]
+    if len({sign for _, sign in found}) == 2:
+        yield from {each for each, _ in found}
 
 
 class Looks:

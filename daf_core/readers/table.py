@@ -11,12 +11,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from daf_core.autograd.torch_private import Node
+from daf_core.autograd.torch_private import Node, is_leaf_node
 
 STATISTIC_SHARE = 16
 """A float tensor without gradient, or a later result of an operator, is a statistic where it is this many times smaller
@@ -91,11 +91,6 @@ class Reading:
         return self.kind in (Kind.APPROXIMATE, Kind.NORMALIZED, Kind.ATTENTION)
 
     @property
-    def keeps_relative_errors(self) -> bool:
-        """Whether the gradient has its relative error, or none, where it is small as well."""
-        return self.kind in (Kind.LOGARITHMS, Kind.SIDES, Kind.SHAPE)
-
-    @property
     def jumps(self) -> bool:
         """Whether the derivative jumps at bounds of what may be approximate elsewhere."""
         return self.kind is Kind.APPROXIMATE and self.bounds is not None
@@ -164,6 +159,30 @@ GLU = _full("Glu0")
 
 LOGSUMEXP = _full("Logsumexp0")
 """The node that reads logits: logarithms of probabilities that do not sum to 1."""
+
+MOST_MOVES = 16
+"""Nodes between a layer and a logsumexp of its logits, at most."""
+
+MOVES = (
+    *(
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Expand",
+        "Alias",
+        "Slice",
+        "Select",
+        "Unbind",
+        "Split",
+        "Transpose",
+        "TBackward",
+    ),
+    *("Permute", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "IndexBackward", "IndexSelect", "MaskedFill"),
+)
+"""What begins the names of nodes that move values."""
+
+_SCALES = (*MOVES, "AddBackward", "SubBackward", "MulBackward", "DivBackward", "TanhBackward")
+_LAYERS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution")
 
 NARROW = 8
 """Width of heads below which attention stays exact: with 2 and 3 the gradient's error was up to 1.8 at 4 bits, where
@@ -293,7 +312,8 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
         return Reading(kind, name, bounds, varies=bounds is not known) if told else Reading(Kind.EXACT, name)
     if kind is Kind.LOGARITHMS:
         dim = dim_from_end(node)
-        return Reading(kind if dim else Kind.EXACT, name, dim=dim)
+        known = name != LOGSUMEXP or (dim and reads_logits(node))
+        return Reading(kind if known else Kind.EXACT, name, dim=dim)
     if kind is Kind.ATTENTION and node._input_metadata[0].shape[-1] < NARROW:
         kind = Kind.EXACT
     if kind is Kind.EXACT and _multiplies(node, name, field, is_large):
@@ -308,20 +328,6 @@ def reading_of(node: Node, field: str, is_large: Callable[[str], bool] = lambda 
     if kind is Kind.APPROXIMATE and jump is not None:
         return Reading(kind, name, jump(node), varies=jump is _jump_of_elu)
     return Reading(kind, name, varies=name in (*DIVISIONS, *POWERS, *NORMS))
-
-
-def more_exact(known: Reading, reading: Reading) -> Reading:
-    """Returns what serves both a reading that is known of a place and another one, which is the latest."""
-    alike = known.bounds == reading.bounds
-    if known.kind is reading.kind and (alike or known.kind is not Kind.APPROXIMATE):
-        return reading if reading.deviation else replace(reading, deviation=known.deviation)
-    if known.kind is reading.kind and None in (known.bounds, reading.bounds):
-        return reading if known.bounds is None else known
-    if alike and {known.kind, reading.kind} == {Kind.APPROXIMATE, Kind.NORMALIZED}:
-        normalized = known if known.kind is Kind.NORMALIZED else reading
-        return replace(normalized, deviation=max(known.deviation, reading.deviation))
-    both = alike and known.takes_approximations and reading.takes_approximations
-    return Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)
 
 
 def reading_of_function(function: type) -> Reading:
@@ -348,6 +354,29 @@ def _multiplies(node: Node, name: str, field: str, is_large: Callable[[str], boo
     if name in NORMS:  # values over their root of squares
         return field == "self" and getattr(node, "_saved_ord", getattr(node, "_saved_p", 2)) in (2, None)
     return False
+
+
+def reads_logits(node: Node) -> bool:
+    """Says whether a logsumexp reads what a layer has made, or a parameter, moved, scaled, capped or masked at most.
+
+    Other terms, as of a mixture's components or a dynamic program, may cancel in the gradient.
+    """
+    pending = [each for each, _ in node.next_functions]
+    for node in pending:
+        if node is None or is_leaf_node(node) or node.name().startswith(_LAYERS):
+            continue
+        before = [each for each, _ in node.next_functions if each is not None and not is_leaf_node(each)]
+        grows = any((results_of(each) or 0) < (results_of(node) or 0) for each in before)
+        if grows or not node.name().startswith(_SCALES) or len(pending) > MOST_MOVES:
+            return False
+        pending += before
+    return True
+
+
+def results_of(node: Node) -> int | None:
+    """Returns the elements of what a node has made; None where it is a nested tensor, of no shape or one of symbols."""
+    made = node._input_metadata[0]
+    return None if made.is_nested_tensor else math.prod(made.shape)
 
 
 def has_natural_exponent(node: Node) -> bool:

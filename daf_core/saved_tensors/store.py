@@ -40,6 +40,9 @@ from daf_core.saved_tensors.recording import Decision, Look
 from daf_core.telemetry import StepRecorder
 from daf_kernels import Backend
 
+_OWN_FORMS = (Kind.SHAPE, Kind.SIDES, Kind.LOGARITHMS)
+"""What readers take in a form of their own, which also holds values that are not finite."""
+
 
 class ActivationStore:
     """Knows what was stored in a forward pass, and stores what comes next.
@@ -282,7 +285,7 @@ class ActivationStore:
         Raises:
             ActivationBudgetError: It does not fit in the budget.
         """
-        if not (handle.stored.lossy or (reading is not None and reading.keeps_relative_errors)):
+        if not (handle.stored.lossy or (reading is not None and reading.kind in _OWN_FORMS)):
             return
         if reading is not None and reading.deviation and not self._lossy.sharpens(saved.site, reading.deviation):
             return

@@ -160,11 +160,10 @@ class Training:
     def _check_plans(self, model: nn.Module | None = None) -> None:
         """Checks, once, a model as it is called first: it may have been sharded or wrapped since it was prepared."""
         if self.session.config.plans_steps and not self._begun:
-            self._begun = True
-            for reason in unsupported_reasons(
-                PLANS, Context(called(self.outer) if model is None else model, self.model)
-            ):
+            context = Context(called(self.outer) if model is None else model, self.model)
+            for reason in unsupported_reasons(PLANS, context):
                 self._check_unplanned(reason)
+            self._begun = True
 
     def _has_parameters_in(self, optimizer: Optimizer) -> bool:
         # ZeRO has the optimizer of DeepSpeed's engine train tensors of its own, with a part of the parameters each.

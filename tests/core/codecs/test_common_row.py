@@ -386,6 +386,21 @@ def test_a_resumed_run_knows_what_rows_share() -> None:
     assert not all(map(torch.equal, anew, expected))
 
 
+def test_a_state_holds_what_zeros_share_and_may_know_nothing_of_rows() -> None:
+    """An adapter's values are zero in its first passes; states had no rows before."""
+    layer = nn.Linear(96, 96)
+    engine, resumed = engine_for(layer, 4), engine_for(layer, 4)
+    with engine.compress():
+        loss = layer(torch.zeros(4096, 96)).sum()
+    loss.backward()
+    state = json.loads(json.dumps(engine.state_dict()))
+    assert state["rows"]["gains"]
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    del state["rows"]
+    engine_for(layer, 4).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -15,6 +15,7 @@ from torch.utils import checkpoint
 
 from daf_core.autograd.torch_private import all_nodes
 from daf_core.readers.patterns import _POLES, has_pole, stops_poles
+from daf_core.readers.places import more_exact
 from daf_core.readers.table import (
     DIVISIONS,
     NORMS,
@@ -23,7 +24,6 @@ from daf_core.readers.table import (
     Kind,
     Reading,
     listed,
-    more_exact,
     reading_of,
     reading_of_function,
 )
