@@ -269,18 +269,22 @@ def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
         if len(pending) < MOST_NODES and (each is product or scales or each.name() in _COMPARES):
             pending += [made for made, _ in each.next_functions if made is not None and made not in pending]
             constant |= with_constant and each.name() in _WITH_OTHERS
-    found = [each for each in pending if each.name() == LOG_SOFTMAX and _has_rows_of(each, product)]
+    found = [each for each in pending if each.name() in (LOG_SOFTMAX, LOGSUMEXP) and _has_rows_of(each, product)]
     if found and not constant and (None, 0) in product.next_functions:
         weights: Any = packed_for(product, "other" if product.next_functions[1][0] is None else "self", unpack)
         constant = weights is not None and weights.stored.lossy  # a mask is not, and a number is not saved
     if found and constant:
-        yield from ((each, "result") for each in found)
+        yield from ((each, "result" if each.name() == LOG_SOFTMAX else "self") for each in found)
         yield from ((product, field) for field in fields_of(product))
         yield from ((each, "result") for each, _ in product.next_functions if each and each.name() == "ExpBackward0")
 
 
 def _has_rows_of(node: Node, other: Node) -> bool:
-    """Says whether what two nodes have made has rows of the same size, as where nothing of them was picked."""
+    """Says whether what two nodes have made has rows of the same size, as where nothing of them was picked.
+
+    Of a logsumexp it is what it sums.
+    """
+    node = node.next_functions[0][0] if node.name() == LOGSUMEXP else node
     if (size := _last_size(node)) is None or size != _last_size(other):
         return False
     return len(other._input_metadata[0].shape) >= min(2, len(node._input_metadata[0].shape))

@@ -153,7 +153,7 @@ def told_by(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str, Reading]]:
     if (tanh := capped_scores(node)) is not None:
         yield tanh, "result", Reading(Kind.APPROXIMATE, tanh.name(), deviation=SHARP)
     for reader, field in compared(node, unpack):
-        logarithms = reader.name() == LOG_SOFTMAX
+        logarithms = reader.name() in (LOG_SOFTMAX, LOGSUMEXP)
         kind, dim = (Kind.LOGARITHMS, dim_from_end(reader)) if logarithms else (Kind.APPROXIMATE, 0)
         yield reader, field, Reading(kind, reader.name(), dim=dim, deviation=math.inf)
     for each in _opposed_sums(node):

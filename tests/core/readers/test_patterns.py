@@ -211,6 +211,9 @@ def _divergence_of_both(scores: Tensor, teacher: Tensor) -> Tensor:
 DISTILLATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl_div": lambda s, t: F.kl_div(_logs(s), t.softmax(-1), reduction="batchmean"),
     "kl_div of logarithms": lambda s, t: F.kl_div(_logs(s), _logs(t), reduction="batchmean", log_target=True),
+    "normalized by hand": lambda s, t: F.kl_div(
+        s - s.logsumexp(-1, keepdim=True), t.softmax(-1), reduction="batchmean"
+    ),
     "reversed": lambda s, t: F.kl_div(_logs(t), _logs(s), reduction="batchmean", log_target=True),
     "written out": lambda s, t: (s.softmax(-1) * (_logs(s) - _logs(t))).sum(-1).mean(),
     "cross entropy": lambda s, t: F.cross_entropy(s.flatten(0, 1), t.softmax(-1).flatten(0, 1)),
