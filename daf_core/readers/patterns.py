@@ -360,9 +360,8 @@ def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[obje
 
 def _is_one_factor(node: Node, picked: int | None) -> bool:
     """Says whether each row of what a node reads gets one factor, given how many of its results were picked."""
-    if node.name() == LOG_SOFTMAX and picked is not None:
-        rows = (results_of(node) or 0) / max(1, node._input_metadata[0].shape[dim_from_end(node)])
-        return picked <= MOST_PICKED * rows
+    if node.name() == LOG_SOFTMAX and picked is not None and (results := results_of(node) or 0) > 1:
+        return picked * node._input_metadata[0].shape[dim_from_end(node)] <= MOST_PICKED * results
     return node.name() == LOGSUMEXP and reads_logits(node)
 
 

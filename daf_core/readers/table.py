@@ -375,8 +375,8 @@ def reads_logits(node: Node) -> bool:
 
 def results_of(node: Node) -> int | None:
     """Returns the elements of what a node has made; None where it is a nested tensor, of no shape or one of symbols."""
-    made = node._input_metadata[0]
-    return None if made.is_nested_tensor else math.prod(made.shape)
+    made = node._input_metadata
+    return None if not made or made[0].is_nested_tensor else math.prod(made[0].shape)
 
 
 def has_natural_exponent(node: Node) -> bool:
