@@ -181,7 +181,7 @@ def test_nothing_is_compared(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch,
     engine, _ = warmed(model, precision=precision)
     store = engine._packer.replayed_by
     assert store is not None
-    store._common.passes += EVERY
+    store.common_rows.passes += EVERY
     graph = PretendedGraph(gpu)
     static, _ = captured(model, engine, graph, monkeypatch)
     engine.finish_step()
