@@ -78,7 +78,8 @@ def exchanging(model: nn.Module) -> bool:
 def joined(model: nn.Module) -> bool:
     """Says whether the model runs in torch's `Join`, where a process that has no more batches follows the others.
 
-    It follows what DistributedDataParallel sends alone, and nothing else may be sent.
+    It follows what DistributedDataParallel sends alone, and nothing else may be sent. Torch does not say when the model
+    leaves it: what was in one counts as being there.
     """
     return any(wrapper._join_config.enable for wrapper in _wrappers(model))
 

@@ -211,10 +211,12 @@ def _are_counts(node: Node, packed: Any) -> bool:
     total, divisor = (each for each, _ in node.next_functions)
     if divisor is not None or total is None or total.name() != "SumBackward1":
         return False
-    if packed.dtype.is_complex or (stored := packed.stored).name != "raw" or not stored.is_unchanged:
+    if (stored := packed.stored).name != "raw" or not stored.is_unchanged:
         return False
     counts, terms = stored.unpack(), math.prod(total._saved_self_sym_sizes) / max(1, results_of(total) or 0)
-    return not counts.is_meta and bool(((counts >= 1) & (counts <= terms) & (counts == counts.round())).all())
+    if counts.is_meta or counts.is_complex():
+        return False
+    return bool(((counts >= 1) & (counts <= terms) & (counts == counts.round())).all())
 
 
 def narrow_products(newest: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
@@ -335,7 +337,7 @@ def poles(newest: Node, oldest: int, unpack: Unpack) -> Iterator[Node]:
 
 def _has_several(node: Node) -> bool:
     """Says whether a node has made several numbers; a single one, as a loss, is a factor of all gradients before it."""
-    return bool(node._input_metadata) and (results_of(node) or 0) > 1
+    return (results_of(node) or 0) > 1
 
 
 def led_by(node: Node, unpack: Unpack, beginning: bool = False) -> Iterator[object]:

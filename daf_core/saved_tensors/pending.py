@@ -66,7 +66,7 @@ class PendingActivation:
     `wait` returns when the job is done, and the tensor may be read.
     """
 
-    __slots__ = ("__weakref__", "_job", "_last", "_version", "_wait", "dtype", "elements", "place")
+    __slots__ = ("__weakref__", "_job", "_last", "_version", "_wait", "elements", "place")
 
     def __init__(self, job: PackJob, wait: Callable[[PackJob], None]) -> None:
         assert job.saved is not None
@@ -75,7 +75,6 @@ class PendingActivation:
         self._version = self._last = job.saved.version
         self.place = job.saved.place  # where the tensor was saved; None where that is of no use
         self.elements = job.saved.tensor.numel()  # number of its elements
-        self.dtype = job.saved.tensor.dtype  # their type
 
     @property
     def packed(self) -> Handle | RawActivation | None:

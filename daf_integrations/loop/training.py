@@ -157,11 +157,10 @@ class Training:
         if self.session.config.plans_steps and self.session.enclosing_session is None:
             raise PLANS.error_for(reason)
 
-    def _check_plans(self, model: nn.Module | None = None) -> None:
+    def _check_plans(self, model: nn.Module) -> None:
         """Checks, once, a model as it is called first: it may have been sharded or wrapped since it was prepared."""
         if self.session.config.plans_steps and not self._begun:
-            context = Context(called(self.outer) if model is None else model, self.model)
-            for reason in unsupported_reasons(PLANS, context):
+            for reason in unsupported_reasons(PLANS, Context(called(model), self.model)):
                 self._check_unplanned(reason)
             self._begun = True
 
@@ -186,7 +185,7 @@ class Training:
         unmeasurable = OTHER_METHOD if is_redirected(self.outer) else COMPILED if is_forward_compiled() else None
         if unmeasurable is not None:
             self._check_unplanned(unmeasurable)
-        self._check_plans()
+        self._check_plans(self.outer)
         with self._pass((args, kwargs), self._own_loss, unmeasurable) as audited:
             output = forward(*args, **kwargs)
         if audited:
