@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -132,11 +132,12 @@ def module_calls(frame: FrameType | None) -> Iterator[dict[str, Any]]:
         frame = frame.f_back
 
 
-def running_module(frame: FrameType | None) -> nn.Module | None:
-    """Returns the innermost module whose forward a function is part of, as `module_calls` yields it first."""
-    while frame is not None and frame.f_code is not _CALL:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+def running_module(frame: FrameType | None, among: Container[int] | None = None) -> nn.Module | None:
+    """Returns the innermost module whose forward a function is part of; `among` has the `id` of those that count."""
+    for call in module_calls(frame):
+        if among is None or id(call["self"]) in among:
+            return call["self"]
+    return None
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

@@ -57,6 +57,13 @@ class BitmaskActivation(PagedActivation):
         """Returns the two values as a tensor of shape (2,); `dtype` is that of the mask."""
         return _as_tensor(self.two, dtype)
 
+    def choose_into(self, out: Tensor, false: int, true: int) -> None:
+        """Writes the bits of one of two elements for each value, as a mask of bools says."""
+        size = 8 * out.element_size()
+        of = [bits % (1 << size) for bits in (false, true)]
+        with self.pager.reading(self.lease) as lease:
+            self._backend.decode_mask(out, (of[self.two[0]], of[self.two[1]]), self.pager.pool, lease.pages)
+
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
         self._backend.decode_mask(out, self.two, self.pager.pool, lease.pages)

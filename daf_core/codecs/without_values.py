@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ShapeActivation(StoredActivation):
-    """A tensor of which backward reads the shape alone; it decodes to zeros."""
+    """A tensor of which backward reads the shape alone; it decodes to zeros, without memory where it was contiguous."""
 
     name: ClassVar[str] = "shape"
     readable_by_any_op = False

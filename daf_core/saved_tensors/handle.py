@@ -12,6 +12,7 @@ from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.tensor_layout import Geometry
+from daf_core.codecs.without_values import ShapeActivation
 from daf_core.readers.places import Place
 from daf_core.readers.table import Reading
 
@@ -88,11 +89,13 @@ class Handle:
         return (geometry.shape, geometry.strides) == (like.shape, like.stride())
 
     def unpack(self) -> Tensor:
-        """Returns the saved tensor: same shape, strides, type and device.
+        """Returns the saved tensor: same shape, type and device, and same strides unless its shape alone is read.
 
         A fresh tensor at every call, because consumers may overwrite it.
         """
         geometry, stored = self._geometry, self.stored
+        if type(stored) is ShapeActivation and geometry.row_major:
+            return torch.zeros((), dtype=self.dtype, device=self.device).expand(geometry.shape)
         if stored.direct is not None and not geometry.has_holes:
             tensor = torch.empty_strided(geometry.shape, geometry.strides, dtype=self.dtype, device=self.device)
             if stored.decode_to(tensor.data_ptr()):

@@ -6,7 +6,7 @@ The passes are kept as a tree: a node is a save, and below it are those that hav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,7 +117,8 @@ class Save:
         op: Its name where its type does not tell it, else None.
         codes: Code of the two innermost functions that were running; empty where nobody asks who reads.
         instructions: Where they were.
-        module: Returns the innermost module that was running, if it still exists.
+        module: Returns the innermost module of the model that was running, if it still exists. Others, as an
+            activation that a model makes anew each time, are another one in each pass.
         calls: Numbers and names of the calls of modules that were running, the outermost first.
         call: Number of the innermost of them.
         checked: Of `Readers.changes`, when the reading was looked at last.
@@ -134,7 +135,7 @@ class Save:
 
     def __init__(
         self, calls: Sequence[ModuleCall] = (), tensor: Tensor | None = None, look: Look | None = None,
-        small: bool = False, frame: FrameType | None = None,
+        small: bool = False, frame: FrameType | None = None, followed: Container[int] = (),
     ) -> None:  # fmt: skip
         self.following: list[Save] = []
         self.look = look
@@ -156,18 +157,18 @@ class Save:
         if not known and frame is not None:
             inner = calling_function(frame)
             outer = None if inner is None else calling_function(inner.f_back)
-            if (module := running_module(frame)) is not None:
+            if (module := running_module(frame, followed)) is not None:
                 self.module = weakref.ref(module)
             self.codes = None if inner is None else inner.f_code, None if outer is None else outer.f_code
             self.instructions = 0 if inner is None else inner.f_lasti, 0 if outer is None else outer.f_lasti
 
-    def is_at(self, frame: FrameType) -> bool:
-        """Says whether the instructions are running that have saved the tensors."""
+    def is_at(self, frame: FrameType, followed: Container[int]) -> bool:
+        """Says whether the instructions are running that have saved the tensors, in the same of the model's modules."""
         if self.codes is None:
             return True
         inner, code = self.codes
         if inner is None:
-            return calling_function(frame) is None and running_module(frame) is self.module()
+            return calling_function(frame) is None and running_module(frame, followed) is self.module()
         if frame.f_code is not inner or frame.f_lasti != self.instructions[0]:
             return False
         outer = frame.f_back
@@ -175,7 +176,7 @@ class Save:
             same = code is None and calling_function(outer) is None
         else:
             same = outer.f_code is code and outer.f_lasti == self.instructions[1]
-        return same and running_module(outer) is self.module()
+        return same and running_module(outer, followed) is self.module()
 
     def learn(self, tensor: Tensor, look: Look, packed: object, shared: bool) -> None:
         """Keeps how a tensor was stored, if that can be replayed."""

@@ -132,7 +132,7 @@ class Replay:
                 type(node) is save.made_by
                 and tensor.dtype is save.dtype
                 and (save.op is None or (node is not None and node.name() == save.op))
-                and save.is_at(frame)
+                and save.is_at(frame, self._follower.followed)
             ):
                 decision, packed = save.decisions.get(shape), None
                 if decision is None:
@@ -258,7 +258,8 @@ class Replay:
         if look is None:
             self._at = self._recordings.add(at, Save(calls))
             return RawActivation(tensor, None)
-        save = Save(calls, tensor, look, tensor.numel() < packer.eligibility.least_elements, frame)
+        small = tensor.numel() < packer.eligibility.least_elements
+        save = Save(calls, tensor, look, small, frame, self._follower.followed)
         unknown = look.sighting.fresh and look.reading is None  # the next pass is watched, and begins here again
         self._at = None if unknown else self._recordings.add(at, save)
         packed = self._take(save, tensor, look, frame)

@@ -397,6 +397,29 @@ def test_powers_and_attentions_are_replayed(looks: list[Tensor]) -> None:
     assert not looks
 
 
+class Activated(nn.Module):
+    """A layer that makes its activation anew in each forward, as transformers' state-space models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Softplus()(self.layer(x)).sin()
+
+
+def test_modules_that_are_made_in_each_pass_are_replayed() -> None:
+    """They are another module each time, and belong to the module of the model that makes them."""
+
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        layers = [layer for place, layer in enumerate(model) if number < 6 or place != number % 3]
+        return nn.Sequential(*layers)(normal(*LARGE, seed=number)).square().mean()
+
+    for steps, skips in ((6, False), (9, True)):
+        replayed = compare(lambda: nn.Sequential(Activated(), Activated(), Activated()), loss_of, steps, precision=4)
+        assert skips or replayed >= 10
+
+
 def test_in_exact_mode_what_did_not_follow_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a frozen layer's input nothing is stored, so what dropout makes of it for an adapter follows from nothing."""
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 8))
