@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from daf_core.autograd.torch_private import (
+    NO_TASK,
     ForwardHooks,
+    graph_task,
     is_compiled,
     is_transforming,
     module_calls,
@@ -103,6 +105,7 @@ class ModuleScopes(threading.local):
     def __init__(self) -> None:
         self._calls: list[ModuleCall] | None = None
         self._unhooked = self._outside = 0
+        self._backward = NO_TASK  # the backward pass in which this forward pass has begun, as one of a gradient cache
         self._followed: Mapping[int, Followed] = {}
         self._kept: Mapping[str, bool] = {}
         self._normalized: deque[weakref.ref[Tensor]] = deque(maxlen=NORMALIZED)
@@ -115,11 +118,20 @@ class ModuleScopes(threading.local):
     def start(self, kept: Mapping[str, bool] = MappingProxyType({})) -> None:
         """Begins following, outside of any module; for `kept` see `Treatments`."""
         self._kept, self._unhooked, self._outside = kept, 0, len(_running())
+        self._backward = graph_task()
         self._calls = [ModuleCall("", kept.get("", False))]
 
     def stop(self) -> None:
         """Stops following; modules that an exception left open are forgotten."""
         self._calls = None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is running that has begun since.
+
+        It recomputes checkpointed blocks, whose activations are used at once.
+        """
+        return graph_task() != self._backward
 
     def catch_up(self, followed: Mapping[int, Followed]) -> None:
         """Finds the modules that have begun while nobody followed.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import ModuleScopes
-from daf_core.autograd.torch_private import Node, in_backward, is_transforming, running_node, skip_dynamo
+from daf_core.autograd.torch_private import Node, is_transforming, running_node, skip_dynamo
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.gelu_derivative import GELU, GeluDerivativeActivation
 from daf_core.codecs.raw import RawActivation
@@ -123,7 +123,7 @@ class Packer:
     def pass_by(self, tensor: Tensor) -> None:
         """Counts a tensor that a block does not save, as it is recomputed."""
         store = self.replayed_by
-        if store is None or in_backward() or not is_plain(tensor):
+        if store is None or self.scopes.in_backward or not is_plain(tensor):
             return
         storage = tensor.untyped_storage()
         if not store.shelf.knows(storage) and self.eligibility.form(tensor, 0) is not TensorKind.PARAMETER:
@@ -184,8 +184,7 @@ class Packer:
         """
         call = self.scopes.current
         form = self.eligibility.form(tensor, call.largest)
-        # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
-        if form is TensorKind.PARAMETER or in_backward():
+        if form is TensorKind.PARAMETER or self.scopes.in_backward:
             return None
         if (argument := input_of(DROPOUT, frame)) is not None:
             self.scopes.drops(argument)

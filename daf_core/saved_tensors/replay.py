@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_core.autograd.torch_compile import has_compiled_anything
-from daf_core.autograd.torch_private import NO_TASK, graph_task, in_backward, skip_dynamo
+from daf_core.autograd.torch_private import skip_dynamo
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import TensorKind
@@ -108,8 +108,7 @@ class Replay:
     def pack_at(self, tensor: Tensor, frame: FrameType) -> Packed:
         """As `pack`, which the function of `frame` has called."""
         at = self._at
-        # A backward inside the scope recomputes checkpointed blocks, whose activations are used at once.
-        if at is None or not self._replays or graph_task() != NO_TASK:
+        if at is None or not self._replays or self._packer.scopes.in_backward:
             return self._pack_anew(at, tensor, frame)
         # Asking `isinstance` of a parameter's class runs Python code, and a tensor's type says it at once. Nested
         # tensors of the older layout have no shape.
@@ -156,7 +155,7 @@ class Replay:
         """Packs a tensor of a pass that is not replayed, or of a backward."""
         if at is None:
             return self._packer.pack_at(tensor, frame)
-        return RawActivation(tensor, None) if in_backward() else self._record(at, tensor, frame)
+        return RawActivation(tensor, None) if self._packer.scopes.in_backward else self._record(at, tensor, frame)
 
     def _decide_alike(self, save: Save, look: Look, tensor: Tensor) -> Decision | None:
         """Decides for a shape that is new at a save what was decided for others; None where its form is another."""

@@ -110,6 +110,11 @@ JOINED = (
 
 _ALONE = "so no process can measure or run a step again on its own"
 
+IN_BACKWARD = (
+    "forward passes of the model run in backward, as for a cache of gradients, and what they keep is not planned"
+)
+"""Why a step is not planned, once that is seen."""
+
 PLANS = Feature(
     "planned steps",
     (

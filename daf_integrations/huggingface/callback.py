@@ -20,7 +20,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 from typing_extensions import override
 
 from daf_core import ConfigError, DAFConfig, HooksActiveError, StepStatistics, UnsupportedDeviceError
+from daf_core.autograd.torch_private import in_backward
 from daf_core.batch.micro_batches import WholeStepError
+from daf_core.model.forward_patch import ForwardPatch
 from daf_core.rewrites.causal_lm import smoothed_loss
 from daf_core.snapshots.attributes import Attributes, attributes_kept
 from daf_integrations.session.options import configured
@@ -38,7 +40,8 @@ log = getLogger("daf")
 class DAFCallback(TrainerCallback, ExportableState):
     """Compresses the activations of a training run; nothing else in the script changes.
 
-    It covers `Trainer.compute_loss`, that is the forward pass and the loss, whoever computes it. Each log entry gets
+    It covers `Trainer.compute_loss`, that is the forward pass and the loss, whoever computes it, and what runs again in
+    backward, as with losses that cache gradients. Each log entry gets
     ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms``, ``daf/worker_ms``, ``daf/unpack_ms``,
     ``daf/dropped_mb``, ``daf/spilled_mb`` and ``daf/audit_ms``, and after the first audit ``daf/gradient_error`` and
     ``daf/gradient_cosine``. Audits call `Trainer.compute_loss` once more, with a part of the batch.
@@ -59,7 +62,7 @@ class DAFCallback(TrainerCallback, ExportableState):
     def __init__(self, config: DAFConfig | Mapping[str, Any] | None = None, **options: Any) -> None:
         self.config = configured(config, options)
         self._session = DAFSession(self.config)
-        self._patches: list[_Patch] = []
+        self._patches: list[_Patch | ForwardPatch] = []
         self._weight, self._losses = 1.0, 0  # of the part that runs, and how many losses were computed
 
     @property
@@ -149,6 +152,7 @@ class DAFCallback(TrainerCallback, ExportableState):
         reference = weakref.ref(trainer)
         step = partial(self._planned, trainer.compute_loss, reference) if self.config.plans_steps else self._guarded
         self._patches = [
+            ForwardPatch(model, self._compressed_in_backward, hidden=True),
             _Patch(trainer, "compute_loss", partial(self._compressed, reference)),
             _Patch(trainer, "training_step", step),
             _Patch(trainer, "log", self._logged),
@@ -189,6 +193,13 @@ class DAFCallback(TrainerCallback, ExportableState):
 
     def _compressed_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._session.forward():
+            return forward(*args, **kwargs)
+
+    def _compressed_in_backward(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compresses what a loss runs again in its backward, as those of sentence-transformers with a cache do."""
+        with self._session.forward() if in_backward() else nullcontext():
             return forward(*args, **kwargs)
 
     def _compressed(

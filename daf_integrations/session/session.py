@@ -162,7 +162,7 @@ class DAFSession:
 
         Raises:
             AuditError: The error cannot be measured, and `max_gradient_error` is set.
-            ConfigError: The model can no longer be trained elastically.
+            ConfigError: The model can no longer be trained elastically, or a planned step runs this in backward.
             HooksActiveError: Other saved-tensor hooks are active, among them those of another model's session.
             PlanError: No plan keeps the budget for a step that `run_step` does not run.
             ProfileError: That step cannot be measured.
@@ -170,6 +170,8 @@ class DAFSession:
         if self._engine is None or not torch.is_grad_enabled() or self._has_no_values or self.enclosing_session:
             yield False
             return
+        if self.runner is not None:
+            self.runner.check_pass()
         audited = self._begin_pass(batch, loss_of, unmeasurable)
         audits = nullcontext() if self._audits is None else self._audits.following()
         frozen = nullcontext() if self._elastic is None else self._elastic.holding()

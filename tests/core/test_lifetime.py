@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.core.harness import (
     LARGE,
@@ -251,6 +253,37 @@ def test_rule_5_backward_in_another_thread() -> None:
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()
+    assert_same(gradients(model), expected)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("precision", ["exact", 4])
+def test_rule_5_a_forward_pass_that_backward_runs_is_one_of_its_own(precision: Any) -> None:
+    """As with a cache of gradients. Checkpoints are recomputed in it as elsewhere: what they save is used at once."""
+    model, loss_of = make_model("transformer")
+    block: Any = next(module for name, module in model.named_modules() if name == "blocks.0")
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    expected = backward(model, loss_of, engine_for(model, precision))
+    engine = engine_for(model, precision)
+    with engine.compress():
+        plain = loss_of(model, 0)
+    sizes = engine.pass_raw_bytes, engine.held_bytes
+    del plain
+    found = []
+
+    def again(_gradient: Tensor) -> None:
+        with torch.enable_grad(), engine.compress():
+            torch.manual_seed(1)
+            loss = loss_of(model, 0)
+        found.append((engine.pass_raw_bytes, engine.held_bytes))
+        loss.backward()
+
+    for _ in range(5):
+        model.zero_grad()
+        leaf = torch.ones((), requires_grad=True)
+        leaf.register_hook(again)
+        (2 * leaf).backward()
+    assert found == [sizes] * 5
     assert_same(gradients(model), expected)
     assert_empty(engine)
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from daf_core import distributed
+from daf_core.autograd.torch_private import in_backward
 from daf_core.batch.infer_reduction import MicroBatchWeights
 from daf_core.batch.micro_batches import Step, WholeStepError, run_parts
 from daf_core.batch.rows import rows_of, split, take, tensors_in
@@ -27,7 +28,7 @@ from daf_core.plan.search.planner import Plan
 from daf_core.rewrites.registry import KINDS, LOSS, OperatorRewrites
 from daf_core.snapshots.step import Snapshot, devices_of
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
-from daf_core.unsupported.models import JOINED, PLANS, RERUNS
+from daf_core.unsupported.models import IN_BACKWARD, JOINED, PLANS, RERUNS
 from daf_core.unsupported.table import Context, check_supported, unsupported_reasons
 
 LossFunction = Callable[[Any], Tensor]
@@ -69,6 +70,11 @@ class StepRunner:
     def plan(self) -> Plan | None:
         """The plan of the last step."""
         return self.planner.plan
+
+    def check_pass(self) -> None:
+        """Checks a forward pass that begins: a ConfigError if it does so in backward."""
+        if in_backward():
+            raise PLANS.error_for(IN_BACKWARD)
 
     def prepare(self, batch: Any, loss_function: LossFunction, reason: str) -> Plan:
         """Has the model follow the plan for a step that `run` does not run, for a reason, and whose batch stays whole.

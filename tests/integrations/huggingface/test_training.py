@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import Trainer
 
-from daf_core import StepStatistics
+from daf_core import ConfigError, StepStatistics
 from daf_core.autograd.torch_private import in_backward, innermost_hooks
 from daf_integrations import DAFCallback
 from tests.integrations.hf_runs import (
@@ -280,6 +280,24 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class CachesGradients(Trainer):
+    """Runs each half of a batch again in backward, as sentence-transformers' losses with a cache do."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        half = len(inputs["labels"]) // 2
+        parts = [{name: each[start : start + half] for name, each in inputs.items()} for start in (0, half)]
+        with torch.no_grad():
+            loss = torch.stack([model(**part).loss for part in parts]).mean().requires_grad_()
+
+        def again(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                for part in parts:
+                    (gradient / 2 * model(**part).loss).backward()
+
+        loss.register_hook(again)
+        return loss
+
+
 class CallsSuper(Trainer):
     """Wraps the training step and the log, as trainers of other libraries do."""
 
@@ -304,6 +322,30 @@ class TestSubclasses:
         assert compressed.state.log_history[0].keys() >= METRICS
         assert left_behind(compressed) == []
         assert daf_records(caplog) == []
+
+    @pytest.mark.parametrize("precision", ["exact", 4])
+    def test_that_run_the_model_again_in_backward_are_covered(
+        self, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, precision: Any
+    ) -> None:
+        callback = DAFCallback(precision=precision, audit_every=None)
+        plain, compressed = (
+            make_trainer(*each, trainer=CachesGradients, model=lora(dropout=0.0)) for each in ((), (callback,))
+        )
+        run(plain)
+        run(compressed)
+        assert precision == 4 or differing(weights(compressed), weights(plain)) == []
+        step = last_step(callback)
+        assert step.raw_bytes > 500_000
+        assert precision == "exact" or step.ratio > 3
+        assert left_behind(compressed) == []
+        assert daf_records(caplog) == []
+
+    def test_that_run_the_model_again_in_backward_are_not_planned(self, make_trainer: MakeTrainer) -> None:
+        trainer = make_trainer(DAFCallback(memory_budget="600MB"), trainer=CachesGradients)
+        with pytest.raises(ConfigError, match=r'run in backward, as for a cache .* Set budget_covers="activations"'):
+            run(trainer)
+        assert left_behind(trainer) == []
+        run(make_trainer(DAFCallback(memory_budget="600MB", budget_covers="activations"), trainer=CachesGradients))
 
     def test_that_compute_the_loss_elsewhere_are_warned_once(
         self, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
