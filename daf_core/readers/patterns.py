@@ -13,6 +13,7 @@ from daf_core.readers.table import (
     LOGSUMEXP,
     NORMS,
     POWERS,
+    SOFTMAXES,
     STATISTIC_SHARE,
     dim_from_end,
     fields_named,
@@ -278,7 +279,8 @@ def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
     if found and constant:
         yield from ((each, "result" if each.name() == LOG_SOFTMAX else "self") for each in found)
         yield from ((product, field) for field in fields_of(product))
-        yield from ((each, "result") for each, _ in product.next_functions if each and each.name() == "ExpBackward0")
+        made = ("ExpBackward0", *SOFTMAXES)
+        yield from ((each, "result") for each, _ in product.next_functions if each and each.name() in made)
 
 
 def _has_rows_of(node: Node, other: Node) -> bool:
