@@ -254,7 +254,8 @@ def _readers() -> list[str]:
             fields_of_node = tuple(field for each, field in places if each == node)
             names.setdefault(fields_of_node, []).append(node.replace("Backward", ""))
         said = [f"{', '.join(nodes)}: *{', '.join(those)}*" for those, nodes in names.items()]
-        rows.append(f"| {kind.value} | {'; '.join(said) or 'all others'} |")
+        of_none = "all others" if kind is table.Kind.EXACT else "none by itself: `Mul0` and what has made its factors"
+        rows.append(f"| {kind.value} | {'; '.join(said) or of_none} |")
     return _table(("its backward reads", "autograd nodes of torch, and what they have saved"), rows)
 
 

@@ -1,4 +1,4 @@
-"""Lossy: logarithms of probabilities, such that the gradient of a loss keeps its relative error."""
+"""Lossy: logarithms of probabilities, or probabilities by theirs, such that gradients keep their relative error."""
 
 from __future__ import annotations
 
@@ -135,6 +135,40 @@ class LogarithmsActivation(PlanesActivation):
     def _chunks(self, out: Tensor) -> Iterator[tuple[Any, ...]]:
         parts = (out, self._best, self._places.long(), self._log_sum)
         return zip(*(part.split(_chunk_rows(out)) for part in parts), strict=True)
+
+
+class ProbabilitiesActivation(LogarithmsActivation):
+    """Planes of the logarithms of probabilities, but for the largest of each row, which are exact.
+
+    A teacher's are a constant factor of the gradient, which is the difference of a student's probabilities and them. An
+    error that is relative to the largest of a row, as that of codes of them, is large beside this difference: where a
+    teacher is sure by .97 it was 5 times the gradient at 8 bits for both. Here it is relative to each of them.
+    """
+
+    name: ClassVar[str] = "probabilities"
+
+    @override
+    @classmethod
+    def accepts(cls, saved: SavedTensor) -> bool:
+        return saved.reading is not None and saved.reading.kind is Kind.PROBABILITIES
+
+    @override
+    @classmethod
+    def write(cls, ctx: EncodeContext) -> Self | None:
+        """Returns None, too, where values are negative, or of 16 bits: their logarithms have an error of their own."""
+        values = ctx.values
+        if values.dtype is not torch.float32 or not bool(values.amin() >= 0):
+            return None
+        return super().write(replace(ctx, values=values.clamp_min(LEAST).log_()))
+
+    @override
+    def serves(self, reading: Reading) -> bool:
+        return reading.kind is Kind.PROBABILITIES or super().serves(reading)
+
+    @override
+    def _decode(self, out: Tensor, lease: Lease) -> None:
+        super()._decode(out, lease)
+        out.exp_()
 
 
 def _largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

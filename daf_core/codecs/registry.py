@@ -6,7 +6,7 @@ from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.byte_copy import ByteCopyActivation
 from daf_core.codecs.gelu_derivative import GeluDerivativeActivation
-from daf_core.codecs.logarithms import LogarithmsActivation
+from daf_core.codecs.logarithms import LogarithmsActivation, ProbabilitiesActivation
 from daf_core.codecs.narrow_int import NarrowIntActivation
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.relu_output import ReluOutputActivation
@@ -22,6 +22,7 @@ CODECS: tuple[type[StoredActivation], ...] = (
     ReluSignsActivation,
     ReluOutputActivation,
     LogarithmsActivation,
+    ProbabilitiesActivation,
     GeluDerivativeActivation,
     PlanesActivation,
     ByteCopyActivation,

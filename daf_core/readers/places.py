@@ -230,8 +230,9 @@ def more_exact(known: Reading, reading: Reading) -> Reading:
         return reading if reading.deviation else replace(reading, deviation=known.deviation)
     if known.kind is reading.kind and None in (known.bounds, reading.bounds):
         return reading if known.bounds is None else known
-    if alike and {known.kind, reading.kind} == {Kind.APPROXIMATE, Kind.NORMALIZED}:
-        normalized = known if known.kind is Kind.NORMALIZED else reading
-        return replace(normalized, deviation=max(known.deviation, reading.deviation))
+    for kind in (Kind.NORMALIZED, Kind.PROBABILITIES):
+        if alike and {known.kind, reading.kind} == {Kind.APPROXIMATE, kind}:
+            special = known if known.kind is kind else reading
+            return replace(special, deviation=max(known.deviation, reading.deviation))
     both = alike and known.takes_approximations and reading.takes_approximations
     return Reading(Kind.APPROXIMATE if both else Kind.EXACT, reading.reader)

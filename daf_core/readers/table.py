@@ -32,6 +32,7 @@ class Kind(enum.Enum):
     NORMALIZED = "approximate values; a row beside others that spread far more stays exact"
     ATTENTION = "approximate query, key and value, of which the result is computed again"
     LOGARITHMS = "logarithms of probabilities, normalized or not, which keep the gradient's relative error"
+    PROBABILITIES = "probabilities that are compared with others, which keep the relative error of the difference"
     SIDES = "on which side of a bound each value lies, as one bit"
     SHAPE = "the shape alone"
 
@@ -73,9 +74,9 @@ class Reading:
     reader: str  # name of its autograd node
     # Of `Kind.SIDES`; and of `Kind.APPROXIMATE` where the derivative jumps: values are then to stay on their side.
     bounds: Bounds | None = None
-    # Of `Kind.LOGARITHMS` and of a softmax's result: the dimension along which the probabilities are summed, counted
-    # from the end. Of a GLU's argument: that which is cut into halves. Of `Kind.NORMALIZED`: that which is normalized,
-    # 0 where it is none, or several.
+    # Of `Kind.LOGARITHMS`, `Kind.PROBABILITIES` and a softmax's result: the dimension along which the probabilities are
+    # summed, counted from the end. Of a GLU's argument: that which is cut into halves. Of `Kind.NORMALIZED`: that which
+    # is normalized, 0 where it is none, or several.
     dim: int = 0
     pieces: int = 1  # of `Kind.NORMALIZED`: equal parts of that dimension that are normalized each for itself
     # Of a query or a key: the deviation of the scores of one query, where that is known. Of the argument of a sine or
@@ -88,7 +89,7 @@ class Reading:
     @property
     def takes_approximations(self) -> bool:
         """Whether values of few bits will do."""
-        return self.kind in (Kind.APPROXIMATE, Kind.NORMALIZED, Kind.ATTENTION)
+        return self.kind in (Kind.APPROXIMATE, Kind.NORMALIZED, Kind.ATTENTION, Kind.PROBABILITIES)
 
     @property
     def jumps(self) -> bool:

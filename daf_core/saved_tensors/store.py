@@ -19,7 +19,7 @@ from daf_core.codecs import registry
 from daf_core.codecs.base import EncodeContext, StoredActivation, encode_first
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.common_row import CommonRows
-from daf_core.codecs.logarithms import LogarithmsActivation
+from daf_core.codecs.logarithms import LogarithmsActivation, ProbabilitiesActivation
 from daf_core.codecs.planes import LossyStore, PlanesActivation, spreads_differ
 from daf_core.codecs.raw import KeptStorage, RawActivation
 from daf_core.codecs.recomputed import BoundedActivation
@@ -40,7 +40,7 @@ from daf_core.saved_tensors.recording import Decision, Look
 from daf_core.telemetry import StepRecorder
 from daf_kernels import Backend
 
-_OWN_FORMS = (Kind.SHAPE, Kind.SIDES, Kind.LOGARITHMS)
+_OWN_FORMS = (Kind.SHAPE, Kind.SIDES, Kind.LOGARITHMS, Kind.PROBABILITIES)
 """What readers take in a form of their own, which also holds values that are not finite."""
 
 
@@ -336,6 +336,8 @@ class ActivationStore:
             return SidesActivation.encode(saved, ctx)
         if reading.kind is Kind.LOGARITHMS:
             return LogarithmsActivation.encode(saved, ctx)
+        if reading.kind is Kind.PROBABILITIES:
+            return ProbabilitiesActivation.encode(saved, ctx)
         return PlanesActivation.encode(saved, ctx) if reading.takes_approximations else None
 
     def _encode(
