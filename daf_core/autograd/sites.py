@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from daf_core.autograd.torch_private import (
@@ -67,6 +68,9 @@ class Dropout(NamedTuple):
 
 _numbers = count()
 
+_RECOMPUTES = CheckpointFunction.backward.__code__
+"""Code that runs a checkpoint's function again, of those that are reentrant."""
+
 
 class ModuleCall:
     """A running forward of a module."""
@@ -99,6 +103,19 @@ def _running() -> list[nn.Module]:
     return [call["self"] for call in module_calls(sys._getframe(1))]  # pyright: ignore[reportPrivateUsage]
 
 
+def enclosing_backward() -> int:
+    """Returns the backward pass in which a forward pass begins, as that of a cache of gradients; `NO_TASK` elsewhere.
+
+    One that a checkpoint runs again is none of its own: what that saves is used at once.
+    """
+    task, frame = graph_task(), sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while task != NO_TASK and frame is not None:
+        if frame.f_code is _RECOMPUTES:
+            return NO_TASK
+        frame = frame.f_back
+    return task
+
+
 class ModuleScopes(threading.local):
     """Follows which module's forward is running, in each thread."""
 
@@ -118,7 +135,7 @@ class ModuleScopes(threading.local):
     def start(self, kept: Mapping[str, bool] = MappingProxyType({})) -> None:
         """Begins following, outside of any module; for `kept` see `Treatments`."""
         self._kept, self._unhooked, self._outside = kept, 0, len(_running())
-        self._backward = graph_task()
+        self._backward = enclosing_backward()
         self._calls = [ModuleCall("", kept.get("", False))]
 
     def stop(self) -> None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from daf_core.codecs.base import EncodeContext
+from daf_core.codecs.base import EncodeContext, StoredActivation
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.raw import KeptStorage
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.codecs.tensor_layout import Rows
 from daf_core.memory.lease import Lease
 from daf_core.readers.table import Kind, Reading
+from daf_kernels import is_capturing
 
 LARGEST = 8
 """Logarithms of a row that stay exact: the target is among them wherever its probability matters."""
@@ -33,6 +34,9 @@ LEAST_DIFFERENCE = 0.1
 
 LEAST = torch.finfo(torch.float32).tiny
 """Sum of probabilities whose logarithm is taken at least: that of 0 is -inf."""
+
+LEAST_LOGARITHM = -104.0
+"""Logarithm that stands for that of 0: its exponential is half of the smallest float32, and is rounded to 0."""
 
 LONG = 1 << 14
 """Length of rows from which the largest logarithms stay among the codes: they widen the range of few groups, and a copy
@@ -154,12 +158,20 @@ class ProbabilitiesActivation(LogarithmsActivation):
 
     @override
     @classmethod
+    def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> StoredActivation | None:
+        """Takes codes of the values where rows do not lie in order, or values are negative or of 16 bits.
+
+        Logarithms of 16 bits have an error of their own.
+        """
+        in_rows = ctx.groups is not None and ctx.groups.logarithms is not None
+        if not in_rows or ctx.values.dtype is not torch.float32 or is_capturing() or not ctx.values.amin() >= 0:
+            return PlanesActivation.encode(saved, ctx)
+        return super().encode(saved, ctx)
+
+    @override
+    @classmethod
     def write(cls, ctx: EncodeContext) -> Self | None:
-        """Returns None, too, where values are negative, or of 16 bits: their logarithms have an error of their own."""
-        values = ctx.values
-        if values.dtype is not torch.float32 or not bool(values.amin() >= 0):
-            return None
-        return super().write(replace(ctx, values=values.clamp_min(LEAST).log_()))
+        return super().write(replace(ctx, values=ctx.values.log().clamp_min_(LEAST_LOGARITHM).contiguous()))
 
     @override
     def serves(self, reading: Reading) -> bool:
@@ -167,8 +179,10 @@ class ProbabilitiesActivation(LogarithmsActivation):
 
     @override
     def _decode(self, out: Tensor, lease: Lease) -> None:
-        super()._decode(out, lease)
-        out.exp_()
+        dense = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        super()._decode(dense, lease)
+        if dense.exp_() is not out:
+            out.copy_(dense)
 
 
 def _largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -173,8 +173,12 @@ def groups_for(reading: Reading | None, geometry: Geometry, op: str, normalized:
 
     `normalized` says whether a normalization reads it.
     """
-    if reading is not None and reading.kind in (Kind.LOGARITHMS, Kind.PROBABILITIES):
-        return logarithms_of(geometry, reading.dim, reading.reader != LOGSUMEXP and reading.kind is Kind.LOGARITHMS)
+    if reading is not None and reading.kind is Kind.LOGARITHMS:
+        return logarithms_of(geometry, reading.dim, reading.reader != LOGSUMEXP)
+    if reading is not None and reading.kind is Kind.PROBABILITIES:
+        rows = geometry.rows_along(reading.dim, holes=True)
+        if rows is not None:
+            return Grouping(geometry.row, logarithms=rows, normalized=False)
     if reading is not None and reading.reader in SOFTMAXES:
         return probabilities_of(geometry, reading.dim)
     groups = None
@@ -190,8 +194,7 @@ def groups_for(reading: Reading | None, geometry: Geometry, op: str, normalized:
 
 def may_share(groups: Grouping, reading: Reading | None) -> bool:
     """Says whether what rows have in common may be kept beside codes with groups of `groups_for`: not of channels."""
-    logarithms = reading is not None and reading.kind in (Kind.LOGARITHMS, Kind.PROBABILITIES)
-    probabilities = logarithms or (reading is not None and reading.reader in SOFTMAXES)
+    probabilities = groups.logarithms is not None or (reading is not None and reading.reader in SOFTMAXES)
     return groups.shape is None and groups.beside is None and not probabilities
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,10 +57,19 @@ class Geometry:
             expected *= size
         return True
 
-    def rows_along(self, dim: int) -> Rows | None:
-        """Returns the rows along a dimension, counted from the end; None where they do not lie one after the other."""
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether its elements lie in memory in the order of its shape, with holes or not."""
+        steps = [(size, stride) for size, stride in zip(self.shape, self.strides, strict=True) if size > 1]
+        return all(stride >= after * size for (_, stride), (size, after) in pairwise([*steps, (1, 1)]))
+
+    def rows_along(self, dim: int, holes: bool = False) -> Rows | None:
+        """Returns the rows along a dimension, counted from the end; None where they do not lie one after the other.
+
+        With `holes` there may be memory of others between them.
+        """
         shape = self.shape
-        if not self.row_major or not shape:
+        if not (self.in_order if holes else self.row_major) or not shape:
             return None
         return Rows(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim:][1:]), dim)
 

@@ -66,6 +66,13 @@ MOST_ROWS = 64
 MOST_BELOW = 0.1
 """Of the largest, by which codes of numbers that are not negative may decode to less than 0."""
 
+FEW = 64
+"""Probabilities of a row below which the largest 8, which stay exact, would take more than the codes."""
+
+PEAK = 0.25
+"""Mean share of the largest in its row from which few probabilities that are compared stay exact: a step of 8 bits
+beside the sum of all others is .003 at .25 and .08 at .87."""
+
 MOST_RESULTS = 4096
 """Of an exponential that are looked at."""
 
@@ -156,13 +163,15 @@ def told_by(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str, Reading]]:
         yield reader, field, Reading(Kind.NORMALIZED, reader.name(), dim=-1, varies=reader.name() != PRODUCT)
     if (tanh := capped_scores(node)) is not None:
         yield tanh, "result", Reading(Kind.APPROXIMATE, tanh.name(), deviation=SHARP)
+    dim = -1
     for reader, field in compared(node, unpack):
-        if reader.name() in (LOG_SOFTMAX, LOGSUMEXP):
+        if reader.name() in (LOG_SOFTMAX, LOGSUMEXP):  # they come first
+            dim = dim_from_end(reader) if reader.name() == LOG_SOFTMAX else dim  # a mixture is summed along another
             yield reader, field, Reading(Kind.LOGARITHMS, reader.name(), dim=dim_from_end(reader), deviation=math.inf)
         else:
-            kind = Kind.PROBABILITIES if _are_positive(packed_for(reader, field, unpack)) else Kind.APPROXIMATE
-            dim = dim_from_end(reader) if reader.name() in SOFTMAXES else -1
-            yield reader, field, Reading(kind, reader.name(), dim=dim, deviation=math.inf)
+            kind = _kind_of_compared(packed_for(reader, field, unpack), dim)
+            deviation = 0.0 if kind is Kind.EXACT else math.inf
+            yield reader, field, Reading(kind, reader.name(), dim=dim, deviation=deviation)
     for each in _opposed_sums(node):
         yield each, "self", Reading(Kind.EXACT, each.name())
     for factor, field in cosine_factors(node):
@@ -170,15 +179,24 @@ def told_by(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str, Reading]]:
         yield factor, field, Reading(Kind.APPROXIMATE, factor.name(), deviation=math.inf, varies=varies)
 
 
-def _are_positive(packed: Any) -> bool:
-    """Says whether what a comparison has saved may be probabilities: differences are negative, too."""
+def _kind_of_compared(packed: Any, dim: int) -> Kind:
+    """Returns as what something that is compared along a dimension is read: as probabilities, or as values.
+
+    Differences are negative, too. Few probabilities are coded as values, or stay exact where one has most of their sum.
+    """
     if packed is None or packed.stored.values_gone:
-        return False
+        return Kind.APPROXIMATE
     values = getattr(packed, "result", lambda: packed)().unpack()  # one that is packed in the background has to wait
-    if values.is_meta or values.dtype is not torch.float32 or not values.numel():
-        return False
+    if values.is_meta or not values.is_floating_point() or not values.numel() or values.dim() < -dim:
+        return Kind.APPROXIMATE
     least, most = values.aminmax()
-    return float(least) > -MOST_BELOW * float(most)
+    if not float(least) > -MOST_BELOW * float(most):
+        return Kind.APPROXIMATE
+    if values.shape[dim] >= FEW and values.dtype is torch.float32:
+        return Kind.PROBABILITIES
+    rows = some_of(values.movedim(dim, -1).reshape(-1, values.shape[dim]), 0, MOST_ROWS).float()
+    shares = (rows.amax(-1) / rows.sum(-1)).nan_to_num(0.0)
+    return Kind.EXACT if float(shares.mean()) > PEAK else Kind.APPROXIMATE
 
 
 def _opposed_sums(node: Node) -> Iterator[Node]:

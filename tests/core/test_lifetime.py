@@ -288,6 +288,23 @@ def test_rule_5_a_forward_pass_that_backward_runs_is_one_of_its_own(precision: A
     assert_empty(engine)
 
 
+def test_rule_5_what_a_checkpoint_runs_again_is_used_at_once() -> None:
+    """Also where the checkpoint is around the whole model: what that saves in backward stays as it is."""
+    model, loss_of = make_model("mlp")
+    expected = backward(model, loss_of)
+    engine = engine_for(model, 4)
+
+    def compressed(_: Tensor) -> Tensor:
+        with engine.compress():
+            return loss_of(model, 0)
+
+    for _ in range(4):
+        model.zero_grad()
+        checkpoint(compressed, torch.ones((), requires_grad=True), use_reentrant=True).backward()
+        assert_same(gradients(model), expected)
+    assert_empty(engine)
+
+
 def test_rule_5_concurrent_unpacking_of_one_handle() -> None:
     """Many threads may decode the same pages at once."""
     model = nn.Linear(64, 64)

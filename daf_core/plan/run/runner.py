@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from daf_core import distributed
-from daf_core.autograd.torch_private import in_backward
+from daf_core.autograd.sites import enclosing_backward
+from daf_core.autograd.torch_private import NO_TASK
 from daf_core.batch.infer_reduction import MicroBatchWeights
 from daf_core.batch.micro_batches import Step, WholeStepError, run_parts
 from daf_core.batch.rows import rows_of, split, take, tensors_in
@@ -73,7 +74,7 @@ class StepRunner:
 
     def check_pass(self) -> None:
         """Checks a forward pass that begins: a ConfigError if it does so in backward."""
-        if in_backward():
+        if enclosing_backward() != NO_TASK:
             raise PLANS.error_for(IN_BACKWARD)
 
     def prepare(self, batch: Any, loss_function: LossFunction, reason: str) -> Plan:

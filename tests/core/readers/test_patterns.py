@@ -253,6 +253,52 @@ def test_a_student_close_to_a_sure_teacher_is_within_the_bounds(
     assert max(errors(model, normal(ROWS, TOKENS, WIDTH), bits, passes=3)) < bound
 
 
+TEACHERS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "shifted": (lambda p: p[:, 1:], 0.3),
+    "of a padded vocabulary": (lambda p: p[..., :500], 0.3),
+    "transposed": (lambda p: p.transpose(0, 1).contiguous().transpose(0, 1), 0.3),
+    "with rows of zeros": (lambda p: p * (torch.arange(TOKENS) % 3 > 0)[:, None], 0.3),
+    "tiny": (lambda p: p * 1e-37, 0.3),
+}
+
+
+@pytest.mark.parametrize("how", TEACHERS)
+def test_probabilities_that_are_compared_take_few_bytes_however_they_lie(how: str) -> None:
+    """Also of a teacher whose rows have memory of others between them, as where texts are shifted by a word."""
+    change, share = TEACHERS[how]
+
+    def loss(scores: Tensor, teacher: Tensor) -> Tensor:
+        weights = change(teacher.softmax(-1))
+        logs = _logs(scores)[:, : weights.shape[1], : weights.shape[2]]
+        return -(weights * logs).sum(-1).mean() * (1e37 if how == "tiny" else 1.0)
+
+    model, inputs = Student(loss), normal(ROWS, TOKENS, WIDTH)
+    assert max(errors(model, inputs, 4, passes=3)) < 0.25
+    engine = engine_for(model, 4)
+    steps = []
+    for _ in range(3):
+        backward(model, lambda model, _: model(inputs), engine)
+        steps.append(engine.finish_step())
+    assert steps[-1].held_bytes < share * steps[-1].raw_bytes
+
+
+def test_weights_that_are_negative_later_have_codes_of_their_values() -> None:
+    signs = [1.0]
+    model, inputs = (
+        Student(lambda s, t: -(t.softmax(-1) * signs[-1] * _logs(s)).sum(-1).mean()),
+        normal(ROWS, TOKENS, WIDTH),
+    )
+    engine = engine_for(model, 4)
+    held = []
+    for number in range(6):
+        signs.append(-1.0 if number >= 3 else 1.0)
+        plain = backward(model, lambda model, _: model(inputs))
+        found = backward(model, lambda model, _: model(inputs), engine)
+        assert error(found, plain) < 0.25
+        held.append(engine.finish_step().held_bytes)
+    assert held[-1] <= held[2]
+
+
 def test_a_teacher_that_comes_later_is_known_after_two_passes() -> None:
     """The first of these is not watched, and in the second one nothing waits any more."""
     inputs = normal(ROWS, TOKENS, WIDTH)
