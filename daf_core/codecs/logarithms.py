@@ -145,8 +145,9 @@ class ProbabilitiesActivation(LogarithmsActivation):
     """Planes of the logarithms of probabilities, but for the largest of each row, which are exact.
 
     A teacher's are a constant factor of the gradient, which is the difference of a student's probabilities and them. An
-    error that is relative to the largest of a row, as that of codes of them, is large beside this difference: where a
-    teacher is sure by .97 it was 5 times the gradient at 8 bits for both. Here it is relative to each of them.
+    error that is relative to the largest of a row, as that of codes of them, is large beside this difference: with 8
+    bits for both it was .7 of the gradient where a teacher is sure by .97, and 5 times it by .999. Here it is relative
+    to each of them.
     """
 
     name: ClassVar[str] = "probabilities"
