@@ -7,7 +7,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, takewhile
@@ -117,7 +117,13 @@ def enclosing_backward() -> int:
 
 
 class ModuleScopes(threading.local):
-    """Follows which module's forward is running, in each thread."""
+    """Follows which module's forward is running, in each thread.
+
+    Attributes:
+        begun: Names of the modules whose forward has begun since this was emptied; the oldest first.
+        repeated: Those of modules that have run twice in one forward pass.
+        dropout: The latest one, if its argument was unchanged.
+    """
 
     def __init__(self) -> None:
         self._calls: list[ModuleCall] | None = None
@@ -126,7 +132,10 @@ class ModuleScopes(threading.local):
         self._followed: Mapping[int, Followed] = {}
         self._kept: Mapping[str, bool] = {}
         self._normalized: deque[weakref.ref[Tensor]] = deque(maxlen=NORMALIZED)
-        self.dropout: Dropout | None = None  # the latest one, if its argument was unchanged
+        self._met: set[str] = set()  # the modules of this pass
+        self.begun: list[str] = []
+        self.repeated: set[str] = set()
+        self.dropout: Dropout | None = None
 
     def __reduce__(self) -> tuple[type[ModuleScopes], tuple[()]]:
         """Copies as a new one: a copy of the model, whose hooks hold this, is followed by nobody."""
@@ -137,6 +146,8 @@ class ModuleScopes(threading.local):
         self._kept, self._unhooked, self._outside = kept, 0, len(_running())
         self._backward = enclosing_backward()
         self._calls = [ModuleCall("", kept.get("", False))]
+        self._met.clear()
+        self.begun.clear()
 
     def stop(self) -> None:
         """Stops following; modules that an exception left open are forgotten."""
@@ -200,6 +211,10 @@ class ModuleScopes(threading.local):
         if calls is not None:
             self._let_go(begins=True)
             calls.append(self._begin(name, normalizes))
+            self.begun.append(name)
+            if name in self._met:
+                self.repeated.add(name)
+            self._met.add(name)
 
     @property
     def normalized(self) -> list[Tensor]:
@@ -246,6 +261,7 @@ class ModuleFollower:
     """
 
     def __init__(self, model: nn.Module, scopes: ModuleScopes, normalized: bool = True) -> None:
+        self._scopes = scopes
         self.followed: dict[int, Followed] = {}  # the modules, by their `id`
         self._following: set[int] = set()
         self._lock = threading.Lock()
@@ -269,8 +285,23 @@ class ModuleFollower:
             self._turn(True)
 
     def end(self) -> None:
-        """This thread's forward pass has ended."""
+        """This thread's forward pass has ended.
+
+        What has run twice in it is followed for good: nothing else tells two calls in a row apart.
+        """
         self._following.discard(threading.get_ident())
+        if self._scopes.repeated:
+            self.stay(self._scopes.repeated)
+            self._scopes.repeated.clear()
+
+    def stay(self, names: Container[str]) -> bool:
+        """Follows the modules of these names for good; returns whether one of them was not before."""
+        with self._lock:
+            found = [each.hooks for each in self.followed.values() if each.name in names and not each.hooks.stay]
+            for hooks in found:
+                hooks.turn(True)
+                hooks.stay = True
+        return bool(found)
 
     @contextmanager
     def following(self) -> Generator[None]:
@@ -282,7 +313,7 @@ class ModuleFollower:
             self.end()
 
     def rest(self) -> None:
-        """Takes the hooks away where no thread needs them, but for those of normalizations."""
+        """Takes the hooks away where no thread needs them, but for those that stay."""
         with self._lock:
             if not self._following:
                 self._turn(False)

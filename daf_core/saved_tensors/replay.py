@@ -72,10 +72,11 @@ class Replay:
         self._store: ActivationStore  # of a pass that is replayed or recorded
         self._waiting: Mapping[int, object] = {}
         self._at: Save | None = None
-        self._replays = False
+        self._replays = self._rests = False
         self._epoch = 0  # of the store
         self._taken: list[Save] = []
         self._largest: dict[int, int] = {}  # elements of the largest of them, by the call that saved it
+        self._begun: list[str] = []  # the modules that have begun since the last of them, of those with hooks
 
     def begin(self, treatments: Treatments | None) -> None:
         """Begins a pass with these treatments; None neither replays nor records it."""
@@ -87,9 +88,11 @@ class Replay:
         store.begin_replay(self._packer.eligibility.storages)
         root = self._recordings.root(treatments)
         self._at, self._store, self._replays, self._epoch = root, store, bool(root.following), store.epoch
+        self._begun = self._packer.scopes.begun
         self._waiting = self._readers.unresolved
         # Torch.compile guards on the hooks of modules: to switch them has everything compiled again.
-        if self._replays and not has_compiled_anything():
+        self._rests = self._replays and not has_compiled_anything()
+        if self._rests:
             self._follower.rest()
         else:
             self._follower.begin()
@@ -115,8 +118,7 @@ class Replay:
         if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter or tensor.is_nested:
             for save in at.following:
                 if save.look is None:
-                    self._at = save
-                    return RawActivation(tensor, None)
+                    return self._pass(save, tensor)
             return self._leave(at, tensor, frame)
         started = time.perf_counter()
         if frame.f_code is DROPOUT:
@@ -125,8 +127,7 @@ class Replay:
         for save in at.following:
             if (look := save.look) is None:
                 if self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER:
-                    self._at = save
-                    return RawActivation(tensor, None)
+                    return self._pass(save, tensor)
             elif (
                 type(node) is save.made_by
                 and tensor.dtype is save.dtype
@@ -143,6 +144,7 @@ class Replay:
                 if packed is None and (packed := self._look_again(save, look, tensor, frame)) is None:
                     break
                 self._at = save
+                self._begun.clear()
                 self._taken.append(save)
                 elements = tensor.numel()
                 if elements > self._largest.get(save.call, 0):
@@ -150,6 +152,11 @@ class Replay:
                 self._packer.recorder.pack_seconds += time.perf_counter() - started
                 return packed
         return self._leave(at, tensor, frame)
+
+    def _pass(self, save: Save, parameter: Tensor) -> Packed:
+        self._at = save
+        self._begun.clear()
+        return RawActivation(parameter, None)
 
     def _pack_anew(self, at: Save | None, tensor: Tensor, frame: FrameType) -> Packed:
         """Packs a tensor of a pass that is not replayed, or of a backward."""
@@ -235,18 +242,28 @@ class Replay:
         return TensorKind.RAW if save.kept and form is not TensorKind.PARAMETER else form
 
     def _leave(self, at: Save, tensor: Tensor, frame: FrameType) -> Packed:
-        """Goes the full way from now on, and records a branch."""
+        """Goes the full way from now on, and records a branch.
+
+        Where a module that is running may have begun anew since the last save, nobody can say whose save this is: the
+        next time it can.
+        """
         self._replays = False
         self._follower.begin()
         self._packer.scopes.catch_up(self._follower.followed)
-        for call, (number, name) in zip(self._packer.scopes.calls, at.calls, strict=False):
-            if call.name != name:
+        begun, running = set(self._begun), []
+        for depth, (call, (number, name)) in enumerate(zip(self._packer.scopes.calls, at.calls, strict=False)):
+            if call.name != name or (depth and name in begun):  # the outermost is the pass itself
                 break
+            running.append(name)
+            call.number = number  # the branch goes on in the calls of the saves above it
             for save in self._taken:
                 if save.call == number and save.look is not None:
                     call.count(self._largest.get(number, 0))
                     if (place := save.look.sighting.place) is not None:
                         call.saved_at[place.codes, place.instructions] = place.save
+        if self._follower.stay(running) and self._rests:
+            self._at = None
+            return self._packer.pack_at(tensor, frame)
         return self._record(at, tensor, frame)
 
     def _record(self, at: Save, tensor: Tensor, frame: FrameType) -> Packed:

@@ -649,6 +649,49 @@ def test_sites_of_a_branch_are_those_of_the_full_way() -> None:
     compare(Outer, loss_of, steps=8, precision=4)
 
 
+class Gated(nn.Module):
+    """A block whose first operator is one or another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, smooth: bool = False) -> Tensor:
+        x = F.softplus(x) if smooth else x.tanh()
+        return F.gelu(self.value(x)) * self.gate(x).sigmoid()
+
+
+class Shared(nn.Module):
+    """Runs one block three times, or others at random, with operators of its own between them."""
+
+    def __init__(self, at_random: bool) -> None:
+        super().__init__()
+        self.at_random, self.step = at_random, 0
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+        self.blocks = nn.ModuleList(Gated() for _ in range(3 if at_random else 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sin()
+        for number in range(3):
+            if not self.at_random:
+                x = self.blocks[0](x, bool(self.step >> number & 1))
+            elif (self.step * 5 + 3) >> number & 1:
+                x = F.silu(self.blocks[number].value(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("at_random", [True, False], ids=["other blocks", "one block thrice"])
+def test_branches_of_branches_save_in_the_same_calls(at_random: bool, config: dict[str, Any]) -> None:
+    """A call goes on below each branch, and another one of the same module does not."""
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        model.step = step
+        return model(normal(*LARGE, seed=step)).square().mean()
+
+    assert compare(partial(Shared, at_random), loss_of, steps=12, **config) >= 4
+
+
 def test_graphs_of_several_passes_alive_at_once() -> None:
     """Pages of one are not those of another."""
     make, loss_of = MODELS["transformer"]
