@@ -29,6 +29,10 @@ largest. The range of a group would otherwise be that of a mask (-1e9)."""
 DEPTH_OF_OTHERS = 10.0
 """The same below the largest logarithm that is not exact: where a row is sure, that is far below the largest of all."""
 
+MASKED = 64
+"""Length of rows from which their smallest logarithm stays exact, too, up to `BLOCKED`: where one class of each row is
+masked, as the target in decoupled distillation, it is in most groups, and takes their range from 3 to 10 or more."""
+
 LEAST_DIFFERENCE = 0.1
 """Probability of all but the largest logarithms of a row from which 1 minus that of the largest is as good as a sum."""
 
@@ -54,7 +58,9 @@ large. With 1 MB both stay in the second-level cache: 512 rows of 32,000 take 46
 
 
 class LogarithmsActivation(PlanesActivation):
-    """Planes of all but the largest logarithms of each row, which are exact, and the sum of the other probabilities.
+    """Planes of all but a few logarithms of each row, which are exact, and the sum of the other probabilities.
+
+    The largest are exact, and where one may be masked the smallest.
 
     The gradient of the cross entropy is p - 1 at the target and p elsewhere. Where a model is sure it is small beside
     p, and codes of the logarithms alone are wrong by a factor (at p = .998: 2 times the gradient at 8 bits, 56 at 4).
@@ -89,19 +95,23 @@ class LogarithmsActivation(PlanesActivation):
         level = None if normalized else _level(best)
         logs, largest = (shaped, best) if level is None else (shaped - level, best - level)
         others = _bounded(logs, largest)
+        limit, best, places = largest[:, -1:], best[:, :-1], places[:, :-1]
         if rows.length < LONG:
-            count = best.shape[1] - 1
             others = others.clone() if others is shaped else others
-            others.scatter_(1, places[:, :count], largest[:, -1:].expand(-1, count, -1))
+            if _has_masked(rows):
+                place = others.scatter_(1, places, torch.inf).argmin(1, keepdim=True)
+                best = torch.cat([best, others.gather(1, place) + (0 if level is None else level)], dim=1)
+                places = torch.cat([places, place], dim=1)
+            others.scatter_(1, places, limit.expand(places.shape))
         # A pending check would keep only the values of the planes, and not the exact logarithms.
         stored = super().write(replace(ctx, values=others.view(-1), checks=None))
         if stored is None:
             return None
         stored._rows = rows
-        stored._best = best[:, :-1].clone()
-        stored._places = places[:, :-1].int()
+        stored._best = best.clone()
+        stored._places = places.int()
         stored._normalized = normalized
-        total = _total(logs, largest[:, :-1], places[:, :-1], normalized)
+        total = _total(logs, best if level is None else best - level, places, normalized)
         stored._log_sum = total.clamp_min_(LEAST).log_()
         stored._kept = KeptStorage(ctx.pager, beside)
         return stored
@@ -160,14 +170,15 @@ class ProbabilitiesActivation(LogarithmsActivation):
     @override
     @classmethod
     def encode(cls, saved: SavedTensor, ctx: EncodeContext) -> StoredActivation | None:
-        """Takes codes of the values where rows do not lie in order, or values are negative or of 16 bits.
+        """Takes codes of the values where rows do not lie in order or are short, or values are negative or of 16 bits.
 
         Logarithms of 16 bits have an error of their own.
         """
         in_rows = ctx.groups is not None and ctx.groups.logarithms is not None
         if not in_rows or ctx.values.dtype is not torch.float32 or is_capturing() or not ctx.values.amin() >= 0:
             return PlanesActivation.encode(saved, ctx)
-        return super().encode(saved, ctx)
+        stored = super().encode(saved, ctx)
+        return PlanesActivation.encode(saved, ctx) if stored is None else stored
 
     @override
     @classmethod
@@ -184,6 +195,10 @@ class ProbabilitiesActivation(LogarithmsActivation):
         super()._decode(dense, lease)
         if dense.exp_() is not out:
             out.copy_(dense)
+
+
+def _has_masked(rows: Rows) -> bool:
+    return MASKED <= rows.length < BLOCKED
 
 
 def _largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -222,11 +237,11 @@ def _bounded(rows: Tensor, best: Tensor) -> Tensor:
 
 
 def _total(others: Tensor, best: Tensor, places: Tensor, normalized: bool) -> Tensor:
-    """Returns the sum of the probabilities of all but the largest logarithms of each row.
+    """Returns the sum of the probabilities of all but the exact logarithms of each row.
 
     Args:
         others: The logarithms, of shape (outer, length, inner).
-        best: The largest of them.
+        best: The exact ones of them.
         places: Where these are.
         normalized: Whether the probabilities of a row sum to 1.
     """
@@ -254,5 +269,6 @@ def _rows_of(ctx: EncodeContext) -> tuple[Rows, bool]:
 
 
 def _bytes_beside(rows: Rows, element_size: int) -> int:
-    """Returns the bytes that are held beside the planes: the largest logarithms, their places, and a sum a row."""
-    return rows.outer * rows.inner * (min(LARGEST, rows.length - 1) * (element_size + 4) + 4)
+    """Returns the bytes that are held beside the planes: the exact logarithms, their places, and a sum a row."""
+    exact = min(LARGEST, rows.length - 1) + _has_masked(rows)
+    return rows.outer * rows.inner * (exact * (element_size + 4) + 4)

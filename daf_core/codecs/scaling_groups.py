@@ -176,7 +176,7 @@ def groups_for(reading: Reading | None, geometry: Geometry, op: str, normalized:
     if reading is not None and reading.kind is Kind.LOGARITHMS:
         return logarithms_of(geometry, reading.dim, reading.reader != LOGSUMEXP)
     if reading is not None and reading.kind is Kind.PROBABILITIES:
-        rows = geometry.rows_along(reading.dim, holes=True)
+        rows = geometry.rows_along(reading.dim, in_any_order=True)
         if rows is not None:
             return Grouping(geometry.row, logarithms=rows, normalized=False)
     if reading is not None and reading.reader in SOFTMAXES:

@@ -57,21 +57,26 @@ class Geometry:
             expected *= size
         return True
 
-    @cached_property
-    def in_order(self) -> bool:
-        """Whether its elements lie in memory in the order of its shape, with holes or not."""
-        steps = [(size, stride) for size, stride in zip(self.shape, self.strides, strict=True) if size > 1]
-        return all(stride >= after * size for (_, stride), (size, after) in pairwise([*steps, (1, 1)]))
-
-    def rows_along(self, dim: int, holes: bool = False) -> Rows | None:
+    def rows_along(self, dim: int, in_any_order: bool = False) -> Rows | None:
         """Returns the rows along a dimension, counted from the end; None where they do not lie one after the other.
 
-        With `holes` there may be memory of others between them.
+        `in_any_order` takes them of the compact form, too: the tensor's other dimensions may be in another order, and
+        there may be memory of others between its elements.
         """
-        shape = self.shape
-        if not (self.in_order if holes else self.row_major) or not shape:
+        shape, strides = self.shape, self.strides
+        if self.row_major and shape:
+            return Rows(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim:][1:]), dim)
+        if not in_any_order or not shape or shape[dim] < 2 or self._overlaps:
             return None
-        return Rows(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim:][1:]), dim)
+        place = sum(1 for size, stride in zip(shape, strides, strict=True) if size > 1 and stride > strides[dim])
+        sizes = self.memory_shape
+        return Rows(math.prod(sizes[:place]), sizes[place], math.prod(sizes[place + 1 :]), dim)
+
+    @cached_property
+    def _overlaps(self) -> bool:
+        """Whether several of its elements are the same in memory, as those of an expanded tensor."""
+        steps = sorted((stride, size) for size, stride in zip(self.shape, self.strides, strict=True) if size > 1)
+        return not steps or steps[0][0] < 1 or any(after < size * step for (step, size), (after, _) in pairwise(steps))
 
     def compact(self, tensor: Tensor) -> Tensor:
         """Returns the compact form of a detached tensor of this geometry, a view."""

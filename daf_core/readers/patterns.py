@@ -13,7 +13,6 @@ from daf_core.readers.table import (
     LOGSUMEXP,
     NORMS,
     POWERS,
-    SOFTMAXES,
     STATISTIC_SHARE,
     dim_from_end,
     fields_named,
@@ -60,17 +59,6 @@ _SPREADS = ("VarBackward0", "StdBackward0", *NORMS)
 _RECIPROCALS = ("RsqrtBackward0", "ReciprocalBackward0")
 
 LOG_SOFTMAX = "LogSoftmaxBackward0"
-_COMPARES = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "Slice", "Index", "IndexSelect", "Transpose"),
-        *("Clone", "ToCopy", "Stack", "Cat", "MaskedFill", "Neg", "Add", "Sub", "Logsumexp"),
-    )
-)
-"""Nodes that move logarithms of probabilities, compare them with others, or mix them."""
-
-_WITH_OTHERS = ("SubBackward0", "StackBackward0")
-"""Those of them that show a teacher where something has no node. To add a number is no comparison."""
 
 # Their gradient is without bound where a value that they read is small, or at an edge of the domain.
 _POLES = {
@@ -125,7 +113,7 @@ def normalized(node: Node) -> Iterator[tuple[Node, str]]:
         yield node, "self"
     elif name == PRODUCT:
         for (factor, _), field in zip(node.next_functions, ("other", "self"), strict=True):
-            if factor is not None and factor.name() in _RECIPROCALS and _last_size(factor) == 1:
+            if factor is not None and factor.name() in _RECIPROCALS and last_size(factor) == 1:
                 yield node, field
 
 
@@ -147,7 +135,7 @@ def _divisor(node: Node) -> Node | None:
     divisor = node.next_functions[1][0] if node.name() == "DivBackward0" else None
     while divisor is not None and divisor.name() in ("AddBackward0", "ExpandBackward0", "ClampMinBackward0"):
         divisor = divisor.next_functions[0][0]
-    if divisor is None or _last_size(divisor) != 1:
+    if divisor is None or last_size(divisor) != 1:
         return None
     of_rows = divisor.name() in _SPREADS and _is_of_rows(divisor)
     return divisor if of_rows or divisor.name() == "SqrtBackward0" else None
@@ -256,45 +244,7 @@ def capped_scores(node: Node) -> Node | None:
     return None
 
 
-def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
-    """Yields what is saved where a product weighs how far logarithms of probabilities are from a teacher's.
-
-    The gradient is then the difference of the two, whose error is the larger the closer they are: a student at a
-    divergence of .005 had one of 1.3 at 4 bits, now .17. What is picked of them first, as a target's or by a mask, and
-    what is compared with itself, as in an entropy, is another case. Nothing that is constant has a node.
-    """
-    if product.name() != PRODUCT:
-        return
-    pending, constant = [product], False
-    for each in pending:
-        with_constant = (None, 0) in each.next_functions
-        scales = each.name() in (PRODUCT, "DivBackward0") and with_constant
-        if len(pending) < MOST_NODES and (each is product or scales or each.name() in _COMPARES):
-            pending += [made for made, _ in each.next_functions if made is not None and made not in pending]
-            constant |= with_constant and each.name() in _WITH_OTHERS
-    found = [each for each in pending if each.name() in (LOG_SOFTMAX, LOGSUMEXP) and _has_rows_of(each, product)]
-    if found and not constant and (None, 0) in product.next_functions:
-        weights: Any = packed_for(product, "other" if product.next_functions[1][0] is None else "self", unpack)
-        constant = weights is not None and weights.stored.lossy  # a mask is not, and a number is not saved
-    if found and constant:
-        yield from ((each, "result" if each.name() == LOG_SOFTMAX else "self") for each in found)
-        yield from ((product, field) for field in fields_of(product))
-        made = ("ExpBackward0", *SOFTMAXES)
-        yield from ((each, "result") for each, _ in product.next_functions if each and each.name() in made)
-
-
-def _has_rows_of(node: Node, other: Node) -> bool:
-    """Says whether what two nodes have made has rows of the same size, as where nothing of them was picked.
-
-    Of a logsumexp it is what it sums.
-    """
-    node = node.next_functions[0][0] if node.name() == LOGSUMEXP else node
-    if (size := _last_size(node)) is None or size != _last_size(other):
-        return False
-    return len(other._input_metadata[0].shape) >= min(2, len(node._input_metadata[0].shape))
-
-
-def _last_size(node: Node) -> int | None:
+def last_size(node: Node) -> int | None:
     """Returns the size of the last dimension of what a node has made; None where it has none."""
     made = node._input_metadata[0]
     return None if made.is_nested_tensor or not len(made.shape) else made.shape[-1]

@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from daf_core.autograd.torch_private import Node, packed_for
+from daf_core.autograd.torch_private import Node, fields_of, packed_for
 from daf_core.readers.patterns import (
     LOG_SOFTMAX,
     MOST_NODES,
     PRODUCT,
     capped_scores,
-    compared,
     cosine_factors,
+    last_size,
     normalized,
     width_of_scores,
 )
@@ -47,7 +48,28 @@ deviate by 80, as in a gated linear attention, the gradient of the gate had an e
 them."""
 
 _CARRIES = (*MOVES, "Neg", "Stack", "Cat", "MeanBackward", "SumBackward", "MulBackward", "DivBackward")
-"""What begins the names of nodes behind which a logsumexp is still one term."""
+"""What begins the names of nodes behind which a logsumexp, or a product, is still one term."""
+
+_MIXES = (
+    *(*MOVES, "Neg", "Stack", "Cat", "AddBackward", "SubBackward"),
+    *("LogsumexpBackward", "LogBackward", "Clamp", "Pow", "Sqrt"),
+)
+"""What begins the names of nodes that compare a model's probabilities with others, mix them with others, or take powers
+or logarithms of them."""
+
+_WITH_OTHERS = ("SubBackward0", "StackBackward0")
+"""Those of them that show a teacher where something has no node. To add a number is no comparison."""
+
+_OF_PROBABILITIES: dict[str, tuple[str, ...]] = {
+    LOG_SOFTMAX: ("result",),
+    LOGSUMEXP: ("self",),
+    **dict.fromkeys(SOFTMAXES, ("result",)),
+    "LogSigmoidBackward0": ("self", "buffer"),
+    "SoftplusBackward0": ("self",),
+    "LogBackward0": (),
+}
+"""Nodes that make what is compared, and what each saves that its gradient's error would come from. What a logarithm
+reads is exact in any case."""
 
 WIDE = 30.0
 """Deviation of an argument from which it stays exact."""
@@ -164,14 +186,16 @@ def told_by(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str, Reading]]:
     if (tanh := capped_scores(node)) is not None:
         yield tanh, "result", Reading(Kind.APPROXIMATE, tanh.name(), deviation=SHARP)
     dim = -1
-    for reader, field in compared(node, unpack):
-        if reader.name() in (LOG_SOFTMAX, LOGSUMEXP):  # they come first
-            dim = dim_from_end(reader) if reader.name() == LOG_SOFTMAX else dim  # a mixture is summed along another
-            yield reader, field, Reading(Kind.LOGARITHMS, reader.name(), dim=dim_from_end(reader), deviation=math.inf)
-        else:
+    for reader, field in chain(compared(node, unpack), _weighed_scores(node, unpack)):
+        kind, name = Kind.APPROXIMATE, reader.name()
+        if name in (LOG_SOFTMAX, *SOFTMAXES):  # they come first, and a mixture is summed along another dimension
+            dim = dim_from_end(reader)
+        if name in (LOG_SOFTMAX, LOGSUMEXP):
+            yield reader, field, Reading(Kind.LOGARITHMS, name, dim=dim_from_end(reader), deviation=math.inf)
+            continue
+        if name in (PRODUCT, "ExpBackward0", *SOFTMAXES):
             kind = _kind_of_compared(packed_for(reader, field, unpack), dim)
-            deviation = 0.0 if kind is Kind.EXACT else math.inf
-            yield reader, field, Reading(kind, reader.name(), dim=dim, deviation=deviation)
+        yield reader, field, Reading(kind, name, dim=dim, deviation=0.0 if kind is Kind.EXACT else math.inf)
     for each in _opposed_sums(node):
         yield each, "self", Reading(Kind.EXACT, each.name())
     for factor, field in cosine_factors(node):
@@ -199,22 +223,85 @@ def _kind_of_compared(packed: Any, dim: int) -> Kind:
     return Kind.EXACT if float(shares.mean()) > PEAK else Kind.APPROXIMATE
 
 
+def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
+    """Yields what is saved where a product weighs how far a model's probabilities are from a teacher's.
+
+    The gradient is then the difference of the two, whose error is the larger the closer they are: a student at a
+    divergence of .005 had one of 1.3 at 4 bits, now .17. What is picked of them first, as a target's or by a mask, and
+    what is compared with itself, as in an entropy, is another case. Nothing that is constant has a node.
+    """
+    if product.name() != PRODUCT:
+        return
+    pending, constant = [product], False
+    for each in pending:
+        with_constant = (None, 0) in each.next_functions
+        scales = each.name() in (PRODUCT, "DivBackward0") and with_constant
+        if len(pending) < MOST_NODES and (each is product or scales or each.name().startswith(_MIXES)):
+            pending += [made for made, _ in each.next_functions if made is not None and made not in pending]
+            constant |= with_constant and each.name() in _WITH_OTHERS
+    found = [each for each in pending if each.name() in _OF_PROBABILITIES and _has_rows_of(each, product)]
+    if found and (constant or _is_weighed(product, unpack)):
+        yield from ((each, field) for each in found for field in _OF_PROBABILITIES[each.name()])
+        yield from ((product, field) for field in fields_of(product))
+        made = ("ExpBackward0", *SOFTMAXES)
+        yield from ((each, "result") for each, _ in product.next_functions if each and each.name() in made)
+
+
+def _is_weighed(product: Node, unpack: Unpack) -> bool:
+    """Says whether a product is one with a constant that has codes: a mask has none, and a number is not saved."""
+    if (None, 0) not in product.next_functions:
+        return False
+    weights: Any = packed_for(product, "other" if product.next_functions[1][0] is None else "self", unpack)
+    return weights is not None and weights.stored.lossy
+
+
+def _has_rows_of(node: Node, other: Node) -> bool:
+    """Says whether what two nodes have made has rows of the same size, as where nothing of them was picked.
+
+    Of a logsumexp it is what it sums.
+    """
+    node = node.next_functions[0][0] if node.name() == LOGSUMEXP else node
+    if (size := last_size(node)) is None or size != last_size(other):
+        return False
+    return len(other._input_metadata[0].shape) >= min(2, len(node._input_metadata[0].shape))
+
+
+def _weighed_scores(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
+    """Yields what is saved where scores are weighed with a teacher's probabilities, and their logsumexp is taken away.
+
+    It is a divergence, as `compared` knows it, that takes no logarithms of the probabilities.
+    """
+    terms = [*_terms(node)]
+    weighed = [(each, sign) for each, sign in terms if each.name() == PRODUCT and _is_weighed(each, unpack)]
+    sums = [(each, sign) for each, sign in terms if each.name() == LOGSUMEXP] if weighed else ()
+    for total, sign in sums:
+        for product, others in weighed:
+            if others != sign and _has_rows_of(total, product):
+                yield total, "self"
+                yield from ((product, field) for field in fields_of(product))
+
+
 def _opposed_sums(node: Node) -> Iterator[Node]:
     """Yields logsumexps of which a node adds some and takes others away, as where a part of all classes is right.
 
     The gradient is the difference of their probabilities. With codes its error was 2.6 at 8 bits where a model is sure.
     """
+    found = [(each, sign) for each, sign in _terms(node) if each.name() == LOGSUMEXP]
+    if len({sign for _, sign in found}) == 2:
+        yield from {each for each, _ in found}
+
+
+def _terms(node: Node) -> Iterator[tuple[Node, int]]:
+    """Yields the nodes that have made the terms of a sum or difference, and whether it adds or takes away each."""
     if node.name() not in ("SubBackward0", "AddBackward0"):
         return
     signs = (1, -1 if node.name() == "SubBackward0" else 1)
     pending = [(each, sign) for (each, _), sign in zip(node.next_functions, signs, strict=True) if each is not None]
     for each, sign in pending:
         if len(pending) < MOST_NODES and each.name().startswith(_CARRIES):
-            sign = -sign if each.name() == "NegBackward0" else sign
-            pending += [(following, sign) for following, _ in each.next_functions if following is not None]
-    found = [(each, sign) for each, sign in pending if each.name() == LOGSUMEXP]
-    if len({sign for _, sign in found}) == 2:
-        yield from {each for each, _ in found}
+            now = -sign if each.name() == "NegBackward0" else sign
+            pending += [(following, now) for following, _ in each.next_functions if following is not None]
+        yield each, sign
 
 
 class Looks:
