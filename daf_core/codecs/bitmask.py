@@ -53,6 +53,18 @@ class BitmaskActivation(PagedActivation):
             exact = backend.encode_mask(values, two, pager.pool, lease.pages)
         return stored if exact else None
 
+    @classmethod
+    def of_nonzero(cls, values: Tensor, pager: Pager, backend: Backend) -> Self:
+        """Packs a mask of bools: where values of 16 or 32 bits are neither 0.0 nor -0.0.
+
+        Raises:
+            ActivationBudgetError: The pages do not fit in the budget.
+        """
+        stored = cls(pager, backend, (0, 1))
+        with stored._new_pages(mask_pages(values.numel(), pager.pool.page_bytes)) as lease:
+            backend.encode_nonzero(values, pager.pool, lease.pages)
+        return stored
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """Returns the two values as a tensor of shape (2,); `dtype` is that of the mask."""
         return _as_tensor(self.two, dtype)

@@ -52,8 +52,7 @@ class SidesActivation(StoredActivation):
         finite = is_capturing() or _are_finite(values)
         if not finite or bounds.are_rounded(values.dtype):
             return None
-        inside = BitmaskActivation.pack(bounds.inside(values), ctx.pager, ctx.backend)
-        return None if inside is None else cls(inside, bounds)
+        return cls(_pack_inside(values, bounds, ctx.pager, ctx.backend), bounds)
 
     @override
     def serves(self, reading: Reading) -> bool:
@@ -82,9 +81,7 @@ class KeptSides:
         Raises:
             ActivationBudgetError: They do not fit in the budget.
         """
-        inside = BitmaskActivation.pack(bounds.inside(values), pager, backend)
-        assert inside is not None  # what is true or false has two values
-        return cls(inside, bounds)
+        return cls(_pack_inside(values, bounds, pager, backend), bounds)
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +104,24 @@ class KeptSides:
         inside = torch.empty_like(words)
         self._inside.choose_into(inside, 0, -1)
         words.bitwise_xor_(others).bitwise_and_(inside).bitwise_xor_(others)
+
+
+def _pack_inside(values: Tensor, bounds: Bounds, pager: Pager, backend: Backend) -> BitmaskActivation:
+    """Packs which values lie inside of bounds.
+
+    A CPU compares a number at a time where results are bools: for 2 MB that takes .9 ms, and .2 ms where they are
+    numbers, as those of an operator's own backward.
+    """
+    words = _WORDS[values.element_size()]
+    if values.device.type != "cpu" or bounds.closed or words is torch.int64:
+        inside = BitmaskActivation.pack(bounds.inside(values), pager, backend)
+        assert inside is not None  # what is true or false has two values
+        return inside
+    gradients = values  # none of which is 0 inside of bounds that are not negative
+    if bounds.low < 0:
+        gradients = values.view(words).bitwise_or(1).view(values.dtype)
+    passed = torch.ops.aten.hardtanh_backward(gradients, values, bounds.low, bounds.high)
+    return BitmaskActivation.of_nonzero(passed, pager, backend)
 
 
 def _are_finite(values: Tensor) -> bool:

@@ -155,13 +155,12 @@ class CpuBackend:
 
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_slopes`."""
-        kernel = _Kernel(cpu_jobs.encode_slopes, KINDS[values.dtype], (planes,), TILE, 5 * BLOCK, _tiling(layout)[1])
+        kernel = _of_slopes(cpu_jobs.encode_slopes, layout, values.dtype, planes)
         return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_slopes`."""
-        own = (planes, inputs_of_codes()[planes].ctypes.data)
-        kernel = _Kernel(cpu_jobs.decode_slopes, KINDS[out.dtype], own, TILE, BLOCK, _tiling(layout)[1])
+        kernel = _of_slopes(cpu_jobs.decode_slopes, layout, out.dtype, planes, inputs_of_codes()[planes].ctypes.data)
         self._over(out, kernel, memory, pages, store=True)
 
     def two_values(self, values: Tensor) -> TwoValues | None:
@@ -186,12 +185,13 @@ class CpuBackend:
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
-        self._over(values, _Kernel(cpu_jobs.encode_nonzero, values.element_size()), memory, pages, load=True)
+        self._over(values, _of_signs(cpu_jobs.encode_nonzero, values.element_size()), memory, pages, load=True)
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.rectify`."""
         least = bits_of_number(torch.finfo(out.dtype).tiny, out.dtype)
-        self._over(out, _Kernel(cpu_jobs.rectify, out.element_size(), (least,)), memory, pages, load=True, store=True)
+        kernel = _of_signs(cpu_jobs.rectify, out.element_size(), least)
+        self._over(out, kernel, memory, pages, load=True, store=True)
 
     def _sample(self, values: Tensor, layout: PlaneLayout, count: int, step: int, size: int) -> Tensor:
         """Returns dense copies of `count` scaling groups that are `step` groups apart."""
@@ -306,6 +306,18 @@ def _decoder(layout: PlaneLayout, planes: int, dtype: torch.dtype) -> _Kernel:
 def _of_values(job: Callable[..., None], size: int, two: TwoValues) -> _Kernel:
     """Returns a kernel for masks of two values."""
     return _Kernel(job, size, signed_words(two))
+
+
+@lru_cache(maxsize=64)
+def _of_signs(job: Callable[..., None], size: int, *own: int) -> _Kernel:
+    """Returns a kernel for signs: to make one anew takes .1 ms."""
+    return _Kernel(job, size, own)
+
+
+@lru_cache(maxsize=1024)
+def _of_slopes(job: Callable[..., None], layout: PlaneLayout, dtype: torch.dtype, *own: int) -> _Kernel:
+    """Returns a kernel for derivatives of GELU."""
+    return _Kernel(job, KINDS[dtype], own, TILE, 5 * BLOCK, _tiling(layout)[1])
 
 
 @lru_cache(maxsize=1024)
