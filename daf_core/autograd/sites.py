@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from daf_core.autograd.torch_compile import is_compiled, skip_dynamo
 from daf_core.autograd.torch_private import (
     NO_TASK,
     ForwardHooks,
     graph_task,
-    is_compiled,
     is_transforming,
     module_calls,
     saving_node,
-    skip_dynamo,
 )
 from daf_core.state_checks import count as checked_count
 

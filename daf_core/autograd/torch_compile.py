@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C._dynamo import eval_frame
 
-from daf_core.autograd.torch_private import is_compiled, is_tracing, is_transforming
+from daf_core.autograd.torch_private import is_tracing, is_transforming
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Gets a forward and its arguments, and returns what it returns."""
 
+
+COMPILED = "a graph of torch.compile runs backward once, and saves other activations than the plain model"
+"""Why compiled models are not measured."""
 
 COMPILED_ON_IMPORT = "bitsandbytes.backends.default.ops", "bitsandbytes.backends.triton.kernels_optim"
 """Modules that hand functions to torch.compile when they are imported, to run them without gradients if ever.
@@ -41,6 +44,23 @@ _GRAPHS = "torch._functorch._aot_autograd.graph_compile"
 
 _WITHIN = "_torchdynamo_orig_backend"
 """What a compiler calls, down to the backend."""
+
+
+def skip_dynamo(*functions: Any) -> None:
+    """Keeps torch.compile from compiling functions, and what they call, where it meets them on their own.
+
+    It does where a part of what is compiled runs eagerly, and autograd calls its hooks there.
+    ``torch.compiler.disable`` does the same with a wrapper, which takes time at every call and a second at import.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what torch.compile made of another, or was compiled in place."""
+    # The class of what torch.compile returns is torch._dynamo's, which takes a second to import.
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 class _Within(threading.local):

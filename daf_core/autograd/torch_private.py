@@ -14,15 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 
 Node = Any
 """A node of the autograd graph; torch has no type for the kinds that are looked at here."""
 
 _RAW = "_raw_saved_"
-
-COMPILED = "a graph of torch.compile runs backward once, and saves other activations than the plain model"
-"""Why compiled models are not measured."""
 
 TELLS_WHO_SAVES: bool = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 """Whether it can be seen which autograd node has saved a tensor; torch tells that from 2.10 on."""
@@ -43,23 +39,6 @@ def push_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -
 def drop_innermost_hooks() -> None:
     """Takes the innermost pair off the stack, also one that its owner forgot to leave."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def skip_dynamo(*functions: Any) -> None:
-    """Keeps torch.compile from compiling functions, and what they call, where it meets them on their own.
-
-    It does where a part of what is compiled runs eagerly, and autograd calls its hooks there.
-    ``torch.compiler.disable`` does the same with a wrapper, which takes time at every call and a second at import.
-    """
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in functions:
-        eval_frame.set_code_exec_strategy(function.__code__, skip)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what torch.compile made of another, or was compiled in place."""
-    # The class of what torch.compile returns is torch._dynamo's, which takes a second to import.
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from daf_core.autograd.torch_private import is_compiled
+from daf_core.autograd.torch_compile import is_compiled
 from daf_core.batch.class_weights import ClassWeights
 from daf_core.batch.loss_reduction import Law, LossReduction, ignoring, shares
 from daf_core.batch.row_gradients import RowGradients, as_vectors, gradients_of

@@ -15,8 +15,7 @@ from torch.fx.graph import PythonCode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from daf_core.autograd.torch_compile import graph_hook_context, is_looked_at
-from daf_core.autograd.torch_private import skip_dynamo
+from daf_core.autograd.torch_compile import graph_hook_context, is_looked_at, skip_dynamo
 from daf_core.compiled import account
 from daf_core.compiled.codes import Code, Like, Shape, is_dense
 from daf_core.compiled.decide import Decision, Decisions, read_by

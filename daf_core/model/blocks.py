@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from daf_core.autograd.torch_private import is_compiled
+from daf_core.autograd.torch_compile import is_compiled
 from daf_core.readers.places import needs_exact_input
 
 CHECKPOINTING_LAYER = "GradientCheckpointingLayer"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import Site
-from daf_core.autograd.torch_private import COMPILED, all_nodes, keeps_only_for
+from daf_core.autograd.torch_compile import COMPILED
+from daf_core.autograd.torch_private import all_nodes, keeps_only_for
 from daf_core.codecs.probed import ProbedActivation
 from daf_core.errors import AuditError
 from daf_core.telemetry import GradientError

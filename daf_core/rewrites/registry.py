@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from daf_core.autograd.sites import outside_of_graphs
-from daf_core.autograd.torch_private import is_compiled
+from daf_core.autograd.torch_compile import is_compiled
 from daf_core.rewrites.attention import drops_attention, rewrite_attention
 from daf_core.rewrites.base import Rewrite, Undo
 from daf_core.rewrites.causal_lm import find_head, rewrite_loss

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from daf_core.autograd import hook_stack
-from daf_core.autograd.torch_compile import has_compiled_parts
-from daf_core.autograd.torch_private import is_being_saved, skip_dynamo
+from daf_core.autograd.torch_compile import has_compiled_parts, skip_dynamo
+from daf_core.autograd.torch_private import is_being_saved
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.config import DAFConfig

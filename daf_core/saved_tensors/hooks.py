@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.sites import ModuleScopes
-from daf_core.autograd.torch_private import Node, is_transforming, running_node, skip_dynamo
+from daf_core.autograd.torch_compile import skip_dynamo
+from daf_core.autograd.torch_private import Node, is_transforming, running_node
 from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.gelu_derivative import GELU, GeluDerivativeActivation
 from daf_core.codecs.raw import RawActivation

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from daf_core.autograd.torch_compile import has_compiled_anything
-from daf_core.autograd.torch_private import skip_dynamo
+from daf_core.autograd.torch_compile import has_compiled_anything, skip_dynamo
 from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import TensorKind

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from daf_core.autograd.torch_compile import has_compiled_anything
-from daf_core.autograd.torch_private import is_compiled, storage_id
+from daf_core.autograd.torch_compile import has_compiled_anything, is_compiled
+from daf_core.autograd.torch_private import storage_id
 from daf_core.errors import TraceError
 from daf_core.snapshots.attributes import REGISTERED, Contents, contents_of, is_plain
 from daf_core.snapshots.random_numbers import RandomNumbers

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from daf_core.autograd.torch_private import COMPILED, is_compiled
+from daf_core.autograd.torch_compile import COMPILED, is_compiled
 from daf_core.distributed import several
 from daf_core.snapshots.measurement import missing_values
 from daf_core.snapshots.step import devices_of

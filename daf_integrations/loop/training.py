@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from daf_core import DAFConfig, ProfileError
-from daf_core.autograd.torch_compile import has_no_values, is_forward_compiled
-from daf_core.autograd.torch_private import COMPILED
+from daf_core.autograd.torch_compile import COMPILED, has_no_values, is_forward_compiled
 from daf_core.distributed import called, exchanging
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.attributes import referred_kept

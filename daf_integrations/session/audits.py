@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from daf_core import ActivationBudgetError, ActivationEngine, AuditError, GradientError, HooksActiveError
-from daf_core.autograd.torch_private import is_compiled
+from daf_core.autograd.torch_compile import is_compiled
 from daf_core.batch.samples import SHARE, few_rows
 from daf_core.compiled.support import missing
 from daf_core.elastic.training import ElasticTraining
