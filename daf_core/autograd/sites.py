@@ -168,9 +168,12 @@ class ModuleScopes(threading.local):
         """
         calls, self._followed = self._calls, followed
         assert calls is not None
+        begun = {call.name for call in calls}
         del calls[1:]
         for known in self._on_stack():
-            calls.append(self._begin(known.name, known.normalizes))
+            # One whose hooks have stayed on and that has not begun is running others, before its forward or after it.
+            if known.name in begun or not known.hooks.stays:
+                calls.append(self._begin(known.name, known.normalizes))
         self._unhooked = len(calls) - 1
 
     def _on_stack(self) -> list[Followed]:
@@ -262,6 +265,7 @@ class ModuleFollower:
     def __init__(self, model: nn.Module, scopes: ModuleScopes, normalized: bool = True) -> None:
         self._scopes = scopes
         self.followed: dict[int, Followed] = {}  # the modules, by their `id`
+        self.staying: frozenset[str] = frozenset()  # names of those that are followed in each pass
         self._following: set[int] = set()
         self._lock = threading.Lock()
         # Torch.compile looks at the number of a hook that is always called: with one for each, equal blocks are
@@ -276,6 +280,7 @@ class ModuleFollower:
                 module, partial(_enter, scopes, name, normalizes), partial(_leave, scopes, noted), noted
             )
             self.followed[id(module)] = Followed(name, normalizes, hooks)
+        self._note_staying()
 
     def begin(self) -> None:
         """Follows modules in a forward pass of this thread."""
@@ -300,7 +305,11 @@ class ModuleFollower:
             for hooks in found:
                 hooks.turn(True)
                 hooks.stay = True
+            self._note_staying()
         return bool(found)
+
+    def _note_staying(self) -> None:
+        self.staying = frozenset(each.name for each in self.followed.values() if each.hooks.stay)
 
     @contextmanager
     def following(self) -> Generator[None]:
@@ -325,7 +334,7 @@ class ModuleFollower:
 
     def _turn(self, on: bool) -> None:
         # Looked at rather than remembered: a measurement puts back what modules were before it, their hooks among that.
-        first = next((each.hooks for each in self.followed.values() if not each.hooks.stay), None)
+        first = next((each.hooks for each in self.followed.values() if not each.hooks.stays), None)
         if first is not None and first.are_on is not on:
             for each in self.followed.values():
                 each.hooks.turn(on)

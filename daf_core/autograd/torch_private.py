@@ -77,19 +77,28 @@ class ForwardHooks:
         """Whether they are called."""
         return self._handles[1].id in self._module._forward_hooks
 
+    @property
+    def stays(self) -> bool:
+        """Whether they stay on: also beside others, which save before a forward or after it."""
+        others = len(self._module._forward_pre_hooks) + len(self._module._forward_hooks) - 2 * self.are_on
+        return self.stay or others > 0
+
     def turn(self, on: bool) -> None:
-        """Switches them on or off; once they were off they come last."""
-        if self.stay:
+        """Switches them on or off; others that have come meanwhile are called later than they."""
+        if on is self.are_on or (self.stays and not on):
             return
         module, (before, after) = self._module, (handle.id for handle in self._handles)
-        if on:
-            module._forward_pre_hooks[before] = self._before
-            module._forward_hooks[after] = self._after
-            module._forward_hooks_always_called[after] = True
-        else:
-            module._forward_pre_hooks.pop(before, None)
-            module._forward_hooks.pop(after, None)
-            module._forward_hooks_always_called.pop(after, None)
+        places: list[tuple[int, Any, Any]] = [
+            (before, self._before, module._forward_pre_hooks),
+            (after, self._after, module._forward_hooks),
+            (after, True, module._forward_hooks_always_called),
+        ]
+        for number, hook, hooks in places:
+            if on:
+                hooks[number] = hook
+                hooks.move_to_end(number, last=False)
+            else:
+                hooks.pop(number, None)
 
     def remove(self) -> None:
         """Removes them for good."""

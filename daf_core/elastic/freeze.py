@@ -30,7 +30,7 @@ class FrozenUnits:
 
     def __init__(self, units: Units) -> None:
         self._units = units
-        self._off: list[nn.Parameter] = []
+        self.off: list[nn.Parameter] = []  # parameters that are not trained, and that the user trains
 
     def apply(self, on: Collection[int]) -> None:
         """Has these units trained, by number, and the others not: they are given no gradient.
@@ -41,16 +41,16 @@ class FrozenUnits:
         self.unfreeze()
         for number, unit in enumerate(self._units.units):
             if number not in on:
-                self._off += [parameter for parameter in unit.parameters if parameter.requires_grad]
-        for parameter in self._off:
+                self.off += [parameter for parameter in unit.parameters if parameter.requires_grad]
+        for parameter in self.off:
             parameter.requires_grad_(False)
             parameter.grad = None
 
     def unfreeze(self) -> None:
         """Has everything trained that the user trains."""
-        for parameter in self._off:
+        for parameter in self.off:
             parameter.requires_grad_(True)
-        self._off = []
+        self.off = []
 
 
 class InputGradientHooks:

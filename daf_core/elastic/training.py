@@ -223,6 +223,11 @@ class ElasticTraining:
         return self._choice is None or self._choice.on == self._learned.schedule.most
 
     @property
+    def held_off(self) -> list[nn.Parameter]:
+        """Parameters that are not trained in this step, and that the user trains."""
+        return self._learned.frozen.off
+
+    @property
     def without_graph(self) -> frozenset[str]:
         """Names of the blocks that build no graph in this step."""
         units = self._learned.units

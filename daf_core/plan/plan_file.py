@@ -20,7 +20,7 @@ from daf_core.plan.cost.simulate import Forecast
 from daf_core.plan.policies import policy_named
 from daf_core.plan.search.planner import Plan
 
-FORMAT = 1
+FORMAT = 2
 
 OPTIONS = ("precision", "memory_budget", "budget_covers", "min_precision", "spill_dir", "chunked_loss", "elastic")
 """Options that plans depend on. Others, such as `seed`, may differ between the runs that follow a file."""
@@ -29,13 +29,15 @@ OPTIONS = ("precision", "memory_budget", "budget_covers", "min_precision", "spil
 class StepKind(NamedTuple):
     """What steps have in common that one plan serves.
 
-    They have as many rows, of one range of lengths, which may be split or not, and the same blocks without a graph.
+    They have as many rows, of one range of lengths, which may be split or not, the same blocks without a graph, and the
+    same parameters that the user trains, of which there is a digest.
     """
 
     rows: int
     bucket: int
     splits: bool
     without_graph: tuple[str, ...]
+    trained: str
 
 
 class NamedPlan(NamedTuple):
@@ -139,7 +141,8 @@ class PlanFile:
         named = _plan_from_dict(plan)
         if not self._modules.issuperset(named.names):
             raise ValueError(f"the model has no {min({*named.names} - self._modules)}")
-        kind = StepKind(int(plan["rows"]), int(plan["bucket"]), bool(plan["splits"]), tuple(plan["without_graph"]))
+        without_graph, trained = tuple(plan["without_graph"]), str(plan["trained"])
+        kind = StepKind(int(plan["rows"]), int(plan["bucket"]), bool(plan["splits"]), without_graph, trained)
         self._insert(kind, _Entry((int(plan["step"]), int(plan["batch"])), named, False))
 
     def _lines(self, header: dict[str, Any]) -> list[str]:

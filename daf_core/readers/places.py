@@ -192,7 +192,12 @@ def is_written_late(tensor: Tensor, frame: FrameType | None) -> bool:
     function names the operator that is running; one that calls it by another name is not recognized.
     """
     new = tensor.grad_fn is None and not tensor.requires_grad and tensor._version == 0 and tensor._base is None
-    function = unwatched(frame) if new else None
+    return new and may_write_late(frame)
+
+
+def may_write_late(frame: FrameType | None) -> bool:
+    """Says whether the function that saves names an operator that writes what it has saved."""
+    function = unwatched(frame)
     return function is not None and not _WRITES_LATE.isdisjoint(function.f_code.co_names)
 
 

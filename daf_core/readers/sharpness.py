@@ -7,10 +7,10 @@ written out at a deviation of 1, 1.5 times at 3 and 3.6 times at 10. With twice 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -50,12 +50,10 @@ them."""
 _CARRIES = (*MOVES, "Neg", "Stack", "Cat", "MeanBackward", "SumBackward", "MulBackward", "DivBackward")
 """What begins the names of nodes behind which a logsumexp, or a product, is still one term."""
 
-_MIXES = (
-    *(*MOVES, "Neg", "Stack", "Cat", "AddBackward", "SubBackward"),
-    *("LogsumexpBackward", "LogBackward", "Clamp", "Pow", "Sqrt"),
-)
+_BENDS = ("LogBackward", "Pow", "Sqrt")
+_MIXES = (*MOVES, "Neg", "Stack", "Cat", "AddBackward", "SubBackward", "LogsumexpBackward", "Clamp", *_BENDS)
 """What begins the names of nodes that compare a model's probabilities with others, mix them with others, or take powers
-or logarithms of them."""
+or logarithms of them: `_BENDS`, without which weights of probabilities compare nothing, as those of an attention."""
 
 _WITH_OTHERS = ("SubBackward0", "StackBackward0")
 """Those of them that show a teacher where something has no node. To add a number is no comparison."""
@@ -186,7 +184,7 @@ def told_by(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str, Reading]]:
     if (tanh := capped_scores(node)) is not None:
         yield tanh, "result", Reading(Kind.APPROXIMATE, tanh.name(), deviation=SHARP)
     dim = -1
-    for reader, field in chain(compared(node, unpack), _weighed_scores(node, unpack)):
+    for reader, field in itertools.chain(compared(node, unpack), _weighed_scores(node, unpack)):
         kind, name = Kind.APPROXIMATE, reader.name()
         if name in (LOG_SOFTMAX, *SOFTMAXES):  # they come first, and a mixture is summed along another dimension
             dim = dim_from_end(reader)
@@ -240,6 +238,8 @@ def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
             pending += [made for made, _ in each.next_functions if made is not None and made not in pending]
             constant |= with_constant and each.name() in _WITH_OTHERS
     found = [each for each in pending if each.name() in _OF_PROBABILITIES and _has_rows_of(each, product)]
+    if not any(each.name().startswith(_BENDS) for each in pending):
+        found = [each for each in found if each.name() not in SOFTMAXES]
     if found and (constant or _is_weighed(product, unpack)):
         yield from ((each, field) for each in found for field in _OF_PROBABILITIES[each.name()])
         yield from ((product, field) for field in fields_of(product))
@@ -272,13 +272,11 @@ def _weighed_scores(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
     It is a divergence, as `compared` knows it, that takes no logarithms of the probabilities.
     """
     terms = [*_terms(node)]
-    weighed = [(each, sign) for each, sign in terms if each.name() == PRODUCT and _is_weighed(each, unpack)]
-    sums = [(each, sign) for each, sign in terms if each.name() == LOGSUMEXP] if weighed else ()
-    for total, sign in sums:
-        for product, others in weighed:
-            if others != sign and _has_rows_of(total, product):
-                yield total, "self"
-                yield from ((product, field) for field in fields_of(product))
+    sums, products = ([each for each in terms if each[0].name() == name] for name in (LOGSUMEXP, PRODUCT))
+    for (total, sign), (product, other) in itertools.product(sums, products):
+        if sign != other and _has_rows_of(total, product) and _is_weighed(product, unpack):
+            yield total, "self"
+            yield from ((product, field) for field in fields_of(product))
 
 
 def _opposed_sums(node: Node) -> Iterator[Node]:

@@ -6,7 +6,7 @@ The passes are kept as a tree: a node is a save, and below it are those that hav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ from daf_core.codecs.scaling_groups import Grouping
 from daf_core.codecs.tensor_layout import Geometry, geometry_of
 from daf_core.codecs.without_values import AttendedActivation
 from daf_core.model.treatments import Treatments
-from daf_core.readers.places import Place, calling_function
+from daf_core.readers.places import Place, calling_function, is_written_late, may_write_late
 from daf_core.readers.sharpness import may_change
 from daf_core.readers.table import CHECKPOINT, Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting
@@ -92,6 +92,7 @@ class Decision:
     form: TensorKind  # the form that it may take
     beside: bool  # whether its form depends on how large others of the same call are, as it may be a statistic
     follows: bool  # whether it may follow from what is stored of others, or does
+    behind: tuple[type, ...] = ()  # types of what made it, of which it depends whether it follows; () for `made_by`
     groups: Grouping | None = None  # its scaling groups, once they are known
     direct: Direct | None = None  # what the next one is stored with in one call; None where that takes more
 
@@ -100,9 +101,12 @@ class Decision:
         """Returns the decision that a tensor is stored as it says, of which nothing else is known yet."""
         geometry = geometry_of(tuple(tensor.shape), tuple(tensor.stride()))
         beside = look.form is not TensorKind.RAW and may_be_statistic(tensor)
-        derived = kind is AttendedActivation or (kind is not BitmaskActivation and _may_be_derived(tensor))
-        follows = derived and look.form is TensorKind.LOSSY
-        return cls(kind, shared, geometry, tensor.device, look.form, beside, follows)
+        lossy, node = look.form is TensorKind.LOSSY, tensor.grad_fn
+        follows = lossy and (kind is AttendedActivation or _may_be_derived(tensor))
+        # Nothing looks for what a raw one may follow from in exact mode; another time that may be there.
+        several = node is not None and lossy and (node.name() in VIEWS or (follows and kind is RawActivation))
+        behind = made_of(tensor) if several else ()
+        return cls(kind, shared, geometry, tensor.device, look.form, beside, follows, behind)
 
 
 class Save:
@@ -118,32 +122,38 @@ class Save:
         codes: Code of the two innermost functions that were running; empty where nobody asks who reads.
         instructions: Where they were.
         module: Returns the innermost module of the model that was running, if it still exists. Others, as an
-            activation that a model makes anew each time, are another one in each pass.
+            activation that a model makes anew each time, are another one in each pass. None where nobody asks.
+        begun: Names of the modules that had begun since the save above.
         calls: Numbers and names of the calls of modules that were running, the outermost first.
         call: Number of the innermost of them.
         checked: Of `Readers.changes`, when the reading was looked at last.
         kept: See `Look`.
+        late: Whether the last tensor was to be written yet, where some are; None elsewhere.
         changing: Place and reading of what is looked at again now and then, as a softmax's result; None elsewhere.
         decisions: By shape.
         epoch: That of the store in which it was measured last what rows share.
     """
 
     __slots__ = (
-        "call", "calls", "changing", "checked", "codes", "decisions", "dtype", "epoch", "following", "instructions",
-        "kept", "look", "made_by", "module", "op", "small",
+        "_asked", "begun", "call", "calls", "changing", "checked", "codes", "decisions", "dtype", "epoch", "following",
+        "instructions", "kept", "late", "look", "made_by", "module", "op", "small",
     )  # fmt: skip
 
     def __init__(
         self, calls: Sequence[ModuleCall] = (), tensor: Tensor | None = None, look: Look | None = None,
-        small: bool = False, frame: FrameType | None = None, followed: Container[int] = (),
+        small: bool = False, frame: FrameType | None = None, followed: Container[int] | None = None,
+        begun: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.following: list[Save] = []
+        self.begun = frozenset(begun)
+        self._asked: tuple[frozenset[str] | None, list[tuple[str, bool]]] = None, []
         self.look = look
         self.small = small
         self.calls = [(call.number, call.name) for call in calls]
         self.call = self.calls[-1][0] if calls else -1
         self.checked = self.epoch = -1
         self.kept = look is not None and look.kept
+        self.late = is_written_late(tensor, frame) if tensor is not None and may_write_late(frame) else None
         self.decisions: dict[tuple[int, ...], Decision] = {}
         node = None if tensor is None else tensor.grad_fn
         self.dtype = None if tensor is None else tensor.dtype
@@ -151,24 +161,25 @@ class Save:
         self.op = None if node is None or look is None or self.made_by.__name__ == look.site.op else look.site.op
         self.codes: tuple[CodeType | None, CodeType | None] | None = None
         self.changing: tuple[Place, Reading] | None = None
-        self.module: Callable[[], object] = _no_module
+        self.module: Callable[[], object] | None = None
+        if look is not None and frame is not None and followed is not None:
+            module = running_module(frame, followed)
+            self.module = _no_module if module is None else weakref.ref(module)
         # In exact mode nobody asks who reads; but an operator may write what is new, and has saved, only later.
         known = look is None or look.form is not TensorKind.LOSSY or (look.sighting is EXACT_MODE and node is not None)
         if not known and frame is not None:
             inner = calling_function(frame)
             outer = None if inner is None else calling_function(inner.f_back)
-            if (module := running_module(frame, followed)) is not None:
-                self.module = weakref.ref(module)
             self.codes = None if inner is None else inner.f_code, None if outer is None else outer.f_code
             self.instructions = 0 if inner is None else inner.f_lasti, 0 if outer is None else outer.f_lasti
 
     def is_at(self, frame: FrameType, followed: Container[int]) -> bool:
         """Says whether the instructions are running that have saved the tensors, in the same of the model's modules."""
         if self.codes is None:
-            return True
+            return self._is_in_module(frame, followed)
         inner, code = self.codes
         if inner is None:
-            return calling_function(frame) is None and running_module(frame, followed) is self.module()
+            return calling_function(frame) is None and self._is_in_module(frame, followed)
         if frame.f_code is not inner or frame.f_lasti != self.instructions[0]:
             return False
         outer = frame.f_back
@@ -176,7 +187,17 @@ class Save:
             same = code is None and calling_function(outer) is None
         else:
             same = outer.f_code is code and outer.f_lasti == self.instructions[1]
-        return same and running_module(outer, followed) is self.module()
+        return same and self._is_in_module(outer, followed)
+
+    def _is_in_module(self, frame: FrameType | None, followed: Container[int]) -> bool:
+        return self.module is None or running_module(frame, followed) is self.module()
+
+    def begins_alike(self, begun: Container[str], staying: frozenset[str]) -> bool:
+        """Says whether of the modules around it, as far as they are followed, those have begun that had begun then."""
+        if self._asked[0] is not staying:
+            names = {name for _, name in self.calls[1:]} & staying
+            self._asked = staying, [(name, name in self.begun) for name in names]
+        return all((name in begun) is anew for name, anew in self._asked[1])
 
     def learn(self, tensor: Tensor, look: Look, packed: object, shared: bool) -> None:
         """Keeps how a tensor was stored, if that can be replayed."""
@@ -229,6 +250,13 @@ def _no_module() -> None:
 REPLAYED = RawActivation, PlanesActivation, BitmaskActivation, AttendedActivation, *RECIPES
 
 
+def made_of(tensor: Tensor) -> tuple[type, ...]:
+    """Returns the types of the nodes that have made a tensor, and what that was made of first, but for views."""
+    node = skip_nodes(tensor.grad_fn, VIEWS)
+    source = skip_nodes(node.next_functions[0][0], VIEWS) if node is not None and node.next_functions else None
+    return type(node), type(source)
+
+
 def _may_be_derived(tensor: Tensor) -> bool:
     """Says whether a tensor follows from others where those are stored otherwise than they were."""
     node = skip_nodes(tensor.grad_fn, VIEWS)
@@ -240,12 +268,12 @@ class Recordings:
 
     def __init__(self) -> None:
         self._roots: list[tuple[Treatments, Save]] = []
-        self._saves = 0
+        self._saves = self._changes = 0
 
-    def root(self, treatments: Treatments) -> Save:
-        """Returns the tree of passes with some treatments."""
-        if self._saves > MOST_SAVES:
-            self._roots, self._saves = [], 0
+    def root(self, treatments: Treatments, changes: int) -> Save:
+        """Returns the tree of passes with some treatments; `changes` is how often what they save may have changed."""
+        if self._saves > MOST_SAVES or changes != self._changes:
+            self._roots, self._saves, self._changes = [], 0, changes
         found = next((root for known, root in self._roots if known == treatments), None)
         if found is None:
             found = Save()

@@ -20,8 +20,8 @@ from daf_core.codecs.bitmask import BitmaskActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.saved_tensor import TensorKind
 from daf_core.readers.attention import KERNELS
-from daf_core.readers.places import DROPOUT, input_of
-from daf_core.saved_tensors.recording import Decision, Look, Recordings, Save
+from daf_core.readers.places import DROPOUT, input_of, is_written_late
+from daf_core.saved_tensors.recording import Decision, Look, Recordings, Save, made_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,9 +85,11 @@ class Replay:
             self._follower.begin()
             return
         store.begin_replay(self._packer.eligibility.storages)
-        root = self._recordings.root(treatments)
+        root = self._recordings.root(treatments, self._packer.eligibility.changes)
         self._at, self._store, self._replays, self._epoch = root, store, bool(root.following), store.epoch
         self._begun = self._packer.scopes.begun
+        # In exact mode all is stored alike, but for what some modules keep as it is.
+        self._asks_modules = bool(treatments.kept) or not store.is_exact
         self._waiting = self._readers.unresolved
         # Torch.compile guards on the hooks of modules: to switch them has everything compiled again.
         self._rests = self._replays and not has_compiled_anything()
@@ -114,25 +116,29 @@ class Replay:
             return self._pack_anew(at, tensor, frame)
         # Asking `isinstance` of a parameter's class runs Python code, and a tensor's type says it at once. Nested
         # tensors of the older layout have no shape.
+        begun, staying = self._begun, self._follower.staying
         if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter or tensor.is_nested:
             for save in at.following:
-                if save.look is None:
+                if save.look is None and save.begins_alike(begun, staying):
                     return self._pass(save, tensor)
             return self._leave(at, tensor, frame)
         started = time.perf_counter()
-        if frame.f_code is DROPOUT:
-            self._packer.scopes.drops(input_of(DROPOUT, frame))
         node, shape = tensor.grad_fn, tensor.shape
         for save in at.following:
             if (look := save.look) is None:
-                if self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER:
+                parameter = self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER
+                if parameter and save.begins_alike(begun, staying):
                     return self._pass(save, tensor)
             elif (
                 type(node) is save.made_by
                 and tensor.dtype is save.dtype
                 and (save.op is None or (node is not None and node.name() == save.op))
                 and save.is_at(frame, self._follower.followed)
+                and save.begins_alike(begun, staying)
+                and (save.late is None or save.late is is_written_late(tensor, frame))
             ):
+                if frame.f_code is DROPOUT:
+                    self._packer.scopes.drops(input_of(DROPOUT, frame))
                 decision, packed = save.decisions.get(shape), None
                 if decision is None:
                     if save.small is not (tensor.numel() < self._packer.eligibility.least_elements):
@@ -143,7 +149,7 @@ class Replay:
                 if packed is None and (packed := self._look_again(save, look, tensor, frame)) is None:
                     break
                 self._at = save
-                self._begun.clear()
+                begun.clear()
                 self._taken.append(save)
                 elements = tensor.numel()
                 if elements > self._largest.get(save.call, 0):
@@ -199,11 +205,14 @@ class Replay:
         if changing is not None and readers.looks.will_be_due(*changing):
             return None
         # A mask of one bit an element is what it is, whatever else it might have been.
-        unsure = decision.kind is not BitmaskActivation and (decision.beside or packer.eligibility.may_be_cast(tensor))
+        beside = decision.beside or not tensor.requires_grad or tensor.output_nr > 0
+        unsure = decision.kind is not BitmaskActivation and (beside or packer.eligibility.may_be_cast(tensor))
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or (unsure and self._form(save, tensor) is not decision.form):
             return None
         if not self._is_grouped_alike(save, look, decision, tensor):
+            return None
+        if decision.behind and made_of(tensor) != decision.behind:
             return None
         packed = None
         if decision.direct is not None and not self._waiting:
@@ -269,12 +278,13 @@ class Replay:
         packer = self._packer
         started = time.perf_counter()
         look = packer.look(tensor, frame)
-        calls = packer.scopes.calls
+        calls, begun = packer.scopes.calls, [*self._begun]
+        self._begun.clear()
         if look is None:
-            self._at = self._recordings.add(at, Save(calls))
+            self._at = self._recordings.add(at, Save(calls, begun=begun))
             return RawActivation(tensor, None)
         small = tensor.numel() < packer.eligibility.least_elements
-        save = Save(calls, tensor, look, small, frame, self._follower.followed)
+        save = Save(calls, tensor, look, small, frame, self._follower.followed if self._asks_modules else None, begun)
         unknown = look.sighting.fresh and look.reading is None  # the next pass is watched, and begins here again
         self._at = None if unknown else self._recordings.add(at, save)
         packed = self._take(save, tensor, look, frame)

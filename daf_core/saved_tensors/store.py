@@ -87,6 +87,11 @@ class ActivationStore:
         self.shelf.unsaved.clear()
 
     @property
+    def is_exact(self) -> bool:
+        """Whether nothing loses precision."""
+        return self._exact
+
+    @property
     def epoch(self) -> int:
         """Changes where what rows share is to be measured anew."""
         return 0 if self._exact else self.common_rows.epoch
@@ -177,6 +182,8 @@ class ActivationStore:
         if raw:
             stored = self._keep(tensor, met)
         elif stored is None:
+            if decision.kind is RawActivation and look.takes is TensorKind.LOSSY and not self._exact:
+                return None  # codes may pay now
             # Whether anything is stored that it follows from is the same in each pass of exact mode: 1.1 of 38 ms.
             follows = decision.follows and not (self._exact and decision.kind is RawActivation)
             stored = derive(look, tensor, frame) if follows else None

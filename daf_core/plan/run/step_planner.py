@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Protocol
+from zlib import crc32
 
 from humanfriendly import format_size
 from torch import Tensor, nn
 
+from daf_core.autograd.torch_private import tensors_of
 from daf_core.config import DAFConfig
 from daf_core.engine import ActivationEngine
 from daf_core.errors import PlanError
@@ -26,6 +28,9 @@ from daf_core.plan.plan_file import NamedPlan, PlanFile, StepKind
 from daf_core.plan.search.planner import BatchSize, Plan, find_plan, least_budget, tried
 
 BUCKETS = 4  # plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)
+
+MEASURED = 8
+"""Choices of trained parameters of which measurements are kept, as of parts of a model that are trained in turn."""
 
 log = getLogger("daf")
 
@@ -47,9 +52,9 @@ class Batch:
         """Returns how large batches of this range are at most, in rows of a profile of rows of this length."""
         return BatchSize(self.rows, 2 ** (self.bucket / BUCKETS) / length)
 
-    def kind(self, whole: str | None, without_graph: Collection[str] = ()) -> StepKind:
+    def kind(self, whole: str | None, without_graph: Collection[str] = (), trained: str = "") -> StepKind:
         """Returns what its step has in common with others that the same plan serves."""
-        return StepKind(self.rows, self.bucket, whole is None, tuple(sorted(without_graph)))
+        return StepKind(self.rows, self.bucket, whole is None, tuple(sorted(without_graph)), trained)
 
 
 class PartialTraining(Protocol):
@@ -58,6 +63,11 @@ class PartialTraining(Protocol):
     @property
     def without_graph(self) -> Collection[str]:
         """Names of the blocks that build no graph in this step."""
+        ...
+
+    @property
+    def held_off(self) -> Collection[nn.Parameter]:
+        """Parameters that it does not train in this step, and the user does."""
         ...
 
     def everything(self) -> AbstractContextManager[None]:
@@ -91,6 +101,8 @@ class StepPlanner:
         self._limit: int | None = None
         self._profile: Profile | None = None
         self._profiled: Batch | None = None
+        self._trained = ""  # a digest of which parameters the user trains, as of this profile
+        self._measured: dict[str, tuple[Profile, Batch]] = {}  # those of other choices, the latest last
         self._plans: dict[StepKind, Plan] = {}
         self._last: tuple[Batch, str | None] | None = None
         self._callers = watch_callers(model, {block.module for block in blocks_of(model)})
@@ -112,6 +124,7 @@ class StepPlanner:
             PlanError: There is none.
         """
         self._last = batch, whole
+        self._look_what_is_trained()
         kind = self._kind(batch, whole)
         found = None if self._file is None else self._file.plan(kind)
         if found is None:
@@ -169,8 +182,23 @@ class StepPlanner:
         if self._limit is None or self._room > HEAD_ROOM * self._limit:
             self._set_limit(self._room)
 
+    def _look_what_is_trained(self) -> None:
+        """Takes the measurements of the parameters that the user trains now, who may freeze some and unfreeze them."""
+        off = set() if self._elastic is None else {id(each) for each in self._elastic.held_off}
+        trained = bytes(each.requires_grad or id(each) in off for each in tensors_of(self._model)[0])
+        digest = f"{crc32(trained):08x}"
+        if digest == self._trained:
+            return
+        if self._profile is not None and self._profiled is not None:
+            self._measured.pop(self._trained, None)
+            self._measured[self._trained] = self._profile, self._profiled
+            if len(self._measured) > MEASURED:
+                del self._measured[next(iter(self._measured))]
+        self._trained = digest
+        self._profile, self._profiled = self._measured.get(digest, (None, None))
+
     def _kind(self, batch: Batch, whole: str | None) -> StepKind:
-        return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph)
+        return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph, self._trained)
 
     def _made(self, batch: Batch, whole: str | None) -> NamedPlan:
         self._follow_available_memory()
@@ -207,13 +235,16 @@ class StepPlanner:
         self._plans.clear()
 
     def _profile_for(self, batch: Batch) -> Profile:
-        """Returns a profile that serves a batch: a new one if its rows are longer than all before."""
+        """Returns a profile that serves a batch: a new one if its rows are longer than all before.
+
+        Others are trained than before where there is none.
+        """
         if self._profile is None or self._profiled is None or batch.bucket > self._profiled.bucket:
             self._stop_treating()
             with nullcontext() if self._elastic is None else self._elastic.everything():
                 self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
             self._profiled = batch
-            self._plans.clear()
+            self._plans = {kind: plan for kind, plan in self._plans.items() if kind.trained != self._trained}
         if self._elastic is not None:
             self._profile = self._profile.with_off(self._elastic.without_graph)
         return self._profile

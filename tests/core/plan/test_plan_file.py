@@ -157,7 +157,7 @@ def test_the_last_line_of_a_run_that_was_killed_is_left_out(path: Path) -> None:
         ("a: b\n", "holds no plans of DAF"),
         ("a letter", "holds no plans of DAF"),
         ("[]\n", "holds no plans of DAF"),
-        ('{"plan_file": 2, "made_for": {}}\n', "format 2; this version reads 1"),
+        ('{"plan_file": 3, "made_for": {}}\n', "format 3; this version reads 2"),
         ("HEADER\nnonsense\n", "damaged in line 2"),
         ('HEADER\n{"plan": {"step": 0}}\n', "damaged in line 2"),
         ("HEADER\nPLAN\n[]\n", "damaged in line 3"),

@@ -17,7 +17,7 @@ from daf_core.memory.system import available
 from daf_core.model.blocks import blocks_of
 from daf_core.plan.observe.meter import TensorMeter
 from daf_core.plan.policies import KEEP, RECOMPUTE, RECOMPUTE_COMPRESSED
-from daf_core.plan.run.step_planner import Batch, StepPlanner
+from daf_core.plan.run.step_planner import MEASURED, Batch, StepPlanner
 from daf_core.plan.search.planner import Plan
 from tests.core.harness import assert_same
 from tests.core.plan import nets
@@ -81,6 +81,37 @@ def test_lengths_and_rows_have_plans_of_their_own() -> None:
     assert len(training.rows) > seen
     assert longer.forecast.peak_bytes > first.forecast.peak_bytes > shorter.forecast.peak_bytes
     assert first.forecast.peak_bytes > last.forecast.peak_bytes
+
+
+def test_steps_that_train_other_parameters_are_measured_of_their_own() -> None:
+    """As where layers are unfrozen while training runs: what was measured without their graphs says too little."""
+    training = Training(precision=4)
+    parameters = [each for each in training.model.parameters() if each.requires_grad]
+    for parameter in parameters[: len(parameters) * 3 // 4]:
+        parameter.requires_grad_(False)
+    few = training.prepare()
+    assert training.peak(few) <= few.forecast.peak_bytes
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    every = training.prepare()
+    assert few.forecast.peak_bytes < training.peak(every) <= every.forecast.peak_bytes
+    seen = len(training.rows)
+    for parameter in parameters[: len(parameters) * 3 // 4]:
+        parameter.requires_grad_(False)
+    assert training.prepare().forecast == few.forecast
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    assert training.prepare().forecast == every.forecast
+    assert len(training.rows) == seen
+
+
+def test_measurements_of_many_choices_are_kept_within_a_bound() -> None:
+    training = Training()
+    parameters = [each for each in training.model.parameters() if each.requires_grad]
+    for parameter in parameters[: MEASURED + 3]:
+        parameter.requires_grad_(False)
+        training.prepare()
+    assert len(training.planner._measured) == MEASURED
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
