@@ -119,7 +119,8 @@ class ModuleScopes(threading.local):
     """Follows which module's forward is running, in each thread.
 
     Attributes:
-        begun: Names of the modules whose forward has begun since this was emptied; the oldest first.
+        begun: Names of the modules whose forward has begun since this was emptied, of those that are followed in each
+            pass; the oldest first.
         repeated: Those of modules that have run twice in one forward pass.
         dropout: The latest one, if its argument was unchanged.
     """
@@ -207,13 +208,14 @@ class ModuleScopes(threading.local):
             self._let_go()
         return self._calls[-1] if self._calls else ModuleCall("")
 
-    def enter(self, name: str, normalizes: bool) -> None:
-        """A module's forward begins."""
+    def enter(self, name: str, normalizes: bool, stays: bool = False) -> None:
+        """A module's forward begins; `stays` says whether it is followed in each pass."""
         calls = self._calls
         if calls is not None:
             self._let_go(begins=True)
             calls.append(self._begin(name, normalizes))
-            self.begun.append(name)
+            if stays:
+                self.begun.append(name)
             if name in self._met:
                 self.repeated.add(name)
             self._met.add(name)
@@ -265,7 +267,7 @@ class ModuleFollower:
     def __init__(self, model: nn.Module, scopes: ModuleScopes, normalized: bool = True) -> None:
         self._scopes = scopes
         self.followed: dict[int, Followed] = {}  # the modules, by their `id`
-        self.staying: frozenset[str] = frozenset()  # names of those that are followed in each pass
+        self.staying: set[str] = set()  # names of those that are followed in each pass
         self._following: set[int] = set()
         self._lock = threading.Lock()
         # Torch.compile looks at the number of a hook that is always called: with one for each, equal blocks are
@@ -277,10 +279,11 @@ class ModuleFollower:
             normalizes = "norm" in type(module).__name__.lower()
             noted = normalized and isinstance(module, _NORMALIZATIONS)
             hooks = ForwardHooks(
-                module, partial(_enter, scopes, name, normalizes), partial(_leave, scopes, noted), noted
+                module, partial(_enter, scopes, name, normalizes, self.staying), partial(_leave, scopes, noted), noted
             )
             self.followed[id(module)] = Followed(name, normalizes, hooks)
-        self._note_staying()
+            if noted:
+                self.staying.add(name)
 
     def begin(self) -> None:
         """Follows modules in a forward pass of this thread."""
@@ -301,15 +304,12 @@ class ModuleFollower:
     def stay(self, names: Container[str]) -> bool:
         """Follows the modules of these names for good; returns whether one of them was not before."""
         with self._lock:
-            found = [each.hooks for each in self.followed.values() if each.name in names and not each.hooks.stay]
-            for hooks in found:
-                hooks.turn(True)
-                hooks.stay = True
-            self._note_staying()
+            found = [each for each in self.followed.values() if each.name in names and not each.hooks.stay]
+            for each in found:
+                each.hooks.turn(True)
+                each.hooks.stay = True
+                self.staying.add(each.name)
         return bool(found)
-
-    def _note_staying(self) -> None:
-        self.staying = frozenset(each.name for each in self.followed.values() if each.hooks.stay)
 
     @contextmanager
     def following(self) -> Generator[None]:
@@ -351,9 +351,11 @@ def outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _enter(scopes: ModuleScopes, name: str, normalizes: bool, _module: nn.Module, _inputs: object) -> None:
+def _enter(
+    scopes: ModuleScopes, name: str, normalizes: bool, staying: Container[str], _module: nn.Module, _inputs: object
+) -> None:
     if not torch.compiler.is_compiling():
-        scopes.enter(name, normalizes)
+        scopes.enter(name, normalizes, name in staying)
 
 
 def _leave(scopes: ModuleScopes, noted: bool, _module: nn.Module, _inputs: object, result: object) -> None:

@@ -112,6 +112,16 @@ def capture(
     frame: FrameType | None = None,
 ) -> SavedTensor:  # fmt: skip
     """Returns what is to be known of a tensor that is being saved, where `frame` is the innermost function."""
+    saved = capture_alone(tensor, form, site, sighting, normalizes, scopes, frame)
+    find_argument(saved, tensor, scopes, frame)
+    return saved
+
+
+def capture_alone(
+    tensor: Tensor, form: TensorKind, site: Site, sighting: Sighting, normalizes: bool, scopes: ModuleScopes,
+    frame: FrameType | None = None,
+) -> SavedTensor:  # fmt: skip
+    """As `capture`, without what the tensor was made of."""
     node, results = tensor.grad_fn, list[LivingResult]()
     if form is TensorKind.LOSSY and site.op in DERIVABLE:
         living = scopes.normalized
@@ -121,15 +131,22 @@ def capture(
     reference = weakref.ref(tensor)
     reading = sighting.reading
     attends = site.op in KERNELS and is_being_saved(node, "output") and can_attend_again(node, tensor.device)
-    saved = SavedTensor(
+    return SavedTensor(
         tensor.detach(), reference, tensor._version, node, form, site, sighting.place, reading, normalizes, attends,
         results,
     )  # fmt: skip
-    origin = None if form is not TensorKind.LOSSY or tensor._version else _origin_of(saved, scopes, frame)
-    if origin is not None and _is_alike(origin[0], tensor):
-        argument, dtype, dropout = origin
-        saved.argument = Argument(capture(argument, form, site, sighting, normalizes, scopes), dtype, dropout)
-    return saved
+
+
+def find_argument(saved: SavedTensor, tensor: Tensor, scopes: ModuleScopes, frame: FrameType | None) -> bool:
+    """Looks for what a tensor was made of, which `saved` then has; returns whether that was found."""
+    origin = None if saved.form is not TensorKind.LOSSY or tensor._version else _origin_of(saved, scopes, frame)
+    if origin is None or not _is_alike(origin[0], tensor):
+        return False
+    argument, dtype, dropout = origin
+    sighting = Sighting(saved.place, 0, saved.reading, False)
+    of_argument = capture_alone(argument, saved.form, saved.site, sighting, saved.normalizes, scopes)
+    saved.argument = Argument(of_argument, dtype, dropout)
+    return True
 
 
 def _is_alike(argument: Tensor, tensor: Tensor) -> bool:

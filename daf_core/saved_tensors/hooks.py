@@ -23,7 +23,7 @@ from daf_core.codecs.gelu_derivative import GELU, GeluDerivativeActivation
 from daf_core.codecs.raw import RawActivation
 from daf_core.codecs.relu_output import ReluOutputActivation
 from daf_core.codecs.relu_signs import ReluSignsActivation
-from daf_core.codecs.saved_tensor import SavedTensor, capture
+from daf_core.codecs.saved_tensor import SavedTensor, capture, capture_alone, find_argument
 from daf_core.codecs.without_values import AttendedActivation
 from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
@@ -221,8 +221,12 @@ class Packer:
     def derive(self, look: Look, tensor: Tensor, frame: FrameType) -> StoredActivation | None:
         """Returns a recipe for a tensor that follows from what is stored, as `frame` saves it; None otherwise."""
         assert isinstance(self._store, ActivationStore)
-        saved = capture(tensor, look.takes, look.site, look.sighting, look.reads_rows, self.scopes, frame)
-        return self._store.derive(saved, Derivation(self.unpack))
+        saved = capture_alone(tensor, look.takes, look.site, look.sighting, look.reads_rows, self.scopes, frame)
+        derivation = Derivation(self.unpack)
+        recipe = self._store.derive(saved, derivation)
+        if recipe is None and find_argument(saved, tensor, self.scopes, frame):
+            recipe = self._store.derive(saved, derivation)
+        return recipe
 
     def store(self, tensor: Tensor, look: Look, frame: FrameType | None) -> Packed:
         """Stores a tensor that was looked at, where `frame` is running.

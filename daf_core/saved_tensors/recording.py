@@ -6,7 +6,7 @@ The passes are kept as a tree: a node is a save, and below it are those that hav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -123,7 +123,7 @@ class Save:
         instructions: Where they were.
         module: Returns the innermost module of the model that was running, if it still exists. Others, as an
             activation that a model makes anew each time, are another one in each pass. None where nobody asks.
-        begun: Names of the modules that had begun since the save above.
+        begun: Names of the modules that had begun since the save above, of those that are followed in each pass.
         calls: Numbers and names of the calls of modules that were running, the outermost first.
         call: Number of the innermost of them.
         checked: Of `Readers.changes`, when the reading was looked at last.
@@ -135,18 +135,17 @@ class Save:
     """
 
     __slots__ = (
-        "_asked", "begun", "call", "calls", "changing", "checked", "codes", "decisions", "dtype", "epoch", "following",
+        "begun", "call", "calls", "changing", "checked", "codes", "decisions", "dtype", "epoch", "following",
         "instructions", "kept", "late", "look", "made_by", "module", "op", "small",
     )  # fmt: skip
 
     def __init__(
         self, calls: Sequence[ModuleCall] = (), tensor: Tensor | None = None, look: Look | None = None,
         small: bool = False, frame: FrameType | None = None, followed: Container[int] | None = None,
-        begun: Iterable[str] = (),
+        begun: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.following: list[Save] = []
-        self.begun = frozenset(begun)
-        self._asked: tuple[frozenset[str] | None, list[tuple[str, bool]]] = None, []
+        self.begun = [*begun]
         self.look = look
         self.small = small
         self.calls = [(call.number, call.name) for call in calls]
@@ -191,13 +190,6 @@ class Save:
 
     def _is_in_module(self, frame: FrameType | None, followed: Container[int]) -> bool:
         return self.module is None or running_module(frame, followed) is self.module()
-
-    def begins_alike(self, begun: Container[str], staying: frozenset[str]) -> bool:
-        """Says whether of the modules around it, as far as they are followed, those have begun that had begun then."""
-        if self._asked[0] is not staying:
-            names = {name for _, name in self.calls[1:]} & staying
-            self._asked = staying, [(name, name in self.begun) for name in names]
-        return all((name in begun) is anew for name, anew in self._asked[1])
 
     def learn(self, tensor: Tensor, look: Look, packed: object, shared: bool) -> None:
         """Keeps how a tensor was stored, if that can be replayed."""
@@ -268,10 +260,11 @@ class Recordings:
 
     def __init__(self) -> None:
         self._roots: list[tuple[Treatments, Save]] = []
-        self._saves = self._changes = 0
+        self._saves = 0
+        self._changes: Hashable = None
 
-    def root(self, treatments: Treatments, changes: int) -> Save:
-        """Returns the tree of passes with some treatments; `changes` is how often what they save may have changed."""
+    def root(self, treatments: Treatments, changes: Hashable) -> Save:
+        """Returns the tree of passes with some treatments; all trees begin anew where `changes` differs from before."""
         if self._saves > MOST_SAVES or changes != self._changes:
             self._roots, self._saves, self._changes = [], 0, changes
         found = next((root for known, root in self._roots if known == treatments), None)

@@ -71,11 +71,11 @@ class Replay:
         self._store: ActivationStore  # of a pass that is replayed or recorded
         self._waiting: Mapping[int, object] = {}
         self._at: Save | None = None
-        self._replays = self._rests = False
+        self._replays = False
         self._epoch = 0  # of the store
         self._taken: list[Save] = []
         self._largest: dict[int, int] = {}  # elements of the largest of them, by the call that saved it
-        self._begun: list[str] = []  # the modules that have begun since the last of them, of those with hooks
+        self._begun: list[str] = []  # the modules that have begun since the last of them, of those that stay
 
     def begin(self, treatments: Treatments | None) -> None:
         """Begins a pass with these treatments; None neither replays nor records it."""
@@ -85,15 +85,15 @@ class Replay:
             self._follower.begin()
             return
         store.begin_replay(self._packer.eligibility.storages)
-        root = self._recordings.root(treatments, self._packer.eligibility.changes)
+        changes = self._packer.eligibility.changes, len(self._follower.staying)
+        root = self._recordings.root(treatments, changes)
         self._at, self._store, self._replays, self._epoch = root, store, bool(root.following), store.epoch
         self._begun = self._packer.scopes.begun
         # In exact mode all is stored alike, but for what some modules keep as it is.
         self._asks_modules = bool(treatments.kept) or not store.is_exact
         self._waiting = self._readers.unresolved
         # Torch.compile guards on the hooks of modules: to switch them has everything compiled again.
-        self._rests = self._replays and not has_compiled_anything()
-        if self._rests:
+        if self._replays and not has_compiled_anything():
             self._follower.rest()
         else:
             self._follower.begin()
@@ -116,25 +116,24 @@ class Replay:
             return self._pack_anew(at, tensor, frame)
         # Asking `isinstance` of a parameter's class runs Python code, and a tensor's type says it at once. Nested
         # tensors of the older layout have no shape.
-        begun, staying = self._begun, self._follower.staying
+        begun = self._begun
         if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter or tensor.is_nested:
             for save in at.following:
-                if save.look is None and save.begins_alike(begun, staying):
+                if save.look is None and save.begun == begun:
                     return self._pass(save, tensor)
             return self._leave(at, tensor, frame)
         started = time.perf_counter()
         node, shape = tensor.grad_fn, tensor.shape
         for save in at.following:
             if (look := save.look) is None:
-                parameter = self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER
-                if parameter and save.begins_alike(begun, staying):
+                if save.begun == begun and self._packer.eligibility.form(tensor, 0) is TensorKind.PARAMETER:
                     return self._pass(save, tensor)
             elif (
                 type(node) is save.made_by
                 and tensor.dtype is save.dtype
+                and save.begun == begun
                 and (save.op is None or (node is not None and node.name() == save.op))
                 and save.is_at(frame, self._follower.followed)
-                and save.begins_alike(begun, staying)
                 and (save.late is None or save.late is is_written_late(tensor, frame))
             ):
                 if frame.f_code is DROPOUT:
@@ -205,7 +204,7 @@ class Replay:
         if changing is not None and readers.looks.will_be_due(*changing):
             return None
         # A mask of one bit an element is what it is, whatever else it might have been.
-        beside = decision.beside or not tensor.requires_grad or tensor.output_nr > 0
+        beside = not save.small and (decision.beside or not tensor.requires_grad or tensor.output_nr > 0)
         unsure = decision.kind is not BitmaskActivation and (beside or packer.eligibility.may_be_cast(tensor))
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or (unsure and self._form(save, tensor) is not decision.form):
@@ -269,7 +268,7 @@ class Replay:
                     call.count(self._largest.get(number, 0))
                     if (place := save.look.sighting.place) is not None:
                         call.saved_at[place.codes, place.instructions] = place.save
-        if self._follower.stay(running) and self._rests:
+        if self._follower.stay(running):
             self._at = None
             return self._packer.pack_at(tensor, frame)
         return self._record(at, tensor, frame)
@@ -278,13 +277,14 @@ class Replay:
         packer = self._packer
         started = time.perf_counter()
         look = packer.look(tensor, frame)
-        calls, begun = packer.scopes.calls, [*self._begun]
-        self._begun.clear()
+        calls, begun = packer.scopes.calls, self._begun
         if look is None:
             self._at = self._recordings.add(at, Save(calls, begun=begun))
+            begun.clear()
             return RawActivation(tensor, None)
         small = tensor.numel() < packer.eligibility.least_elements
         save = Save(calls, tensor, look, small, frame, self._follower.followed if self._asks_modules else None, begun)
+        begun.clear()
         unknown = look.sighting.fresh and look.reading is None  # the next pass is watched, and begins here again
         self._at = None if unknown else self._recordings.add(at, save)
         packed = self._take(save, tensor, look, frame)
