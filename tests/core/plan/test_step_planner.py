@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,30 @@ def test_steps_that_train_other_parameters_are_measured_of_their_own() -> None:
     for parameter in parameters:
         parameter.requires_grad_(True)
     assert training.prepare().forecast == every.forecast
+    assert len(training.rows) == seen
+
+
+class Elastic:
+    """Holds parameters off that the user trains."""
+
+    without_graph: Collection[str] = ()
+
+    def __init__(self) -> None:
+        self.held_off: list[nn.Parameter] = []
+
+    def everything(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_what_elastic_training_holds_off_is_trained_by_the_user() -> None:
+    """It is another set in many a step, and none of them is measured of its own."""
+    training, elastic = Training(), Elastic()
+    training.planner = StepPlanner(training.model, training.engine, training.config, elastic=elastic)
+    first, seen = training.prepare(), len(training.rows)
+    elastic.held_off = [each for each in training.model.parameters() if each.requires_grad][:3]
+    for parameter in elastic.held_off:
+        parameter.requires_grad_(False)
+    assert training.prepare() is first
     assert len(training.rows) == seen
 
 
