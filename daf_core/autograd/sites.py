@@ -121,7 +121,6 @@ class ModuleScopes(threading.local):
     Attributes:
         begun: Names of the modules whose forward has begun since this was emptied, of those that are followed in each
             pass; the oldest first.
-        repeated: Those of modules that have run twice in one forward pass.
         dropout: The latest one, if its argument was unchanged.
     """
 
@@ -132,9 +131,7 @@ class ModuleScopes(threading.local):
         self._followed: Mapping[int, Followed] = {}
         self._kept: Mapping[str, bool] = {}
         self._normalized: deque[weakref.ref[Tensor]] = deque(maxlen=NORMALIZED)
-        self._met: set[str] = set()  # the modules of this pass
         self.begun: list[str] = []
-        self.repeated: set[str] = set()
         self.dropout: Dropout | None = None
 
     def __reduce__(self) -> tuple[type[ModuleScopes], tuple[()]]:
@@ -146,7 +143,6 @@ class ModuleScopes(threading.local):
         self._kept, self._unhooked, self._outside = kept, 0, len(_running())
         self._backward = enclosing_backward()
         self._calls = [ModuleCall("", kept.get("", False))]
-        self._met.clear()
         self.begun.clear()
 
     def stop(self) -> None:
@@ -216,9 +212,6 @@ class ModuleScopes(threading.local):
             calls.append(self._begin(name, normalizes))
             if stays:
                 self.begun.append(name)
-            if name in self._met:
-                self.repeated.add(name)
-            self._met.add(name)
 
     @property
     def normalized(self) -> list[Tensor]:
@@ -265,7 +258,6 @@ class ModuleFollower:
     """
 
     def __init__(self, model: nn.Module, scopes: ModuleScopes, normalized: bool = True) -> None:
-        self._scopes = scopes
         self.followed: dict[int, Followed] = {}  # the modules, by their `id`
         self.staying: set[str] = set()  # names of those that are followed in each pass
         self._following: set[int] = set()
@@ -292,14 +284,8 @@ class ModuleFollower:
             self._turn(True)
 
     def end(self) -> None:
-        """This thread's forward pass has ended.
-
-        What has run twice in it is followed for good: nothing else tells two calls in a row apart.
-        """
+        """This thread's forward pass has ended."""
         self._following.discard(threading.get_ident())
-        if self._scopes.repeated:
-            self.stay(self._scopes.repeated)
-            self._scopes.repeated.clear()
 
     def stay(self, names: Container[str]) -> bool:
         """Follows the modules of these names for good; returns whether one of them was not before."""

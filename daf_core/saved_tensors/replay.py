@@ -281,15 +281,26 @@ class Replay:
         if look is None:
             self._at = self._recordings.add(at, Save(calls, begun=begun))
             begun.clear()
+            self._follow_repeated(at)
             return RawActivation(tensor, None)
         small = tensor.numel() < packer.eligibility.least_elements
         save = Save(calls, tensor, look, small, frame, self._follower.followed if self._asks_modules else None, begun)
         begun.clear()
+        self._follow_repeated(at)
         unknown = look.sighting.fresh and look.reading is None  # the next pass is watched, and begins here again
         self._at = None if unknown else self._recordings.add(at, save)
         packed = self._take(save, tensor, look, frame)
         packer.recorder.pack_seconds += time.perf_counter() - started
         return packed
+
+    def _follow_repeated(self, at: Save) -> None:
+        """Follows a module in each pass that has begun anew right after a save of its own: nothing else would tell."""
+        for call, (number, name) in zip(self._packer.scopes.calls, at.calls, strict=False):
+            if call.name != name:
+                break
+            if call.number != number:
+                self._follower.stay([name])
+                break
 
 
 skip_dynamo(Replay.pack)
