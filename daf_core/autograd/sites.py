@@ -157,8 +157,8 @@ class ModuleScopes(threading.local):
         """
         return graph_task() != self._backward
 
-    def catch_up(self, followed: Mapping[int, Followed]) -> None:
-        """Finds the modules that have begun while nobody followed.
+    def catch_up(self, followed: Mapping[int, Followed], turned: Container[str]) -> None:
+        """Finds the modules that have begun while nobody followed; `turned` are those that are followed from now on.
 
         Their forward ends without a word, as hooks that are registered in the middle of it are not called: until then
         they are looked for on the stack.
@@ -168,8 +168,8 @@ class ModuleScopes(threading.local):
         begun = {call.name for call in calls}
         del calls[1:]
         for known in self._on_stack():
-            # One whose hooks have stayed on and that has not begun is running others, before its forward or after it.
-            if known.name in begun or not known.hooks.stays:
+            # One whose hooks were on and that has not begun is running others, before its forward or after it.
+            if known.name in begun or known.name in turned:
                 calls.append(self._begin(known.name, known.normalizes))
         self._unhooked = len(calls) - 1
 
@@ -277,11 +277,15 @@ class ModuleFollower:
             if noted:
                 self.staying.add(name)
 
-    def begin(self) -> None:
-        """Follows modules in a forward pass of this thread."""
+    def begin(self) -> set[str]:
+        """Follows modules in a forward pass of this thread; returns the names of those that were not followed."""
         with self._lock:
             self._following.add(threading.get_ident())
-            self._turn(True)
+            # Looked at rather than remembered: a measurement puts back what modules were before, their hooks too.
+            turned = [each for each in self.followed.values() if not each.hooks.are_on]
+            for each in turned:
+                each.hooks.turn(True)
+        return {each.name for each in turned}
 
     def end(self) -> None:
         """This thread's forward pass has ended."""
@@ -309,21 +313,16 @@ class ModuleFollower:
     def rest(self) -> None:
         """Takes the hooks away where no thread needs them, but for those that stay."""
         with self._lock:
-            if not self._following:
-                self._turn(False)
+            first = next((each.hooks for each in self.followed.values() if not each.hooks.stays), None)
+            if not self._following and first is not None and first.are_on:
+                for each in self.followed.values():
+                    each.hooks.turn(False)
 
     def close(self) -> None:
         """Removes all hooks."""
         for each in self.followed.values():
             each.hooks.remove()
         self.followed.clear()
-
-    def _turn(self, on: bool) -> None:
-        # Looked at rather than remembered: a measurement puts back what modules were before it, their hooks among that.
-        first = next((each.hooks for each in self.followed.values() if not each.hooks.stays), None)
-        if first is not None and first.are_on is not on:
-            for each in self.followed.values():
-                each.hooks.turn(on)
 
 
 def outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

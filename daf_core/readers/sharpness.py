@@ -206,19 +206,27 @@ def _kind_of_compared(packed: Any, dim: int) -> Kind:
 
     Differences are negative, too. Few probabilities are coded as values, or stay exact where one has most of their sum.
     """
-    if packed is None or packed.stored.values_gone:
-        return Kind.APPROXIMATE
-    values = getattr(packed, "result", lambda: packed)().unpack()  # one that is packed in the background has to wait
-    if values.is_meta or not values.is_floating_point() or not values.numel() or values.dim() < -dim:
-        return Kind.APPROXIMATE
-    least, most = values.aminmax()
-    if not float(least) > -MOST_BELOW * float(most):
+    values = None if packed is None else _values_of(packed)
+    if values is None or values.dim() < -dim or not _are_none_negative(values):
         return Kind.APPROXIMATE
     if values.shape[dim] >= FEW and values.dtype is torch.float32:
         return Kind.PROBABILITIES
     rows = some_of(values.movedim(dim, -1).reshape(-1, values.shape[dim]), 0, MOST_ROWS).float()
     shares = (rows.amax(-1) / rows.sum(-1)).nan_to_num(0.0)
     return Kind.EXACT if float(shares.mean()) > PEAK else Kind.APPROXIMATE
+
+
+def _values_of(packed: Any) -> Tensor | None:
+    """Returns the values of a floating-point tensor that was stored; None where there are none."""
+    if packed.stored.values_gone:
+        return None
+    values = getattr(packed, "result", lambda: packed)().unpack()  # one that is packed in the background has to wait
+    return None if values.is_meta or not values.is_floating_point() or not values.numel() else values
+
+
+def _are_none_negative(values: Tensor) -> bool:
+    least, most = values.aminmax()
+    return float(least) > -MOST_BELOW * float(most)
 
 
 def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
@@ -240,19 +248,29 @@ def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
     found = [each for each in pending if each.name() in _OF_PROBABILITIES and _has_rows_of(each, product)]
     if not any(each.name().startswith(_BENDS) for each in pending):
         found = [each for each in found if each.name() not in SOFTMAXES]
-    if found and (constant or _is_weighed(product, unpack)):
+    if any(each.name() in (LOG_SOFTMAX, LOGSUMEXP) for each in found):
+        compares = constant or _is_weighed(product, unpack)
+    else:  # a gate may multiply any features that are constant, and a teacher weighs with no negative numbers
+        compares = len(found) > 0 and _is_weighed(product, unpack, signed=constant)
+    if compares:
         yield from ((each, field) for each in found for field in _OF_PROBABILITIES[each.name()])
         yield from ((product, field) for field in fields_of(product))
         made = ("ExpBackward0", *SOFTMAXES)
         yield from ((each, "result") for each, _ in product.next_functions if each and each.name() in made)
 
 
-def _is_weighed(product: Node, unpack: Unpack) -> bool:
-    """Says whether a product is one with a constant that has codes: a mask has none, and a number is not saved."""
+def _is_weighed(product: Node, unpack: Unpack, signed: bool = True) -> bool:
+    """Says whether a product is one with a constant that has codes: a mask has none, and a number is not saved.
+
+    The constant has no negative numbers unless `signed`.
+    """
     if (None, 0) not in product.next_functions:
         return False
     weights: Any = packed_for(product, "other" if product.next_functions[1][0] is None else "self", unpack)
-    return weights is not None and weights.stored.lossy
+    if weights is None or not weights.stored.lossy:
+        return False
+    values = None if signed else _values_of(weights)
+    return signed or (values is not None and _are_none_negative(values))
 
 
 def _has_rows_of(node: Node, other: Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
 
 import torch
@@ -39,7 +39,7 @@ class Eligibility:
         # Those of parameters and buffers, by their `storage_id`.
         self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._numbers: list[int] = []
-        self.changes = 0  # how often shapes of parameters have changed, on which the form of activations depends
+        self.shapes: Hashable = None  # those of parameters, on which the form of activations depends
         self._shapes: dict[torch.dtype, set[torch.Size]] = {}  # of parameters and buffers, by their type
         self._others: dict[torch.dtype, set[tuple[int, ...]]] = {}  # see `_shapes_of_others`
 
@@ -53,10 +53,10 @@ class Eligibility:
         # An activation may get the number of a storage that FSDP frees while a pass runs.
         storages = [weakref.ref(tensor.untyped_storage()) for tensor in plain]
         self._numbers, self.storages = numbers, dict(zip(numbers, storages, strict=True))
-        before, self._shapes, self._others = self._shapes, {}, {}
+        self._shapes, self._others = {}, {}
         for tensor in plain:
             self._shapes.setdefault(tensor.dtype, set()).add(tensor.shape)
-        self.changes += self._shapes != before
+        self.shapes = frozenset((dtype, frozenset(shapes)) for dtype, shapes in self._shapes.items())
 
     def form(self, tensor: Tensor, largest: int) -> TensorKind:
         """Returns the form that a saved tensor may take, as autograd saves it.

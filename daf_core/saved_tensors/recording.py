@@ -43,8 +43,9 @@ MOST_SAVES = 1 << 13
 """Saves in all trees, of 1 to 2 kB each. RoBERTa-base has 400; a program that never saves the same twice, as one with
 experts, begins anew now and then."""
 
-KINDS = 8
-"""Treatments whose trees are kept: those of a plan, and three of elastic training, take turns."""
+KINDS = 16
+"""Kinds of passes whose trees are kept: treatments of a plan, three of elastic training, and heads of tasks, whose
+parameters have other shapes, take turns."""
 
 
 _CHECKPOINTS = CHECKPOINT.reader, "CheckpointFunctionBackward", "_NoopSaveInputsBackward"
@@ -256,21 +257,21 @@ def _may_be_derived(tensor: Tensor) -> bool:
 
 
 class Recordings:
-    """The trees of a model's passes, by the treatments of its parts."""
+    """The trees of a model's passes, by the treatments of its parts and the shapes of its parameters."""
 
     def __init__(self) -> None:
-        self._roots: list[tuple[Treatments, Save]] = []
+        self._roots: list[tuple[tuple[Treatments, Hashable], Save]] = []
         self._saves = 0
-        self._changes: Hashable = None
 
-    def root(self, treatments: Treatments, changes: Hashable) -> Save:
-        """Returns the tree of passes with some treatments; all trees begin anew where `changes` differs from before."""
-        if self._saves > MOST_SAVES or changes != self._changes:
-            self._roots, self._saves, self._changes = [], 0, changes
-        found = next((root for known, root in self._roots if known == treatments), None)
+    def root(self, treatments: Treatments, others: Hashable) -> Save:
+        """Returns the tree of passes with some treatments, and other things that are the same for all of them."""
+        if self._saves > MOST_SAVES:
+            self._roots, self._saves = [], 0
+        kind = treatments, others
+        found = next((root for known, root in self._roots if known == kind), None)
         if found is None:
             found = Save()
-            self._roots = [(treatments, found), *self._roots[: KINDS - 1]]
+            self._roots = [(kind, found), *self._roots[: KINDS - 1]]
         return found
 
     def add(self, above: Save, save: Save) -> Save:

@@ -85,8 +85,7 @@ class Replay:
             self._follower.begin()
             return
         store.begin_replay(self._packer.eligibility.storages)
-        changes = self._packer.eligibility.changes, len(self._follower.staying)
-        root = self._recordings.root(treatments, changes)
+        root = self._recordings.root(treatments, (self._packer.eligibility.shapes, len(self._follower.staying)))
         self._at, self._store, self._replays, self._epoch = root, store, bool(root.following), store.epoch
         self._begun = self._packer.scopes.begun
         # In exact mode all is stored alike, but for what some modules keep as it is.
@@ -255,8 +254,7 @@ class Replay:
         next time it can.
         """
         self._replays = False
-        self._follower.begin()
-        self._packer.scopes.catch_up(self._follower.followed)
+        self._packer.scopes.catch_up(self._follower.followed, self._follower.begin())
         begun, running = set(self._begun), []
         for depth, (call, (number, name)) in enumerate(zip(self._packer.scopes.calls, at.calls, strict=False)):
             if call.name != name or (depth and name in begun):  # the outermost is the pass itself

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from zlib import crc32
 
 from humanfriendly import format_size
@@ -30,7 +30,8 @@ from daf_core.plan.search.planner import BatchSize, Plan, find_plan, least_budge
 BUCKETS = 4  # plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)
 
 MEASURED = 8
-"""Choices of trained parameters of which measurements are kept, as of parts of a model that are trained in turn."""
+"""Choices of trained parameters that are measured of their own, as of parts of a model that are trained in turn. Steps
+with others, as with layers that are chosen at random, follow plans for all that has been trained so far."""
 
 log = getLogger("daf")
 
@@ -55,6 +56,13 @@ class Batch:
     def kind(self, whole: str | None, without_graph: Collection[str] = (), trained: str = "") -> StepKind:
         """Returns what its step has in common with others that the same plan serves."""
         return StepKind(self.rows, self.bucket, whole is None, tuple(sorted(without_graph)), trained)
+
+
+class _Lengths(NamedTuple):
+    """The rows that a profile was measured with: the number of their range of lengths, and their elements."""
+
+    bucket: int
+    length: int
 
 
 class PartialTraining(Protocol):
@@ -100,10 +108,12 @@ class StepPlanner:
         self._room = self._copied = self._missing = 0
         self._limit: int | None = None
         self._profile: Profile | None = None
-        self._profiled: Batch | None = None
+        self._profiled: _Lengths | None = None
         self._trained = ""  # a digest of which parameters the user trains, as of this profile
-        self._measured: dict[str, tuple[Profile, Batch]] = {}  # those of other choices, the latest last
-        self._plans: dict[StepKind, Plan] = {}
+        self._choices: set[bytes] = set()  # of which parameters are measured of their own
+        self._ever = b""  # which have been trained so far
+        self._measured: dict[str, tuple[Profile, _Lengths]] = {}  # profiles of other choices, the latest last
+        self._plans: dict[StepKind, NamedPlan] = {}
         self._last: tuple[Batch, str | None] | None = None
         self._callers = watch_callers(model, {block.module for block in blocks_of(model)})
 
@@ -115,7 +125,8 @@ class StepPlanner:
     @property
     def whole(self) -> str | None:
         """Why no batch of this model is split, as a step that was measured shows; None where some may be."""
-        return None if self._profile is None else self._profile.whole
+        latest = self._profile or next((profile for profile, _ in reversed(self._measured.values())), None)
+        return None if latest is None else latest.whole
 
     def prepare(self, batch: Batch, whole: str | None = None) -> Plan:
         """Returns the plan for a step, and has the model follow it; `whole` says why the batch cannot be split.
@@ -186,7 +197,12 @@ class StepPlanner:
         """Takes the measurements of the parameters that the user trains now, who may freeze some and unfreeze them."""
         off = set() if self._elastic is None else {id(each) for each in self._elastic.held_off}
         trained = bytes(each.requires_grad or id(each) in off for each in tensors_of(self._model)[0])
-        digest = f"{crc32(trained):08x}"
+        if len(trained) != len(self._ever):  # other parameters than before
+            self._choices, self._ever = set(), trained
+        self._ever = bytes(map(max, trained, self._ever))
+        if trained not in self._choices and len(self._choices) < MEASURED:
+            self._choices.add(trained)
+        digest = f"{crc32(trained):08x}" if trained in self._choices else f"{crc32(self._ever):08x} of many"
         if digest == self._trained:
             return
         if self._profile is not None and self._profiled is not None:
@@ -202,17 +218,17 @@ class StepPlanner:
 
     def _made(self, batch: Batch, whole: str | None) -> NamedPlan:
         self._follow_available_memory()
-        profile = self._profile_for(batch)
-        plan = self._planned(profile, batch, whole)
-        if plan.forecast.peak_bytes > self._room:
+        named = self._planned(batch, whole)
+        if named.plan.forecast.peak_bytes > self._room:
             self._set_limit(self._room)
-            plan = self._planned(profile, batch, whole)
-        return NamedPlan(tuple(profile.names), plan)
+            named = self._planned(batch, whole)
+        return named
 
-    def _planned(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
+    def _planned(self, batch: Batch, whole: str | None) -> NamedPlan:
         """Returns the plan for a batch; before it gives up, it tries again what memory has run out for."""
-        key = self._kind(batch, whole)
-        if key not in self._plans:
+        kind = self._kind(batch, whole)
+        if kind not in self._plans:
+            profile = self._profile_for(batch)
             try:
                 plan = self._find(profile, batch, whole)
             except PlanError:
@@ -221,9 +237,9 @@ class StepPlanner:
                 self._limit = None
                 self._follow_available_memory()
                 plan = self._find(profile, batch, whole)
-            self._plans[key] = plan
+            self._plans[kind] = NamedPlan(tuple(profile.names), plan)
             log.info("DAF plans %s", _in_words(plan))
-        return self._plans[key]
+        return self._plans[kind]
 
     def _stop_treating(self) -> None:
         self.applied.follow({})
@@ -241,17 +257,31 @@ class StepPlanner:
         """
         if self._profile is None or self._profiled is None or batch.bucket > self._profiled.bucket:
             self._stop_treating()
-            with nullcontext() if self._elastic is None else self._elastic.everything():
+            everything = nullcontext() if self._elastic is None else self._elastic.everything()
+            with everything, self._training_all() if self._trained.endswith("of many") else nullcontext():
                 self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
-            self._profiled = batch
+            self._profiled = _Lengths(batch.bucket, batch.length)
             self._plans = {kind: plan for kind, plan in self._plans.items() if kind.trained != self._trained}
-        if self._elastic is not None:
-            self._profile = self._profile.with_off(self._elastic.without_graph)
         return self._profile
+
+    @contextmanager
+    def _training_all(self) -> Generator[None]:
+        """Has all parameters trained inside that have been so far."""
+        pairs = zip(tensors_of(self._model)[0], self._ever, strict=True)
+        frozen = [each for each, trained in pairs if trained and not each.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def _find(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
         assert self._limit is not None
         assert self._profiled is not None
+        if self._elastic is not None:
+            profile = profile.with_off(self._elastic.without_graph)
         whole = whole or profile.whole
         size = batch.size(self._profiled.length)
         plan = find_plan(profile, size, self._limit, self._config, whole is None)

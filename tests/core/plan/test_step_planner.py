@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from daf_core.memory.system import available
 from daf_core.model.blocks import blocks_of
 from daf_core.plan.observe.meter import TensorMeter
 from daf_core.plan.policies import KEEP, RECOMPUTE, RECOMPUTE_COMPRESSED
+from daf_core.plan.run import step_planner
 from daf_core.plan.run.step_planner import MEASURED, Batch, StepPlanner
 from daf_core.plan.search.planner import Plan
 from tests.core.harness import assert_same
@@ -129,13 +131,31 @@ def test_what_elastic_training_holds_off_is_trained_by_the_user() -> None:
     assert len(training.rows) == seen
 
 
-def test_measurements_of_many_choices_are_kept_within_a_bound() -> None:
-    training = Training()
+def test_many_choices_of_parameters_are_measured_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where layers are chosen at random, or one after the other: a plan for all of them has room for each."""
+    training, measured = Training(precision=4), list[int]()
+    measure = step_planner.measure
+    monkeypatch.setattr(step_planner, "measure", lambda *args: measured.append(1) or measure(*args))
     parameters = [each for each in training.model.parameters() if each.requires_grad]
-    for parameter in parameters[: MEASURED + 3]:
-        parameter.requires_grad_(False)
-        training.prepare()
-    assert len(training.planner._measured) == MEASURED
+    for number in range(2 * MEASURED + 4):
+        for place, parameter in enumerate(parameters):
+            parameter.requires_grad_(place % (MEASURED + 2) == number % (MEASURED + 2))
+        plan = training.prepare()
+    assert len(measured) <= MEASURED + 2
+    assert training.peak(plan) <= plan.forecast.peak_bytes
+    assert [each.requires_grad for each in parameters].count(True) == len(
+        parameters[number % (MEASURED + 2) :: MEASURED + 2]
+    )
+
+
+def test_what_was_measured_keeps_no_batch() -> None:
+    training = Training()
+    batch = nets.tokens(8, 32)
+    kept = weakref.ref(next(iter(batch.values())))
+    training.prepare(batch)
+    del batch
+    training.prepare()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
