@@ -395,6 +395,39 @@ def test_logarithms_that_nothing_is_compared_with_take_the_usual_bits(how: str, 
         assert engine.finish_step().stored_as["logarithms"] == 1
 
 
+class Gated(nn.Module):
+    """Multiplies one layer's results with a gate of the other's, or with features that are constant."""
+
+    def __init__(self, gate: Callable[[Tensor], Tensor], features: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.value = None if features else nn.Linear(WIDTH, WIDTH)
+        self.function = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = normal(*x.shape, seed=3) if self.value is None else self.value(x)
+        return self.last(self.function(self.gate(x)) * values).square().mean()
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "shifted softplus": lambda x: F.softplus(x) - 0.5,
+    "log-sigmoid": lambda x: F.logsigmoid(x) - 1,
+    "logarithm": lambda x: (x.square() + 0.1).log() - 1.5,
+}
+
+
+@pytest.mark.parametrize(("gate", "features"), [*((gate, False) for gate in GATES), ("plain softplus", True)])
+def test_a_gate_is_no_comparison(gate: str, features: bool) -> None:
+    """At 8 bits what is compared stays exact: 2.5 times the bytes."""
+    model = Gated(GATES.get(gate, F.softplus), features)
+    engine = engine_for(model, 8)
+    for _ in range(4):
+        backward(model, lambda model, _: model(normal(ROWS, TOKENS, WIDTH)), engine)
+        step = engine.finish_step()
+    assert step.stored_as["planes"] >= 5
+
+
 def test_a_cap_of_logits_takes_the_usual_bits() -> None:
     """Cross entropy compares their probabilities with targets; the scores of an attention are another matter."""
     x = normal(ROWS, TOKENS, WIDTH)

@@ -153,6 +153,79 @@ def test_what_is_saved_counts_for_the_call_that_saves_it(make: type[nn.Module], 
     compare(make, loss_of, STEPS, **config)
 
 
+def _nothing(*_: object) -> None:
+    """A hook of a user."""
+
+
+class WithMore(Stepped):
+    """Saves more inside of a block from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = (
+            nn.Linear(64, 64),
+            nn.Sequential(nn.Linear(64, 64), nn.GELU()),
+            nn.Linear(64, 64),
+        )
+        self.block.register_forward_hook(self.more)
+
+    def more(self, _: nn.Module, __: object, result: Tensor) -> Tensor:
+        return result.sin() if self.step > 6 else result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.block(F.gelu(self.first(x)))))
+
+
+@pytest.mark.parametrize("when", ["registered while DAF's rest", "removed while DAF's rest"])
+def test_hooks_of_users_leave_those_of_modules_to_be_switched_on(when: str) -> None:
+    """As of a profiler. What stays as it is is known by them."""
+    torch.manual_seed(0)
+    model = WithMore()
+    twin = copy.deepcopy(model)
+    engines = [engine_for(each, 4, packing="device") for each in (model, twin)]
+    take_the_full_way(engines[1])
+    handles = [model.register_forward_hook(_nothing)] if when.startswith("removed") else []
+    for number in range(6):
+        take_step(engines[0], model, loss_of, number)
+        take_step(engines[1], twin, loss_of, number)
+    for handle in handles:
+        handle.remove()
+    if not handles:
+        for module in model.modules():
+            module.register_forward_hook(_nothing)
+    for engine in engines:
+        engine.treat(Treatments(kept={"block": True, "block.0": True}))
+    for number in range(6, STEPS):
+        found = take_step(engines[0], model, loss_of, number)
+        assert_equal(found, take_step(engines[1], twin, loss_of, number))
+
+
+class Heads(Stepped):
+    """Has one head or another, of other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))
+        self.heads = [nn.Linear(64, 64), nn.Linear(64, 32)]
+        self.head = self.heads[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head = self.heads[self.step % 2]
+        return self.head(self.trunk(x))
+
+    def __deepcopy__(self, memo: object) -> Heads:
+        copied = Heads()
+        copied.trunk.load_state_dict(self.trunk.state_dict())
+        copied.heads = copy.deepcopy(self.heads)
+        copied.head = copied.heads[0]
+        return copied
+
+
+@configs
+def test_shapes_of_parameters_that_take_turns_are_replayed(config: dict[str, Any]) -> None:
+    assert compare(Heads, loss_of, STEPS, **config) > 3
+
+
 class Twice(Stepped):
     """Runs an encoder twice in a row, as for pairs of texts."""
 
