@@ -238,20 +238,21 @@ def compared(product: Node, unpack: Unpack) -> Iterator[tuple[Node, str]]:
     """
     if product.name() != PRODUCT:
         return
-    pending, constant = [product], False
+    pending, constant, teacher = [product], False, False
     for each in pending:
         with_constant = (None, 0) in each.next_functions
         scales = each.name() in (PRODUCT, "DivBackward0") and with_constant
         if len(pending) < MOST_NODES and (each is product or scales or each.name().startswith(_MIXES)):
             pending += [made for made, _ in each.next_functions if made is not None and made not in pending]
             constant |= with_constant and each.name() in _WITH_OTHERS
+            teacher |= each.name() == "SubBackward0" and each.next_functions[0] == (None, 0)  # no number is there
     found = [each for each in pending if each.name() in _OF_PROBABILITIES and _has_rows_of(each, product)]
     if not any(each.name().startswith(_BENDS) for each in pending):
         found = [each for each in found if each.name() not in SOFTMAXES]
     if any(each.name() in (LOG_SOFTMAX, LOGSUMEXP) for each in found):
         compares = constant or _is_weighed(product, unpack)
     else:  # a gate may multiply any features that are constant, and a teacher weighs with no negative numbers
-        compares = len(found) > 0 and _is_weighed(product, unpack, signed=constant)
+        compares = len(found) > 0 and (teacher or _is_weighed(product, unpack, signed=constant))
     if compares:
         yield from ((each, field) for each in found for field in _OF_PROBABILITIES[each.name()])
         yield from ((product, field) for field in fields_of(product))

@@ -269,6 +269,7 @@ DISTILLATIONS_OF_CHANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "roots": lambda s, t: 1 - (t.softmax(-1).sqrt() * s.softmax(-1).sqrt()).sum(-1).mean(),
     "log-sigmoids": lambda s, t: -(t.sigmoid() * F.logsigmoid(s) + (1 - t.sigmoid()) * F.logsigmoid(-s)).mean(),
     "Bernoullis": _bernoullis,
+    "Bernoullis, reversed": lambda s, t: _bernoullis(t, s),
     "Dirichlets": _dirichlets,
 }
 
