@@ -28,6 +28,7 @@ from daf_core.plan.observe.meter import TensorMeter
 from daf_core.plan.observe.without_values import without_values
 from daf_core.plan.plan_file import NamedPlan, PlanFile
 from daf_core.plan.run.runner import described
+from daf_core.plan.run.step_planner import digest_of, trained_in
 from daf_core.plan.search.planner import find_plan, least_budget
 from daf_core.rewrites.registry import OperatorRewrites
 from daf_integrations.cli.bench.process_memory import peak_bytes, reset_peak, resident_bytes
@@ -85,9 +86,10 @@ def planned(workload: Workload, config: DAFConfig, file: Path) -> int:
         if plan is None:
             least = least_budget(profile, size, config, splits=False)
             raise PlanError(config.memory_budget, least, "a row is not split")
-    plans = PlanFile(str(file), config, with_values(workload).model)
+    model = with_values(workload).model
+    plans = PlanFile(str(file), config, model)
     plans.begin_batch()
-    plans.add_plan(batch.kind("one row"), NamedPlan(tuple(profile.names), plan))
+    plans.add_plan(batch.kind("one row", digest_of(trained_in(model))), NamedPlan(tuple(profile.names), plan))
     return plan.forecast.peak_bytes
 
 

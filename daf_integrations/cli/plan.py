@@ -23,6 +23,7 @@ from daf_core.plan.cost.baseline import forecast_plain
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.plan_file import NamedPlan, PlanFile
 from daf_core.plan.run.runner import described
+from daf_core.plan.run.step_planner import digest_of, trained_in
 from daf_core.plan.search.planner import Plan, find_plan, held_by_part, least_budget, tried
 from daf_core.rewrites.registry import OperatorRewrites
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
@@ -120,7 +121,8 @@ class Planning:
             raise ConfigError(f"--save {path} cannot be written: {error}. Name another file") from error
         file = PlanFile(path, config, self._model)
         file.begin_batch()
-        file.add_plan(self._batch.kind(self._unsplit), NamedPlan(tuple(self._profile.names), step.plan))
+        kind = self._batch.kind(self._unsplit, digest_of(trained_in(self._model)))
+        file.add_plan(kind, NamedPlan(tuple(self._profile.names), step.plan))
 
     def ladder(self) -> list[int]:
         """Returns budgets from what plain training takes down to the smallest that a plan exists for."""

@@ -53,9 +53,20 @@ class Batch:
         """Returns how large batches of this range are at most, in rows of a profile of rows of this length."""
         return BatchSize(self.rows, 2 ** (self.bucket / BUCKETS) / length)
 
-    def kind(self, whole: str | None, without_graph: Collection[str] = (), trained: str = "") -> StepKind:
-        """Returns what its step has in common with others that the same plan serves."""
+    def kind(self, whole: str | None, trained: str, without_graph: Collection[str] = ()) -> StepKind:
+        """Returns what its step has in common with others that the same plan serves; for `trained` see `digest_of`."""
         return StepKind(self.rows, self.bucket, whole is None, tuple(sorted(without_graph)), trained)
+
+
+def trained_in(model: nn.Module, held_off: Collection[nn.Parameter] = ()) -> bytes:
+    """Returns 1 for each parameter that the user trains, 0 for others; `held_off` are those that others freeze."""
+    off = {id(each) for each in held_off}
+    return bytes(each.requires_grad or id(each) in off for each in tensors_of(model)[0])
+
+
+def digest_of(trained: bytes) -> str:
+    """Returns a short name of what `trained_in` gives, the same in each run."""
+    return f"{crc32(trained):08x}"
 
 
 class _Lengths(NamedTuple):
@@ -195,14 +206,13 @@ class StepPlanner:
 
     def _look_what_is_trained(self) -> None:
         """Takes the measurements of the parameters that the user trains now, who may freeze some and unfreeze them."""
-        off = set() if self._elastic is None else {id(each) for each in self._elastic.held_off}
-        trained = bytes(each.requires_grad or id(each) in off for each in tensors_of(self._model)[0])
+        trained = trained_in(self._model, () if self._elastic is None else self._elastic.held_off)
         if len(trained) != len(self._ever):  # other parameters than before
             self._choices, self._ever = set(), trained
         self._ever = bytes(map(max, trained, self._ever))
         if trained not in self._choices and len(self._choices) < MEASURED:
             self._choices.add(trained)
-        digest = f"{crc32(trained):08x}" if trained in self._choices else f"{crc32(self._ever):08x} of many"
+        digest = digest_of(trained) if trained in self._choices else f"{digest_of(self._ever)} of many"
         if digest == self._trained:
             return
         if self._profile is not None and self._profiled is not None:
@@ -214,7 +224,7 @@ class StepPlanner:
         self._profile, self._profiled = self._measured.get(digest, (None, None))
 
     def _kind(self, batch: Batch, whole: str | None) -> StepKind:
-        return batch.kind(whole, () if self._elastic is None else self._elastic.without_graph, self._trained)
+        return batch.kind(whole, self._trained, () if self._elastic is None else self._elastic.without_graph)
 
     def _made(self, batch: Batch, whole: str | None) -> NamedPlan:
         self._follow_available_memory()
