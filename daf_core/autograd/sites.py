@@ -98,8 +98,8 @@ class ModuleCall:
         self.largest = max(self.largest, elements)
 
 
-def _running() -> list[nn.Module]:
-    return [call["self"] for call in module_calls(sys._getframe(1))]  # pyright: ignore[reportPrivateUsage]
+def _running() -> list[dict[str, Any]]:
+    return [*module_calls(sys._getframe(1))]  # pyright: ignore[reportPrivateUsage]
 
 
 def enclosing_backward() -> int:
@@ -165,17 +165,20 @@ class ModuleScopes(threading.local):
         """
         calls, self._followed = self._calls, followed
         assert calls is not None
-        begun = {call.name for call in calls}
+        begun, in_forward = {call.name for call in calls}, {known.name for known in self._on_stack(in_forward=True)}
         del calls[1:]
         for known in self._on_stack():
             # One whose hooks were on and that has not begun is running others, before its forward or after it.
-            if known.name in begun or known.name in turned:
+            if known.name in begun or (known.name in turned and known.name in in_forward):
                 calls.append(self._begin(known.name, known.normalizes))
         self._unhooked = len(calls) - 1
 
-    def _on_stack(self) -> list[Followed]:
+    def _on_stack(self, in_forward: bool = False) -> list[Followed]:
+        """Returns the modules that are running, without those whose forward has ended, if asked: others' hooks run."""
         running = _running()
-        found = [self._followed.get(id(module)) for module in running[: len(running) - self._outside]]
+        del running[len(running) - self._outside :]
+        calls = [call for call in running if not in_forward or call.get("result") is None]
+        found = [self._followed.get(id(call["self"])) for call in calls]
         return [known for known in reversed(found) if known is not None]
 
     def _let_go(self, begins: bool = False) -> None:
