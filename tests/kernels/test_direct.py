@@ -99,7 +99,7 @@ def test_masks_come_back(dtype: torch.dtype) -> None:
 def test_a_codec_keeps_what_it_has_the_address_of() -> None:
     """Caches forget layouts after so many others, and codecs that are still in use go on."""
     codec = CpuBackend().direct_planes(plane_layout(8192, ROW, PAGE), 3, torch.float32, 0, CPU)
-    starts = weakref.ref(cpu_backend._tiling(plane_layout(8192, ROW, PAGE))[1].array)
+    starts = weakref.ref(cpu_backend._tiling(plane_layout(8192, ROW, PAGE))[1])
     for name in ("_tiling", "_encoder", "_decoder", "_direct_planes"):
         getattr(cpu_backend, name).cache_clear()
     gc.collect()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from daf_kernels import PlaneLayout, plane_layout
+from daf_kernels.cpu import backend, jobs
 from daf_kernels.cpu import masks as cpu_masks
-from daf_kernels.cpu import planes as cpu_planes
-from daf_kernels.cpu.bits import BFLOAT16
+from daf_kernels.cpu.thread_team import WORDS_BYTES, launch
 from daf_kernels.layout import BLOCK, COLUMNS, PLANE_WIDTHS
 from daf_kernels.reference import codec as reference
 from tests.kernels.hard_inputs import flags, normal
@@ -49,7 +49,6 @@ class Sparse:
         self._region = torch.full((len(tail) + 1, PAGE_BYTES), SENTINEL, dtype=torch.uint8)
         self.addresses: npt.NDArray[np.int64] = np.full(layout.pages(planes), self._region.data_ptr(), np.int64)
         self.addresses[tail] += PAGE_BYTES * np.arange(1, len(tail) + 1)
-        self.starts = np.array([layout.plane_start(plane) for plane in range(4)], np.int64)
         self._tail = tail
 
     def check(self) -> None:
@@ -69,6 +68,15 @@ def _tail_pages(layout: PlaneLayout, planes: int) -> Iterator[int]:
         yield from range(layout.plane_start(plane) + first, layout.pages(plane + 1))
 
 
+def _run(kernel: jobs.Kernel, values: Tensor, addresses: npt.NDArray[np.int64]) -> int:
+    """Runs a kernel for the last elements of a tensor, and returns what it answers."""
+    scratch = np.zeros(WORDS_BYTES + kernel.stride, np.uint8)
+    return launch(
+        0, kernel.job, 1, kernel.address, kernel.count, values.data_ptr(), PAGE_SHIFT, FIRST, ELEMENTS, ELEMENTS,
+        scratch.ctypes.data, kernel.stride, addresses,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("row", [256, 64, 8, 1], ids="rows of {}".format)
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 def test_planes_past_two_billion_elements(
@@ -80,12 +88,9 @@ def test_planes_past_two_billion_elements(
     monkeypatch.setattr(reference, "noise", lambda blocks, words, _: plain_noise(first_block, blocks, words))
     expected = reference.encode(large[FIRST:], tail, 4, seed)
     memory = Sparse(layout, 4)
-    codes, noise, work = (np.zeros(24 * TILE, np.uint64) for _ in range(3))
-    unusable = cpu_planes.encode_planes(
-        large.data_ptr(), BFLOAT16, FIRST, ELEMENTS, layout.group, TILE, 4, np.float32(255), np.array(SEED, np.uint64),
-        memory.addresses, memory.starts, PAGE_SHIFT, codes.ctypes.data, noise.ctypes.data if stochastic else 0,
-        work.ctypes.data,
-    )  # fmt: skip
+    words = np.array(SEED, np.uint64)
+    encoder = backend._encoder(layout, 4, torch.bfloat16, words.ctypes.data if stochastic else None)
+    unusable = _run(encoder, large, memory.addresses)
     memory.check()
     assert unusable == 0
     for plane, width in enumerate(PLANE_WIDTHS):
@@ -95,10 +100,7 @@ def test_planes_past_two_billion_elements(
         found = memory.bytes_at(layout.plane_start(plane) + page, offset, size)
         assert torch.equal(found, expected[start : start + tail.plane_pages(plane)].view(-1)[:size])
     out = torch.empty(ELEMENTS, dtype=torch.bfloat16)
-    cpu_planes.decode_planes(
-        out.data_ptr(), BFLOAT16, FIRST, ELEMENTS, layout.group, TILE, 4, memory.addresses, memory.starts, PAGE_SHIFT,
-        codes.ctypes.data, work.ctypes.data,
-    )  # fmt: skip
+    _run(backend._decoder(layout, 4, torch.bfloat16), out, memory.addresses)
     assert torch.equal(out[FIRST:], reference.decode(expected, tail, 4, torch.bfloat16))
 
 
@@ -111,15 +113,14 @@ def test_masks_past_two_billion_elements(large: Tensor) -> None:
     addresses = np.full(pages, region.data_ptr(), np.int64)
     start = FIRST // 8 // PAGE_BYTES
     addresses[start:] = region.data_ptr() + PAGE_BYTES * np.arange(1, pages - start + 1)
-    scratch, one = np.zeros(BLOCK, np.uint64), np.uint64(0x3F80)
-    arguments = (2, np.uint64(0), one, FIRST, ELEMENTS, addresses, PAGE_SHIFT, scratch.ctypes.data)
-    assert cpu_masks.encode_mask(large.data_ptr(), *arguments) == 0
+    encoder, decoder = (backend._of_mask(job, 2, 0, 0x3F80) for job in (jobs.encode_mask, jobs.decode_mask))
+    assert _run(encoder, large, addresses) == 0
     assert (region[0] == SENTINEL).all()
     size, offset = -(-TAIL // BLOCK) * COLUMNS, FIRST // 8 % PAGE_BYTES
     expected = reference.encode_mask(ones, torch.tensor(True), PAGE_BYTES).view(-1)[:size]
     assert torch.equal(region[1:].view(-1)[offset : offset + size], expected)
     out = torch.empty(ELEMENTS, dtype=torch.bfloat16)
-    cpu_masks.decode_mask(out.data_ptr(), *arguments)
+    _run(decoder, out, addresses)
     assert torch.equal(out[FIRST:], large[FIRST:])
 
 

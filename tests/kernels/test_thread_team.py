@@ -20,7 +20,7 @@ from daf_kernels.cpu import backend as cpu
 from daf_kernels.cpu import thread_team
 from daf_kernels.cpu.backend import CpuBackend
 from daf_kernels.cpu.bits import I64, i64_at, u8_at
-from daf_kernels.cpu.thread_team import JOB, WORDS, WORDS_BYTES, Team, add_result, own_scratch, parts, take
+from daf_kernels.cpu.thread_team import JOB, WORDS, WORDS_BYTES, Team, add_result, launch, own_scratch, parts, take
 from tests.kernels.hard_inputs import normal
 from tests.kernels.harness import CPU, encode
 
@@ -57,8 +57,8 @@ def _run(
 ) -> int:  # fmt: skip
     words = np.array((*(0,) * WORDS, *own), np.int64)
     scratch = np.zeros(WORDS_BYTES, np.uint8) if memory is None else memory
-    given, (origin, *_) = (words.ctypes.data, words.size), own
-    return Team(threads).run(job, given, origin, 0, NO_PAGES, *span, step, scratch.ctypes.data, stride, threads)
+    parallel, given = thread_team.parallel_function(), (words.ctypes.data, words.size)
+    return launch(parallel, job, threads, *given, own[0], 0, *span, step, scratch.ctypes.data, stride, NO_PAGES)
 
 
 @settings(deadline=None)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,14 +26,12 @@ from daf_kernels.cpu import masks as cpu_masks
 from daf_kernels.cpu import ranges as cpu_ranges
 from daf_kernels.cpu.bits import BFLOAT16, FLOAT16, FLOAT32
 from daf_kernels.cpu.direct import DirectCodec
-from daf_kernels.cpu.thread_team import WORDS, WORDS_BYTES, Team
+from daf_kernels.cpu.jobs import TILE, Kernel
+from daf_kernels.cpu.thread_team import WORDS_BYTES, Scratch, Team, launch, parallel_function
 from daf_kernels.layout import BLOCK, PLANE_WIDTHS, PRECISIONS, PlaneLayout, mask_pages, sampled_groups
 from daf_kernels.reference.gelu_derivative import inputs_of_codes
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-
-TILE = 4096
-"""Elements encoded at a time: 16 kB of float32 stay in the first-level cache, 32 kB do not beside the codes."""
 
 SPLIT = 1 << 16
 """Elements in a part for a thread, 20 to 50 us of work; calling the team takes about 1."""
@@ -48,59 +43,6 @@ _NO_SEED = np.zeros(4, np.uint64)
 _NO_SEED_ADDRESS = _NO_SEED.ctypes.data
 
 
-class _Scratch(threading.local):
-    """Buffers of one thread, grown to the largest tile met."""
-
-    def __init__(self) -> None:
-        self._buffer = np.empty(0, np.uint8)
-        self._size = self._address = 0
-
-    def reserve(self, size: int) -> int:
-        """Returns the address of `size` bytes, aligned to 64; they stay valid until the thread's next call."""
-        if self._size < size:
-            self._buffer, self._size = np.empty(size + 64, np.uint8), size
-            self._address = -(-self._buffer.ctypes.data // 64) * 64
-        return self._address
-
-
-class _Starts(NamedTuple):
-    """An array of the index of each plane's first page, with its address, which takes numpy a microsecond."""
-
-    address: int = 0
-    size: int = 0
-    array: npt.NDArray[np.int64] | None = None
-
-
-_NOWHERE = _Starts()
-
-
-class _Kernel:
-    """A kernel with its arguments, but for the elements and the pages.
-
-    Args:
-        job: Its job.
-        kind: Type, or size in bytes, of the elements.
-        own: Its own words.
-        tile: Elements that it works on at a time; parts begin at multiples of it.
-        scratch: Bytes of scratch memory that a thread needs.
-        starts: Where the pages of planes start.
-    """
-
-    __slots__ = ("address", "count", "job", "starts", "stride", "tile", "words")
-
-    def __init__(
-        self, job: Callable[..., None], kind: int, own: tuple[int, ...] = (), tile: int = TILE, scratch: int = BLOCK,
-        starts: _Starts = _NOWHERE,
-    ) -> None:  # fmt: skip
-        self.job: int = cpu_jobs.compiled(job).address
-        self.tile = tile
-        self.stride = -(-scratch // 64) * 64
-        self.starts = starts  # whose address is among the words
-        fixed = (0,) * WORDS
-        self.words = np.array((*fixed, 0, kind, 0, starts.address, starts.size, *own), np.int64)
-        self.address, self.count = self.words.ctypes.data, self.words.size
-
-
 class CpuBackend:
     """Numba kernels for tensors in the memory of a CPU.
 
@@ -110,7 +52,7 @@ class CpuBackend:
 
     def __init__(self, threads: int | None = None) -> None:
         self._team = Team(threads)
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
 
     def limit_threads(self, count: int) -> None:
         """See `Backend.limit_threads`."""
@@ -176,21 +118,22 @@ class CpuBackend:
 
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
         """See `Backend.encode_mask`."""
-        kernel = _of_values(cpu_jobs.encode_mask, values.element_size(), two)
+        kernel = _of_mask(cpu_jobs.encode_mask, values.element_size(), *signed_words(two))
         return self._over(values, kernel, memory, pages, load=True) == 0
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.decode_mask`."""
-        self._over(out, _of_values(cpu_jobs.decode_mask, out.element_size(), two), memory, pages, store=True)
+        kernel = _of_mask(cpu_jobs.decode_mask, out.element_size(), *signed_words(two))
+        self._over(out, kernel, memory, pages, store=True)
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.encode_nonzero`."""
-        self._over(values, _of_signs(cpu_jobs.encode_nonzero, values.element_size()), memory, pages, load=True)
+        self._over(values, _of_mask(cpu_jobs.encode_nonzero, values.element_size()), memory, pages, load=True)
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """See `Backend.rectify`."""
         least = bits_of_number(torch.finfo(out.dtype).tiny, out.dtype)
-        kernel = _of_signs(cpu_jobs.rectify, out.element_size(), least)
+        kernel = _of_mask(cpu_jobs.rectify, out.element_size(), least)
         self._over(out, kernel, memory, pages, load=True, store=True)
 
     def _sample(self, values: Tensor, layout: PlaneLayout, count: int, step: int, size: int) -> Tensor:
@@ -209,7 +152,7 @@ class CpuBackend:
     def _over(
         self,
         values: Tensor,
-        kernel: _Kernel,
+        kernel: Kernel,
         memory: PageMemory,
         pages: Pages,
         load: bool = False,
@@ -237,25 +180,16 @@ class CpuBackend:
                 self._copy(values, start, end, buffer, into_dense=False)
         return total
 
-    def _run(self, kernel: _Kernel, origin: int, shift: int, addresses: Pages, first: int, stop: int) -> int:
+    def _run(self, kernel: Kernel, origin: int, shift: int, addresses: Pages, first: int, stop: int) -> int:
         """Runs a kernel over some elements, of which number 0 lies, or would lie, at address `origin`."""
         threads, step, stride = 1, stop - first, kernel.stride
         if step > SPLIT and (threads := self._team.threads) > 1:
             step = max(SPLIT // kernel.tile, 1) * kernel.tile
         scratch = self._scratch.reserve(WORDS_BYTES + threads * stride)
-        return self._team.run(
-            kernel.job,
-            (kernel.address, kernel.count),
-            origin,
-            shift,
-            addresses,
-            first,
-            stop,
-            step,
-            scratch,
-            stride,
-            threads,
-        )
+        return launch(
+            parallel_function(), kernel.job, threads, kernel.address, kernel.count, origin, shift, first, stop, step,
+            scratch, stride, addresses,
+        )  # fmt: skip
 
     def _copy(self, values: Tensor, first: int, stop: int, buffer: Tensor, into_dense: bool) -> None:
         shape, strides = np.array(values.shape, np.int64), np.array(values.stride(), np.int64)
@@ -267,64 +201,51 @@ class CpuBackend:
 @lru_cache(maxsize=1024)
 def _direct_planes(layout: PlaneLayout, planes: int, dtype: torch.dtype, row: int) -> DirectCodec:
     kernels = _encoder(layout, planes, dtype, None), _decoder(layout, planes, dtype)
-    return _direct(kernels, layout.elements, dtype, layout.page_bytes, layout.pages(planes), row)
+    return DirectCodec(kernels, layout.elements, dtype.itemsize, layout.page_bytes, layout.pages(planes), row)
 
 
 @lru_cache(maxsize=1024)
 def _direct_mask(elements: int, dtype: torch.dtype, page_bytes: int) -> DirectCodec:
-    kernels = [_of_values(job, dtype.itemsize, (0, 0)) for job in (cpu_jobs.encode_mask, cpu_jobs.decode_mask)]
-    return _direct(kernels, elements, dtype, page_bytes, mask_pages(elements, page_bytes), None)
-
-
-def _direct(
-    kernels: Sequence[_Kernel], elements: int, dtype: torch.dtype, page_bytes: int, pages: int, row: int | None
-) -> DirectCodec:
-    jobs = [(kernel.job, kernel.words, kernel.stride) for kernel in kernels]
-    return DirectCodec(jobs, elements, dtype.itemsize, page_bytes, pages, row, kernels)
+    kernels = [_of_mask(job, dtype.itemsize, 0, 0) for job in (cpu_jobs.encode_mask, cpu_jobs.decode_mask)]
+    return DirectCodec(kernels, elements, dtype.itemsize, page_bytes, mask_pages(elements, page_bytes), None)
 
 
 @lru_cache(maxsize=1024)
-def _encoder(layout: PlaneLayout, planes: int, dtype: torch.dtype, seed: int | None) -> _Kernel:
+def _encoder(layout: PlaneLayout, planes: int, dtype: torch.dtype, seed: int | None) -> Kernel:
     """Returns the kernel that encodes, with the address of a seed if it rounds at random."""
     tile, starts = _tiling(layout)
     levels = 2 ** PRECISIONS[max(planes, 1) - 1] - 1
     noise_bytes = 0 if seed is None else 2 * tile
     scratch = tile + noise_bytes + 24 * (tile // layout.group) + 1024
     own = (layout.group, tile, planes, levels, noise_bytes, _NO_SEED_ADDRESS if seed is None else seed)
-    return _Kernel(cpu_jobs.encode_planes, KINDS[dtype], own, tile, scratch, starts)
+    return Kernel(cpu_jobs.encode_planes, KINDS[dtype], own, tile, scratch, starts)
 
 
 @lru_cache(maxsize=1024)
-def _decoder(layout: PlaneLayout, planes: int, dtype: torch.dtype) -> _Kernel:
+def _decoder(layout: PlaneLayout, planes: int, dtype: torch.dtype) -> Kernel:
     """Returns the kernel that decodes."""
     tile, starts = _tiling(layout)
     scratch = tile + 16 * (tile // layout.group)
-    return _Kernel(cpu_jobs.decode_planes, KINDS[dtype], (layout.group, tile, planes), tile, scratch, starts)
+    return Kernel(cpu_jobs.decode_planes, KINDS[dtype], (layout.group, tile, planes), tile, scratch, starts)
 
 
 @lru_cache(maxsize=1024)
-def _of_values(job: Callable[..., None], size: int, two: TwoValues) -> _Kernel:
-    """Returns a kernel for masks of two values."""
-    return _Kernel(job, size, signed_words(two))
-
-
-@lru_cache(maxsize=64)
-def _of_signs(job: Callable[..., None], size: int, *own: int) -> _Kernel:
-    """Returns a kernel for signs: to make one anew takes .1 ms."""
-    return _Kernel(job, size, own)
+def _of_mask(job: Callable[..., None], size: int, *own: int) -> Kernel:
+    """Returns a kernel for masks or signs with its own words: to make one anew takes .1 ms."""
+    return Kernel(job, size, own)
 
 
 @lru_cache(maxsize=1024)
-def _of_slopes(job: Callable[..., None], layout: PlaneLayout, dtype: torch.dtype, *own: int) -> _Kernel:
+def _of_slopes(job: Callable[..., None], layout: PlaneLayout, dtype: torch.dtype, *own: int) -> Kernel:
     """Returns a kernel for derivatives of GELU."""
-    return _Kernel(job, KINDS[dtype], own, TILE, 5 * BLOCK, _tiling(layout)[1])
+    return Kernel(job, KINDS[dtype], own, TILE, 5 * BLOCK, _tiling(layout)[1])
 
 
 @lru_cache(maxsize=1024)
-def _tiling(layout: PlaneLayout) -> tuple[int, _Starts]:
+def _tiling(layout: PlaneLayout) -> tuple[int, Pages]:
     """Returns the elements to encode at a time and where each plane's pages start."""
     starts = np.array([layout.plane_start(plane) for plane in range(len(PLANE_WIDTHS))], np.int64)
-    return layout.tile * max(1, TILE // layout.tile), _Starts(starts.ctypes.data, starts.size, starts)
+    return layout.tile * max(1, TILE // layout.tile), starts
 
 
 def warm_up() -> float:

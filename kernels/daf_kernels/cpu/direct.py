@@ -6,7 +6,6 @@ Bytes and answers are the same.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,9 +15,22 @@ from numba import njit
 from daf_kernels.backend import Answer, PageAddresses, TwoValues
 from daf_kernels.cpu.bits import F32, I64, INLINE, i32_at, i64_at
 from daf_kernels.cpu.compile_cache import kernel
+from daf_kernels.cpu.jobs import Kernel
 from daf_kernels.cpu.masks import probe
 from daf_kernels.cpu.ranges import value_range
-from daf_kernels.cpu.thread_team import FIRST, PAGES, RESULT, SCRATCH, STEP, STOP, STRIDE, WORDS, WORDS_BYTES, call_job
+from daf_kernels.cpu.thread_team import (
+    FIRST,
+    PAGES,
+    RESULT,
+    SCRATCH,
+    STEP,
+    STOP,
+    STRIDE,
+    WORDS,
+    WORDS_BYTES,
+    Scratch,
+    call_job,
+)
 from daf_kernels.layout import BLOCK, LARGEST_SPREAD_RATIO
 
 DECLINED, WORDS_OF_VALUES = -1, WORDS + 5
@@ -85,57 +97,43 @@ def decode(given, out, scratch, pages, zero, one):
     call_job(known[_JOB], scratch)
 
 
-class _Scratch(threading.local):
-    """Memory of one thread for the words of a job and what it works on."""
-
-    def __init__(self) -> None:
-        self.size = self.address = 0
-        self._buffer = np.empty(0, np.uint8)
-
-    def reserve(self, size: int) -> None:
-        """Makes it as large, at least."""
-        self._buffer, self.size = np.empty(size + 64, np.uint8), size
-        self.address = -(-self._buffer.ctypes.data // 64) * 64
-
-
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 class DirectCodec:
     """Encodes and decodes dense tensors of one size, on the calling thread alone.
 
     Args:
-        jobs: Address, words, with zeros for addresses, and bytes of scratch memory of the jobs that encode and decode.
+        kernels: Those that encode and decode.
         elements: Elements of a tensor.
         size: Bytes of an element.
         page_bytes: Bytes of a page.
         pages: How many pages it takes.
         row: Elements in the rows of which the spreads are compared; None for a tensor of two values.
-        owner: Has what the words refer to by its address, and is kept as long as the codec.
     """
 
-    __slots__ = ("_count", "_decodes", "_encodes", "_owner", "_scratch", "_size", "_words")
+    __slots__ = ("_count", "_decodes", "_encodes", "_kernels", "_scratch", "_size", "_words")
 
     def __init__(
         self,
-        jobs: Sequence[tuple[int, npt.NDArray[np.int64], int]],
+        kernels: Sequence[Kernel],
         elements: int,
         size: int,
         page_bytes: int,
         pages: int,
         row: int | None,
-        owner: object,
     ) -> None:
-        self._owner = owner
+        self._kernels = kernels  # whose words refer to what they keep
         self._words: list[npt.NDArray[np.int64]] = []
-        for job, words, scratch in jobs:
-            given = np.concatenate([np.array([job, words.size, size, pages, _MASK if row is None else row]), words])
+        for each in kernels:
+            head = np.array([each.job, each.count, size, pages, _MASK if row is None else row])
+            given = np.concatenate([head, each.words])
             own = given[_OWN:]
-            own[[FIRST, STOP, STEP, STRIDE]] = 0, elements, elements, scratch
+            own[[FIRST, STOP, STEP, STRIDE]] = 0, elements, elements, each.stride
             own[WORDS + 2] = page_bytes.bit_length() - 1
             self._words.append(given)
         self._encodes, self._decodes = (int(given.ctypes.data) for given in self._words)
-        self._scratch = WORDS_BYTES + max(BLOCK, *(scratch for _, _, scratch in jobs))
+        self._scratch = WORDS_BYTES + max(BLOCK, *(each.stride for each in kernels))
         self._size, self._count = size, elements
 
     def encode(self, origin: int, pages: PageAddresses) -> Answer:

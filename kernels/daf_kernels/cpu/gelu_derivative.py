@@ -10,6 +10,7 @@ from daf_kernels.cpu.bits import (
     I32,
     I64,
     INLINE,
+    INSIDE,
     MAGIC,
     U8,
     U32,
@@ -26,7 +27,6 @@ from daf_kernels.cpu.bits import (
     u16_at,
     unpack_block,
 )
-from daf_kernels.cpu.compile_cache import kernel
 from daf_kernels.cpu.ranges import bits_address
 from daf_kernels.layout import BLOCK
 from daf_kernels.reference.gelu_derivative import LIMIT, MIDDLE, ODD, STEPS
@@ -50,7 +50,7 @@ def _slope_codes(bits, count, codes):
     return largest
 
 
-@kernel
+@njit(**INSIDE)
 def encode_slopes(values, kind, first, stop, planes, pages, starts, page_shift, scratch):
     """Encodes GELU's derivative at elements [first, stop) of the floats at address `values`.
 
@@ -73,7 +73,7 @@ def encode_slopes(values, kind, first, stop, planes, pages, starts, page_shift, 
     return I64(largest >= _INFINITY_BITS)
 
 
-@kernel
+@njit(**INSIDE)
 def decode_slopes(out, kind, first, stop, planes, table, pages, starts, page_shift, scratch):
     """Decodes elements [first, stop) to address `out`, with `table` of 256 float32; `scratch` has 256 bytes."""
     codes = u8_at(scratch)

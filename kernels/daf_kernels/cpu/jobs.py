@@ -6,14 +6,20 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from numba import carray
 
+from daf_kernels.backend import Pages
 from daf_kernels.cpu import gelu_derivative as cpu_slopes
 from daf_kernels.cpu import masks as cpu_masks
 from daf_kernels.cpu import planes as cpu_planes
 from daf_kernels.cpu.bits import F32, I64, U64, f32_at, u64_at
 from daf_kernels.cpu.compile_cache import c_function
 from daf_kernels.cpu.thread_team import JOB, PAGES, WORDS, add_result, array_at, own_scratch, parts
+from daf_kernels.layout import BLOCK
+
+TILE = 4096
+"""Elements encoded at a time: 16 kB of float32 stay in the first-level cache, 32 kB do not beside the codes."""
 
 MEMORY, KIND, SHIFT, STARTS, OWN = WORDS, WORDS + 1, WORDS + 2, WORDS + 3, WORDS + 5
 """Words of every kernel: address of the elements, their type or size, binary logarithm of the page size, address and
@@ -103,3 +109,30 @@ def rectify(words):
 def compiled(job: Callable[..., None]) -> Any:
     """Returns a job as numba's C function: compiled, or loaded from disk, when it is first asked for."""
     return c_function(job, JOB)
+
+
+class Kernel:
+    """A job with its arguments, but for the elements and the pages.
+
+    Args:
+        job: The job.
+        kind: Type, or size in bytes, of the elements.
+        own: Its own words.
+        tile: Elements that it works on at a time; parts begin at multiples of it.
+        scratch: Bytes of scratch memory that a thread needs.
+        starts: Where the pages of planes start, if it has any.
+    """
+
+    __slots__ = ("address", "count", "job", "starts", "stride", "tile", "words")
+
+    def __init__(
+        self, job: Callable[..., None], kind: int, own: tuple[int, ...] = (), tile: int = TILE, scratch: int = BLOCK,
+        starts: Pages | None = None,
+    ) -> None:  # fmt: skip
+        self.job: int = compiled(job).address
+        self.tile = tile
+        self.stride = -(-scratch // 64) * 64
+        self.starts = starts  # whose address is among the words
+        where = (0, 0) if starts is None else (starts.ctypes.data, starts.size)
+        self.words = np.array((*(0,) * WORDS, 0, kind, 0, *where, *own), np.int64)
+        self.address, self.count = self.words.ctypes.data, self.words.size

@@ -7,6 +7,7 @@ from daf_kernels.cpu.bits import (
     I32,
     I64,
     INLINE,
+    INSIDE,
     U8,
     U64,
     address,
@@ -79,7 +80,7 @@ def probe(values, size, count, scratch) -> tuple[int, int, int]:
     return first, second, _flag(values, size, 0, min(count, BLOCK), first, second, u8_at(scratch))
 
 
-@kernel
+@njit(**INSIDE)
 def encode_mask(values, size, zero, one, first, stop, pages, page_shift, scratch):
     """Packs elements [first, stop) at one bit each: 1 where the value is `one`.
 
@@ -109,7 +110,7 @@ def encode_mask(values, size, zero, one, first, stop, pages, page_shift, scratch
     return I64(0)
 
 
-@kernel
+@njit(**INSIDE)
 def decode_mask(out, size, zero, one, first, stop, pages, page_shift, scratch):
     """Writes `zero` or `one` for elements [first, stop) to address `out`; arguments as in `encode_mask`."""
     flags, words = u8_at(scratch), u64_at(scratch)
@@ -143,7 +144,7 @@ def _flag_nonzero(values, first, count, magnitude, flags):
         flags[i] = U8(U64(values[first + i]) & magnitude != 0)
 
 
-@kernel
+@njit(**INSIDE)
 def encode_nonzero(values, size, first, stop, pages, page_shift, scratch):
     """Packs where floats differ from 0.0 and -0.0, at one bit each; arguments as in `encode_mask`, `size` 2 or 4."""
     flags = u8_at(scratch)
@@ -167,7 +168,7 @@ def _rectify(values, first, count, least, flags):
         values[first + i] = positive if flags[i] else least - least
 
 
-@kernel
+@njit(**INSIDE)
 def rectify(out, size, least, first, stop, pages, page_shift, scratch):
     """Sets what `encode_nonzero` saw as 0 to 0, and makes everything else positive.
 

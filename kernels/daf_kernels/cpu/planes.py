@@ -28,6 +28,7 @@ from daf_kernels.cpu.bits import (
     I32,
     I64,
     INLINE,
+    INSIDE,
     MAGIC,
     U8,
     U16,
@@ -48,7 +49,6 @@ from daf_kernels.cpu.bits import (
     u32_at,
     unpack_block,
 )
-from daf_kernels.cpu.compile_cache import kernel
 from daf_kernels.cpu.philox import fill_noise
 from daf_kernels.cpu.ranges import bits_address, value_range
 from daf_kernels.layout import CLIP, CLIPPED_PRECISION, DEVIATION_SHIFT, LARGEST_CLIPPED, LARGEST_SPREAD, LEAST_TAIL
@@ -228,6 +228,12 @@ def _encode_groups(values, kind, first, groups, group, levels, shift, noise, cod
     _moments(groups, group, minimum, spread, totals, squares, f32_at(work), f32_at(work + row))
 
 
+@njit(error_model="numpy")
+def _encode_unusual(values, kind, first, groups, group, levels, shift, noise, codes, work, capacity):
+    """As `_encode_groups`, of which a fourth copy inside the kernel would take LLVM 3 s, for groups of any size."""
+    _encode_groups(values, kind, first, groups, group, levels, shift, noise, codes, work, capacity)
+
+
 @njit(**INLINE)
 def _write_headers(pages, page_shift, first, groups, work, capacity):
     """Writes the headers of consecutive groups; returns how many of them are NaN."""
@@ -241,7 +247,7 @@ def _write_headers(pages, page_shift, first, groups, work, capacity):
     return unusable
 
 
-@kernel
+@njit(**INSIDE)
 def encode_planes(
     values, kind, first, stop, group, tile, planes, levels, seed, pages, starts, page_shift, codes, noise, work
 ):
@@ -279,14 +285,15 @@ def encode_planes(
         elif group == 64:
             _encode_groups(values, kind, start, groups, 64, levels, shift, noise, codes, work, capacity)
         else:
-            _encode_groups(values, kind, start, groups, group, levels, shift, noise, codes, work, capacity)
+            _encode_unusual(values, kind, start, groups, group, levels, shift, noise, codes, work, capacity)
         unusable += _write_headers(pages, page_shift, start // group, groups, work, capacity)
         done = groups * group
         if start + done < end:
             rest = noise + 2 * done if noise != 0 else noise
-            _encode_groups(
-                values, kind, start + done, 1, end - start - done, levels, shift, rest, codes + done, work, capacity
-            )
+            _encode_unusual(
+                values, kind, start + done, I64(1), end - start - done, levels, shift, rest, codes + done, work,
+                capacity,
+            )  # fmt: skip
             unusable += _write_headers(pages, page_shift, start // group + groups, 1, work, capacity)
         blocks = (end - start + 255) >> 8
         padding = u8_at(codes)
@@ -336,7 +343,7 @@ def _decode_groups(codes, kind, groups, group, pages, page_shift, header, work, 
         _keep_finite(group, slope[index], mean[index], kind, out, first + index * group)
 
 
-@kernel
+@njit(**INSIDE)
 def decode_planes(out, kind, first, stop, group, tile, planes, pages, starts, page_shift, codes, work):
     """Decodes elements [first, stop) to address `out`; the arguments are those of `encode_planes`.
 

@@ -21,7 +21,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
@@ -81,12 +80,27 @@ WORDS_BYTES = 256
 """Bytes for the words of a job, 32 of them, before its scratch memory."""
 
 
+class Scratch(threading.local):
+    """Memory of one thread, grown to the largest job met: `size` bytes from `address` on, which is aligned to 64."""
+
+    def __init__(self) -> None:
+        self.size = self.address = 0
+        self._buffer = np.empty(0, np.uint8)
+
+    def reserve(self, size: int) -> int:
+        """Returns the address of `size` bytes; they stay valid until the thread's next call."""
+        if self.size < size:
+            self._buffer, self.size = np.empty(size + 64, np.uint8), size
+            self.address = -(-self._buffer.ctypes.data // 64) * 64
+        return self.address
+
+
 @kernel
 def launch(parallel, job, threads, given, count, origin, shift, first, stop, step, scratch, stride, pages):
     """Runs a job and returns the sum of what its parts return.
 
     Args:
-        parallel: Address of ``GOMP_parallel``; 0 without.
+        parallel: Address of ``GOMP_parallel``; 0 without: the job runs on the calling thread alone.
         job: Address of the job.
         threads: Threads to run it on.
         given: Address of the job's words, of which those that are known are filled in: they serve any number of calls.
@@ -194,25 +208,3 @@ class Team:
         if not parallel_function() or os.getpid() != _PROCESS:
             return 1
         return getattr(self._own, "threads", None) or self._threads or torch.get_num_threads()
-
-    def run(
-        self, job: int, words: tuple[int, int], origin: int, shift: int, pages: npt.NDArray[np.int64], first: int,
-        stop: int, step: int, scratch: int, stride: int, threads: int,
-    ) -> int:  # fmt: skip
-        """Runs a job over a span of elements and returns the sum of what its parts return.
-
-        Args:
-            job: Address of the job.
-            words: Address and number of its words, `WORDS` of zeros before the kernel's own.
-            origin: Address of element 0.
-            shift: Binary logarithm of the page size.
-            pages: Addresses of pages.
-            first: First element.
-            stop: End of the elements.
-            step: Elements in a part.
-            scratch: Address of `WORDS_BYTES`, and scratch memory for all threads.
-            stride: Bytes of it for each.
-            threads: How many to run it on.
-        """
-        parallel = parallel_function() if threads > 1 else 0
-        return launch(parallel, job, threads, *words, origin, shift, first, stop, step, scratch, stride, pages)
