@@ -1,4 +1,4 @@
-"""What DAF uses of torch.compile's private interface, all of it, each with the reason. Tested against torch 2.13."""
+"""What DAF uses of torch.compile's private interface, each with the reason. Tested against torch 2.10 to 2.15."""
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 

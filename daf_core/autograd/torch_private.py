@@ -180,8 +180,7 @@ def in_backward() -> bool:
 class _Again(threading.local):
     """The node that `run_again` is running in this thread."""
 
-    def __init__(self) -> None:
-        self.node: Any = None
+    node: Any = None
 
 
 _again = _Again()

@@ -33,20 +33,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels encode."""
 
 
-class Read(Protocol):
-    """What a `LossyStore` is told of a saved tensor."""
-
-    @property
-    def site(self) -> Site:
-        """Where it is saved."""
-        ...
-
-    @property
-    def reading(self) -> Reading | None:
-        """What its reader reads of it; None where that is not known yet."""
-        ...
-
-
 class LossyStore(Protocol):
     """Stores activations at the precision of their site, in training, or keeps them to try precisions."""
 
@@ -54,8 +40,13 @@ class LossyStore(Protocol):
         """Returns the name of the codec that a calibration has chosen for a site; None where it has chosen none."""
         ...
 
-    def store(self, codec: type[PlanesActivation], saved: Read, ctx: EncodeContext) -> StoredActivation | None:
-        """Stores a tensor with a codec; None keeps it as it is."""
+    def store(
+        self, codec: type[PlanesActivation], site: Site, reading: Reading | None, ctx: EncodeContext
+    ) -> StoredActivation | None:
+        """Stores a tensor of a site with a codec; None keeps it as it is.
+
+        `reading` is what its reader reads of it, None where that is not known yet.
+        """
         ...
 
     @property
@@ -143,7 +134,7 @@ class PlanesActivation(PagedActivation):
         if saved.normalizes and ctx.groups.shares and spreads_differ(ctx.values, ctx.groups):
             return None
         assert ctx.lossy is not None
-        return ctx.lossy.store(cls, saved, ctx)
+        return ctx.lossy.store(cls, saved.site, saved.reading, ctx)
 
     @classmethod
     def groups_of(cls, ctx: EncodeContext) -> Grouping:

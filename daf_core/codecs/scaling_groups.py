@@ -174,7 +174,8 @@ def groups_for(reading: Reading | None, geometry: Geometry, op: str, normalized:
     `normalized` says whether a normalization reads it.
     """
     if reading is not None and reading.kind is Kind.LOGARITHMS:
-        return logarithms_of(geometry, reading.dim, reading.reader != LOGSUMEXP)
+        rows = geometry.rows_along(reading.dim)
+        return rows and Grouping(geometry.row, logarithms=rows, normalized=reading.reader != LOGSUMEXP)
     if reading is not None and reading.kind is Kind.PROBABILITIES:
         rows = geometry.rows_along(reading.dim, in_any_order=True)
         if rows is not None:
@@ -196,18 +197,6 @@ def may_share(groups: Grouping, reading: Reading | None) -> bool:
     """Says whether what rows have in common may be kept beside codes with groups of `groups_for`: not of channels."""
     probabilities = groups.logarithms is not None or (reading is not None and reading.reader in SOFTMAXES)
     return groups.shape is None and groups.beside is None and not probabilities
-
-
-def logarithms_of(geometry: Geometry, dim: int, normalized: bool) -> Grouping | None:
-    """Returns the grouping of logarithms of probabilities; None where they do not lie one after the other.
-
-    Args:
-        geometry: How the tensor lies in memory.
-        dim: The dimension along which the probabilities are summed, counted from the end.
-        normalized: Whether they sum to 1.
-    """
-    rows = geometry.rows_along(dim)
-    return None if rows is None else Grouping(geometry.row, logarithms=rows, normalized=normalized)
 
 
 def probabilities_of(geometry: Geometry, dim: int) -> Grouping:

@@ -1,10 +1,10 @@
 """Codes in torch's own operators, which a compiler fuses with what makes a tensor and with what reads it.
 
-The numerics are those of docs/numerics.md: scaling groups are rows or pieces of rows, codes lie between the extremes of
-their group, and the group keeps its mean and its deviation. What differs from the engine's pages is where bytes lie:
-a group's codes are `8 / bits` equal parts side by side in the same bytes, so that a loop over a group reads and writes
-vectors, and the line that decodes a group is worked out while it is encoded, so that decoding is one operation an
-element. All functions are traced: they contain no decision that depends on values.
+The numerics are those of docs/concepts/numerics.md: scaling groups are rows or pieces of rows, codes lie between the
+extremes of their group, and the group keeps its mean and its deviation. What differs from the engine's pages is where
+bytes lie: a group's codes are `8 / bits` equal parts side by side in the same bytes, so that a loop over a group
+reads and writes vectors, and the line that decodes a group is worked out while it is encoded, so that decoding is one
+operation an element. All functions are traced: they contain no decision that depends on values.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from daf_core.compiled.common_row import common_row
+from daf_core.compiled.common_row import common_row, rounded
 from daf_core.compiled.groups import PARTS, Shape
-from daf_core.compiled.rounding import rounded
 from daf_core.compiled.sizes import hint
 from daf_kernels.layout import (
     CLIP,

@@ -15,7 +15,6 @@ from daf_core.compiled.attention import attend_again
 from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
 from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.dimensions import channels_of, normalized_in, probabilities_of, viewed
-from daf_core.compiled.exponentials import is_large_where_unread
 from daf_core.compiled.groups import Shape, Together, shape_of
 from daf_core.compiled.poles import before_poles
 from daf_core.compiled.readers import (
@@ -25,9 +24,11 @@ from daf_core.compiled.readers import (
     SIZES,
     Needs,
     compared_in,
+    is_limited,
     is_pointwise,
     is_square,
     is_view,
+    multiple_of,
     name_of,
     needs_of,
     sides_of,
@@ -42,7 +43,7 @@ LEAST_ELEMENTS = 4096
 """Smaller tensors stay as they are."""
 
 FEW_RESULTS = 16
-"""A last layer gives so many times fewer numbers than it reads; see docs/numerics.md."""
+"""A last layer gives so many times fewer numbers than it reads; see docs/concepts/numerics.md."""
 
 ALIKE = 2e-3
 """How far the derivatives of torch's two GELUs, and of one in another type, may differ."""
@@ -135,7 +136,7 @@ class Decisions:
         if viewed(made) in self._before_poles:
             return Decision(sides_of(reader))
         if chain and found.dtype in _DTYPES:
-            code = None if is_large_where_unread(chain[-1]) else self._code(chain[-1])
+            code = None if _is_large_where_unread(chain[-1]) else self._code(chain[-1])
             return Decision(Slopes(code.bits) if isinstance(code, Planes) and is_gelu(chain) else code, chain)
         code = sides_of(reader) or self._code(reader)
         if not isinstance(code, Planes):
@@ -337,3 +338,11 @@ def made_of_gradients(graph: fx.Graph) -> set[fx.Node]:
 def _follows_product(node: fx.Node) -> bool:
     """Says whether a matrix product or the like is among what a gradient was made of."""
     return any(name_of(each) in _PRODUCTS for each in reached([node], lambda each: each.all_input_nodes))
+
+
+def _is_large_where_unread(last: fx.Node) -> bool:
+    """Says whether a node is a multiple of an exponential without bound that is taken somewhere else alone."""
+    exponential, _ = multiple_of(last)
+    if name_of(exponential) not in (*EXPONENTIALS, "expm1") or is_limited(exponential.all_input_nodes[0]):
+        return False
+    return any(name_of(reader) == "where" for user in last.users for reader in (user, *user.users))

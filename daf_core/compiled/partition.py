@@ -9,7 +9,7 @@ makes of them: as an activation of few bits its error would reach every layer be
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -17,12 +17,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from daf_core.autograd.torch_compile import IN_FORWARD, given_parameters
 from daf_core.compiled.decide import LEAST_ELEMENTS, made_of_gradients
-from daf_core.compiled.exponentials import is_used_below_one
 from daf_core.compiled.readers import (
     CASTS,
     EXPONENTIALS,
+    comparison_of,
     is_side,
     is_view,
+    multiple_of,
     name_of,
     tensors_of,
 )
@@ -70,7 +71,7 @@ def with_hints(
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, _REGION
         if side:  # also of what backward alone compares, as that of a hardswish does
             node.meta[IN_FORWARD] = True
-        elif name_of(node) in EXPONENTIALS and is_used_below_one(node):
+        elif name_of(node) in EXPONENTIALS and _is_used_below_one(node):
             _limit(node)
     return joint
 
@@ -162,3 +163,30 @@ _library = torch.library.Library("daf", "FRAGMENT")
 _library.define("copy(Tensor values) -> Tensor")
 _library.impl("copy", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("daf::copy", torch.empty_like, lib=_library)
+
+
+def _is_used_below_one(exponential: fx.Node) -> bool:
+    """Says whether an exponential is read where its argument is not positive alone, as by the derivative of an ELU.
+
+    In a graph of forward and backward together.
+    """
+    argument = exponential.all_input_nodes[0]
+    products = [user for user in exponential.users if name_of(user) == "mul"]
+    readers = [(product, reader) for product in products for reader in product.users]
+    if not readers or len(products) != len(exponential.users):
+        return False
+    return all(_takes_where_negative(reader, product, argument) for product, reader in readers)
+
+
+def _takes_where_negative(node: fx.Node, values: fx.Node, argument: fx.Node) -> bool:
+    """Says whether a node takes values only where an argument is not positive."""
+    if name_of(node) != "where" or len(node.args) != 3:
+        return False
+    condition, first, second = cast("tuple[fx.Node, Any, Any]", node.args)
+    side = comparison_of(condition, argument)
+    if side is None or side.bound != 0:
+        return False
+    (compared, factor), (source, other) = map(multiple_of, (condition.all_input_nodes[0], argument))
+    if name_of(condition) in ("gt", "ge"):
+        first, second = second, first
+    return compared is source and factor * other > 0 and first is values and second is not values

@@ -16,13 +16,12 @@ from daf_core.compiled.readers import (
     EXPONENTIALS,
     is_above_one,
     is_bounded,
-    is_natural,
     name_of,
     tensors_of,
 )
 from daf_core.compiled.sizes import elements_of, hint
 from daf_core.readers.patterns import FEW, MOST_LEADING
-from daf_core.readers.table import STATISTIC_SHARE
+from daf_core.readers.table import STATISTIC_SHARE, is_natural
 
 _POLES = frozenset(
     (

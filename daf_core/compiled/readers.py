@@ -17,7 +17,7 @@ from daf_core.autograd.torch_compile import reached
 from daf_core.compiled.codes import Sides
 from daf_core.compiled.sizes import elements_of
 from daf_core.readers.attention import KERNELS
-from daf_core.readers.table import NARROW, Kind, listed
+from daf_core.readers.table import NARROW, Kind, is_natural, listed
 
 aten = torch.ops.aten
 
@@ -194,11 +194,6 @@ def _moves(node: fx.Node, source: fx.Node) -> bool:
 def is_square(node: fx.Node) -> bool:
     """Says whether a node squares what it reads, by an operator for that."""
     return name_of(node) == "square" or (name_of(node) == "pow" and bool(node.args[1] == 2))
-
-
-def is_natural(exponent: object) -> bool:
-    """Says whether an exponent is a natural number: the derivative of such a power has no pole."""
-    return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
 
 
 def _is_minus_square(node: fx.Node) -> bool:

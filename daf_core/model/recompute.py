@@ -99,19 +99,24 @@ class RecomputedBlock:
             return tuple(made[each] for each in of_args), {name: made[each] for name, each in of_kwargs.items()}
 
         def with_tensors(*tensors: Tensor) -> Any:
-            inner_args, inner_kwargs = first.pop() if first else again(tensors)
+            watch = self._watch if in_backward() else None
+            if watch is not None:
+                watch(True)
             outside, _running.in_block = _running.in_block, True
             try:
+                inner_args, inner_kwargs = first.pop() if first else again(tensors)
                 return forward(*inner_args, **inner_kwargs)
             finally:
                 _running.in_block = outside
+                if watch is not None:
+                    watch(False)
 
         tensors = [leaves[place] for place in places]
         for place in places:
             leaves[place] = None
         for place in caches:
             leaves[place] = as_it_is(leaves[place], self._layers)
-        return checkpoint(self._watched(with_tensors), *tensors, use_reentrant=False, context_fn=self._contexts)
+        return checkpoint(with_tensors, *tensors, use_reentrant=False, context_fn=self._contexts)
 
     def _without_empty_caches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,19 +132,6 @@ class RecomputedBlock:
         if "use_cache" in kwargs and not any(map(is_cache, (*args, *kwargs.values()))):
             kwargs["use_cache"] = False
         return args, kwargs
-
-    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            watch = self._watch
-            if watch is None or not in_backward():
-                return function(*args)
-            watch(True)
-            try:
-                return function(*args)
-            finally:
-                watch(False)
-
-        return watched
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         # The checkpoint itself repeats the random numbers of devices.

@@ -10,7 +10,7 @@ has to be stored.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -209,8 +209,10 @@ def attend_again(node: Node, *inputs: Tensor | None, draws: Draws | None = None)
     assert kernel is not None
     arguments = {argument: _saved(node, name) for argument, name in kernel.saved.items()}
     arguments |= dict(zip(kernel.inputs, inputs, strict=True))
-    with torch.no_grad(), _dropping_as(node, draws, arguments["query"].device):
-        found = forward_operator(kernel.operator)(**arguments, **kernel.fixed)
+    with torch.no_grad():
+        draws = draws or draws_of(node)
+        with nullcontext() if draws is None else drawing_from(arguments["query"].device, draws):
+            found = forward_operator(kernel.operator)(**arguments, **kernel.fixed)
     return dict(zip(kernel.results, found, strict=False))
 
 
@@ -220,28 +222,12 @@ def _saved(node: Node, name: str) -> Any:
     return found.detach() if isinstance(found, Tensor) else found
 
 
-def _dropping_as(node: Node, draws: Draws | None, device: torch.device) -> AbstractContextManager[None]:
-    draws = draws or draws_of(node)
-    if draws is None:
-        return nullcontext()
-    return drawing_from(device, draws)
-
-
-def drawing_from(device: torch.device, draws: Draws) -> AbstractContextManager[None]:
-    """Has a GPU's generator draw, inside, the random numbers that an attention has drawn before."""
-    return _drawing_from(torch.cuda.default_generators[device.index], draws.arrived())
-
-
 @contextmanager
-def _drawing_from(generator: torch.Generator, start: Tensor) -> Generator[None]:
-    """Has a device's generator draw, inside, the random numbers that begin with a seed and an offset.
-
-    Args:
-        generator: The generator: its state are just these two numbers.
-        start: Both, of shape (2,) and type int64.
-    """
+def drawing_from(device: torch.device, draws: Draws) -> Generator[None]:
+    """Has a GPU's generator, whose state are a seed and an offset, draw what an attention has drawn before, inside."""
+    generator = torch.cuda.default_generators[device.index]
     state = generator.get_state()
-    generator.set_state(start.view(torch.uint8))
+    generator.set_state(draws.arrived().view(torch.uint8))
     try:
         yield
     finally:

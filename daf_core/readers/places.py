@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -111,11 +110,6 @@ class Places:
 def calling_function(frame: FrameType | None) -> FrameType | None:
     """Returns the function that has called another one, where `frame` has; None where that is a module's forward."""
     return None if frame is None or frame.f_code in MODULE_CALLS else frame
-
-
-def calling_frame() -> FrameType | None:
-    """Returns the function that has called the one that asks."""
-    return sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
 
 
 def is_checkpoint(frame: FrameType | None) -> bool:

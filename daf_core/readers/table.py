@@ -165,20 +165,8 @@ MOST_MOVES = 16
 """Nodes between a layer and a logsumexp of its logits, at most."""
 
 MOVES = (
-    *(
-        "View",
-        "UnsafeView",
-        "ReshapeAlias",
-        "Expand",
-        "Alias",
-        "Slice",
-        "Select",
-        "Unbind",
-        "Split",
-        "Transpose",
-        "TBackward",
-    ),
-    *("Permute", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "IndexBackward", "IndexSelect", "MaskedFill"),
+    *("View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "Slice", "Select", "Unbind", "Split", "Transpose"),
+    *("TBackward", "Permute", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "IndexBackward", "IndexSelect", "MaskedFill"),
 )
 """What begins the names of nodes that move values."""
 
@@ -382,7 +370,11 @@ def results_of(node: Node) -> int | None:
 
 def has_natural_exponent(node: Node) -> bool:
     """Says whether an exponent is a natural number: the derivative then has no pole."""
-    exponent = getattr(node, "_saved_exponent", None) if node.name() == _full("Pow0") else None
+    return node.name() == _full("Pow0") and is_natural(node._saved_exponent)
+
+
+def is_natural(exponent: object) -> bool:
+    """Says whether an exponent is a natural number."""
     return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
 
 

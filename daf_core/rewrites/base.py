@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,14 +15,6 @@ from daf_core.model.forward_patch import runs_own_forward
 Undo = Callable[[], None]
 
 _OF_ANY_MODULE = {*vars(nn.Module()), "forward"}
-
-
-@dataclass(frozen=True)
-class Rewrite:
-    """Operators of a model that have an equal form which needs less memory."""
-
-    kind: str  # one of `registry.KINDS`
-    modules: tuple[str, ...]  # qualified names in the model's order
 
 
 def qualified_name(thing: object) -> str:

@@ -58,7 +58,7 @@ def _compiled(context: Context) -> bool:
 
 
 def _found_none(context: Context) -> bool:
-    return not OperatorRewrites(context.model, {LOSS}).found
+    return not OperatorRewrites(context.model, {LOSS}).steps
 
 
 def _unlike(context: Context) -> str | None:

@@ -10,7 +10,7 @@ from torch import nn
 from daf_core.autograd.sites import outside_of_graphs
 from daf_core.autograd.torch_compile import is_compiled
 from daf_core.rewrites.attention import drops_attention, rewrite_attention
-from daf_core.rewrites.base import Rewrite, Undo
+from daf_core.rewrites.base import Undo
 from daf_core.rewrites.causal_lm import find_head, rewrite_loss
 from daf_core.rewrites.gated import find_gate, rewrite_gated
 from daf_core.rewrites.gelu import find_gelu, rewrite_gelu
@@ -39,17 +39,14 @@ class OperatorRewrites:
     """
 
     def __init__(self, model: nn.Module, kinds: Collection[str] = KINDS) -> None:
-        self._steps: list[tuple[str, str, Callable[[], Undo]]] = list(_find(model, kinds))
         self._undo: list[Undo] = []
-        names: dict[str, list[str]] = {}
-        for kind, name, _ in self._steps:
-            names.setdefault(kind, []).append(name)
-        self.found = tuple(Rewrite(kind, tuple(found)) for kind, found in names.items())
+        # What was found: the kind, the name of the module and what rewrites it.
+        self.steps: list[tuple[str, str, Callable[[], Undo]]] = list(_find(model, kinds))
 
     def apply(self) -> None:
         """Rewrites what was found; does nothing where that is done."""
         if not self._undo:
-            self._undo = [install() for _, _, install in self._steps]
+            self._undo = [install() for _, _, install in self.steps]
 
     def undo(self) -> None:
         """Leaves the model as it was before `apply`; does nothing where that is done."""

@@ -15,10 +15,9 @@ from daf_core.codecs.without_values import AttendedActivation
 from daf_core.readers.attention import INPUTS, KERNELS, Draws, Kernel, attend_again, draws_of, kernel_of
 from daf_core.readers.places import Place
 from daf_core.readers.sharpness import score_deviation
+from daf_core.readers.waiting import Unpack
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.pending import packed_of
-
-Unpack = Callable[[Any], Tensor]
 
 LOOKS = 16
 """Backward passes of an attention after which it is looked at again."""

@@ -36,10 +36,11 @@ from daf_core.codecs.saved_tensor import (
 from daf_core.codecs.without_values import AttendedActivation
 from daf_core.readers.attention import INPUTS, kernel_of
 from daf_core.readers.patterns import PRODUCT
+from daf_core.readers.waiting import Unpack
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.elementwise import COMPARABLE, agrees, elementwise
 from daf_core.saved_tensors.handle import Handle, Packed
-from daf_core.saved_tensors.pending import UnpackHook, packed_now, packed_of
+from daf_core.saved_tensors.pending import packed_now, packed_of
 from daf_kernels import is_capturing
 
 _BATCH_NORMS = {"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
@@ -60,7 +61,7 @@ LONGEST_SUM = 2
 class Derivation:
     """Recognizes tensors that follow from others, among those whose unpack hook is `unpack`."""
 
-    def __init__(self, unpack: UnpackHook) -> None:
+    def __init__(self, unpack: Unpack) -> None:
         self._unpack = unpack
 
     def derive(self, saved: SavedTensor, exact: bool, compare: bool = True) -> StoredActivation | None:

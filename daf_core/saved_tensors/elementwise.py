@@ -16,9 +16,10 @@ from daf_core.codecs.recomputed import RECIPES, ElementwiseActivation
 from daf_core.codecs.saved_tensor import ACTIVATIONS, VIEWS, SavedTensor
 from daf_core.errors import ModifiedInPlaceError
 from daf_core.readers.patterns import PRODUCT
+from daf_core.readers.waiting import Unpack
 from daf_core.saved_tensors.dedup import serves_reader
 from daf_core.saved_tensors.handle import Packed
-from daf_core.saved_tensors.pending import UnpackHook, packed_of
+from daf_core.saved_tensors.pending import packed_of
 
 DEEPEST = 2
 """Operators that follow one another at most when a result is decoded, as in gated layers and normalizations: a loop of
@@ -38,7 +39,7 @@ _OPERATORS: dict[str, Callable[..., object]] = {
 }
 
 
-def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: UnpackHook) -> ElementwiseActivation | None:
+def elementwise(node: Node, saved: SavedTensor, exact: bool, unpack: Unpack) -> ElementwiseActivation | None:
     """Returns the recipe for the result of a product or an activation function, if its `node` has saved all it needs.
 
     Of products, lossy ones are those with an activation function, as in gated layers, and those with an exact factor
@@ -81,7 +82,7 @@ def _is_gate(factor: tuple[Node, int], packed: Packed) -> bool:
     return name in ACTIVATIONS or (name in _BOUNDED and not packed.stored.lossy)
 
 
-def _argument(node: Node, name: str, saved: SavedTensor, unpack: UnpackHook) -> Packed | None:
+def _argument(node: Node, name: str, saved: SavedTensor, unpack: Unpack) -> Packed | None:
     """Returns what stands for an argument that a node has saved, if its result may follow from that.
 
     A parameter may be another one, or somewhere else, before the product's own backward asks for it.

@@ -29,7 +29,7 @@ from daf_core.errors import ReaderError
 from daf_core.memory.devices import DevicePagers
 from daf_core.readers.attention import KERNELS
 from daf_core.readers.learning import Readers
-from daf_core.readers.places import DROPOUT, calling_frame, input_of, is_written_late
+from daf_core.readers.places import DROPOUT, input_of, is_written_late
 from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting, saver_of
 from daf_core.saved_tensors.attention_again import AttentionAgain
@@ -61,8 +61,7 @@ log = getLogger("daf")
 class _Own(threading.local):
     """The forward pass of this thread."""
 
-    def __init__(self) -> None:
-        self.background: BackgroundPacker | None = None
+    background: BackgroundPacker | None = None
 
 
 class Packer:
@@ -166,7 +165,7 @@ class Packer:
             ActivationBudgetError: It, or one before it, does not fit in the budget.
             SpillError: The next tier takes nothing more.
         """
-        return self.pack_at(tensor, calling_frame())
+        return self.pack_at(tensor, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
 
     def pack_at(self, tensor: Tensor, frame: FrameType | None) -> Packed:
         """As `pack`, which the function of `frame` has called."""

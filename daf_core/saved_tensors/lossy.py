@@ -12,13 +12,14 @@ from torch import Tensor
 from daf_core.autograd.sites import Site
 from daf_core.codecs.base import EncodeContext, StoredActivation
 from daf_core.codecs.deferred_check import PendingChecks
-from daf_core.codecs.planes import PlanesActivation, Read
+from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.probed import ProbedActivation, Variant
 from daf_core.codecs.raw import KeptStorage, RawActivation
 from daf_core.codecs.registry import calibrated_codecs
 from daf_core.config import DAFConfig
 from daf_core.precision.policy import PrecisionPolicy
 from daf_core.precision.site_stats import SiteStatistics
+from daf_core.readers.table import Reading
 from daf_kernels import Seed
 
 
@@ -60,10 +61,11 @@ class TrainingStore(threading.local):
         """See `LossyStore`."""
         return self._policy.token if self._streams.round_to_nearest else None
 
-    def store(self, codec: type[PlanesActivation], saved: Read, ctx: EncodeContext) -> PlanesActivation | None:
+    def store(
+        self, codec: type[PlanesActivation], site: Site, reading: Reading | None, ctx: EncodeContext
+    ) -> PlanesActivation | None:
         """See `LossyStore`."""
-        site, stored = saved.site, None
-        precision = self._policy.precision(site, 0.0 if saved.reading is None else saved.reading.deviation)
+        stored, precision = None, self._policy.precision(site, 0.0 if reading is None else reading.deviation)
         if precision is not None:
             ctx.precision, ctx.seed, ctx.checks = precision, self._streams.seed(site), self.checks
             ctx.errors = None if ctx.pager.budget is None else self._policy.errors(site)
@@ -105,20 +107,22 @@ class RehearsalStore:
         """See `LossyStore`: the calibration may change the codec, so the tensor is kept for the usual one."""
         return None
 
-    def store(self, codec: type[PlanesActivation], saved: Read, ctx: EncodeContext) -> StoredActivation:
+    def store(
+        self, codec: type[PlanesActivation], site: Site, reading: Reading | None, ctx: EncodeContext
+    ) -> StoredActivation:
         """See `LossyStore`."""
         # Neither the saved tensor nor its context may be kept: they know the graph.
-        plain = EncodeContext(ctx.values, ctx.pager, ctx.backend, ctx.groups, seed=self._streams.seed(saved.site))
+        plain = EncodeContext(ctx.values, ctx.pager, ctx.backend, ctx.groups, seed=self._streams.seed(site))
 
         def encode(values: Tensor, precision: int, variant: Variant) -> PlanesActivation | None:
             return (variant or codec).write(replace(plain, values=values, precision=precision))
 
         kept = RawActivation(ctx.values, KeptStorage(ctx.pager, ctx.values.nbytes))
         activation = ProbedActivation(kept, encode, self.reads)
-        chosen = self._policy.codec(saved.site)
+        chosen = self._policy.codec(site)
         activation.variant = next((variant for variant in calibrated_codecs() if variant.name == chosen), None)
-        self.activations.append((saved.site, activation))
-        self.census.add(saved.site, codec.sizes(ctx))
+        self.activations.append((site, activation))
+        self.census.add(site, codec.sizes(ctx))
         return activation
 
     def count(self, site: Site, sizes: Sequence[int], stored: PlanesActivation) -> None:

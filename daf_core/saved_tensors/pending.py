@@ -14,9 +14,8 @@ from daf_core.codecs.base import StoredActivation
 from daf_core.codecs.raw import RawActivation, modified_in_place
 from daf_core.codecs.saved_tensor import SavedTensor
 from daf_core.memory.pending import Pending, Signal
+from daf_core.readers.waiting import Unpack
 from daf_core.saved_tensors.handle import Handle, Packed
-
-UnpackHook = Callable[[Any], Tensor]
 
 
 class PackJob(Pending):
@@ -114,7 +113,7 @@ class PendingActivation:
         return job.packed
 
 
-def packed_of(node: Node, name: str, unpack: UnpackHook) -> Packed | None:
+def packed_of(node: Node, name: str, unpack: Unpack) -> Packed | None:
     """Returns what autograd keeps in place of a node's saved tensor; None where `unpack` does not give it back."""
     return packed_now(packed_for(node, name, unpack))
 

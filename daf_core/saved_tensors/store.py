@@ -59,7 +59,7 @@ class ActivationStore:
         lossy: LossyStore,
         recorder: StepRecorder,
     ) -> None:
-        self._config, self._exact = config, config.precision == "exact"
+        self._config, self.is_exact = config, config.precision == "exact"
         self._backends = backends
         self._pagers = pagers
         self._lossy = lossy
@@ -67,7 +67,7 @@ class ActivationStore:
         self.shelf = Shelf(recorder, lossy)  # where the tensors of a pass are stored
         self._sharing = self.shelf.sharing
         self._directs, self.common_rows = Directs(backends, pagers, lossy), CommonRows()
-        self._arguments = Arguments(self._exact, self._sharing)
+        self._arguments = Arguments(self.is_exact, self._sharing)
 
     def beside(self, pagers: DevicePagers, lossy: LossyStore) -> ActivationStore:
         """Returns a store of other memory that knows what this one has measured."""
@@ -87,14 +87,9 @@ class ActivationStore:
         self.shelf.unsaved.clear()
 
     @property
-    def is_exact(self) -> bool:
-        """Whether nothing loses precision."""
-        return self._exact
-
-    @property
     def epoch(self) -> int:
         """Changes where what rows share is to be measured anew."""
-        return 0 if self._exact else self.common_rows.epoch
+        return 0 if self.is_exact else self.common_rows.epoch
 
     def shares_rows(self, groups: Grouping, look: Look, tensor: Tensor) -> bool:
         """Says whether rows of some length may share enough to keep that beside codes; see `CommonRows.may_pay`.
@@ -182,10 +177,10 @@ class ActivationStore:
         if raw:
             stored = self._keep(tensor, met)
         elif stored is None:
-            if decision.kind is RawActivation and look.takes is TensorKind.LOSSY and not self._exact:
+            if decision.kind is RawActivation and look.takes is TensorKind.LOSSY and not self.is_exact:
                 return None  # codes may pay now
             # Whether anything is stored that it follows from is the same in each pass of exact mode: 1.1 of 38 ms.
-            follows = decision.follows and not (self._exact and decision.kind is RawActivation)
+            follows = decision.follows and not (self.is_exact and decision.kind is RawActivation)
             stored = derive(look, tensor, frame) if follows else None
             stored = stored or self._encode_as(decision, look, tensor, met)
             if stored is not None and self._pagers.on(decision.device).at_ease:  # elsewhere planes may be gone already
@@ -197,7 +192,7 @@ class ActivationStore:
 
     def decide_alike(self, latest: Decision, look: Look, tensor: Tensor) -> Decision | None:
         """Returns for a new shape, of the same form, what was decided for another one; None where that says nothing."""
-        if latest.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact:  # codes may pay here
+        if latest.kind is RawActivation and look.form is TensorKind.LOSSY and not self.is_exact:  # codes may pay here
             return None
         decision = Decision.of(tensor, look, latest.kind, latest.shared)
         if latest.kind is PlanesActivation and not latest.shared:
@@ -212,12 +207,13 @@ class ActivationStore:
         """Returns a recipe for a tensor that follows from what is stored; None otherwise."""
         if saved.reading is not None and saved.reading.deviation == math.inf:  # a recipe has the error of its source
             return None
-        if saved.attends and not self._exact:
-            return derivation.attended(saved) or derivation.derive(saved, self._exact)
+        if saved.attends and not self.is_exact:
+            return derivation.attended(saved) or derivation.derive(saved, self.is_exact)
         if not saved.takes_approximations:
             return None
         tensor, pager = saved.tensor, self._pagers.on(saved.tensor.device)
-        recipe = derivation.derive(saved, self._exact) or self._arguments.recipe(saved, derivation, self._encode, pager)
+        recipe = derivation.derive(saved, self.is_exact)
+        recipe = recipe or self._arguments.recipe(saved, derivation, self._encode, pager)
         bounds, backend = saved.reading and saved.reading.bounds, self._backends.get(tensor.device)
         if recipe is None or bounds is None or not recipe.lossy:
             return recipe
@@ -226,7 +222,7 @@ class ActivationStore:
 
     def _direct(self, decision: Decision, look: Look, dtype: torch.dtype, planes: int, follows: bool) -> Direct | None:
         """Returns what the next tensor of a decision is stored with, in the fewest calls; None where it takes more."""
-        if decision.kind is RawActivation and look.form is TensorKind.LOSSY and not self._exact:
+        if decision.kind is RawActivation and look.form is TensorKind.LOSSY and not self.is_exact:
             return None
         return self._directs.get(decision, look, dtype, planes, follows)
 
@@ -254,7 +250,7 @@ class ActivationStore:
             return None
         if kind is RawActivation:
             # What may lose precision was not finite, and may be so now; what stays as it is may have to move.
-            may_change = (form is TensorKind.LOSSY and not self._exact) or (pager.spills and pager.budget is not None)
+            may_change = (form is TensorKind.LOSSY and not self.is_exact) or (pager.spills and pager.budget is not None)
             return None if may_change else self._keep(tensor, met)
         if kind is not PlanesActivation or self._lossy.codec(look.site) is not None:
             return None
@@ -265,7 +261,7 @@ class ActivationStore:
         if look.reads_rows and groups.shares and spreads_differ(values, groups):
             return None
         ctx = EncodeContext(values, pager, backend, groups, lossy=self._lossy)
-        stored = self._lossy.store(PlanesActivation, look, ctx)
+        stored = self._lossy.store(PlanesActivation, look.site, look.reading, ctx)
         if stored is None:
             self._lossy.withdraw(look.site, None)  # the full way counts it once more
         return stored
@@ -359,7 +355,7 @@ class ActivationStore:
         ctx.require_finite, ctx.sources = require_finite, derivation
         # Codes for one reader alone would hide what is not finite.
         saved.codec = self._lossy.codec(saved.site) if require_finite else None
-        return encode_first(ctx.codecs, saved, ctx, lossy=not self._exact)
+        return encode_first(ctx.codecs, saved, ctx, lossy=not self.is_exact)
 
     def _context(self, saved: SavedTensor, geometry: Geometry, backend: Backend, values: Tensor) -> EncodeContext:
         pager = self._pagers.on(saved.tensor.device)
@@ -373,7 +369,7 @@ class ActivationStore:
 
         `values` are its compact form.
         """
-        if form is not TensorKind.LOSSY or self._exact:
+        if form is not TensorKind.LOSSY or self.is_exact:
             return None
         groups = groups_for(saved.reading, geometry, saved.site.op, normalized)
         if groups is None or not may_share(groups, saved.reading):

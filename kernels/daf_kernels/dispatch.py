@@ -108,6 +108,8 @@ def _load_triton(device: torch.device) -> Backend:
         found, least = (".".join(map(str, version)) for version in (capability, LEAST_CAPABILITY))
         raise UnusableError(f"its compute capability is {found}, and kernels need {least}")
     try:
+        import triton
+
         from daf_kernels.triton.backend import load
     except ImportError as error:
         raise UnusableError(f"Triton cannot be imported ({error}); run: pip install triton") from error
@@ -125,7 +127,7 @@ def _load_triton(device: torch.device) -> Backend:
     except Exception as error:  # each compiler, the assembler and the driver have classes of their own
         raise UnusableError(
             f"its kernels cannot be compiled or run ({type(error).__name__}: {error}); the GPU's driver may be older "
-            f"than what Triton {_triton_version()} compiles for"
+            f"than what Triton {triton.__version__} compiles for"
         ) from error
 
 
@@ -134,9 +136,3 @@ def _build_driver() -> None:
     import triton
 
     triton.runtime.driver.active.get_current_target()
-
-
-def _triton_version() -> str:
-    import triton
-
-    return triton.__version__

@@ -262,7 +262,7 @@ def encode_planes(
         tile: Elements encoded at a time: a multiple of the group and of a block.
         planes: Leading planes to store; 0 stores headers alone.
         levels: 2**precision - 1 as float32.
-        seed: uint64 array of the four words of a `reference.Seed`.
+        seed: uint64 array of the four words of a `daf_kernels.backend.Seed`.
         pages: int64 array of page addresses: header, plane 0, plane 1 and so on.
         starts: int64 array, index of each plane's first page.
         page_shift: Binary logarithm of the page size.

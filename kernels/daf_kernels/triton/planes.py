@@ -10,7 +10,7 @@ Arguments that all kernels of planes and masks have:
 - ``elements``: How many there are.
 - ``first_program``: Number of the launch's first program; of many, a second launch does the end, with ``MASKED``.
 - ``start0`` to ``start3``: Index of the first page of each plane.
-- ``key_low``, ``key_high``, ``counter_low``, ``counter_high``: The words of a `reference.Seed`.
+- ``key_low``, ``key_high``, ``counter_low``, ``counter_high``: The words of a `daf_kernels.backend.Seed`.
 - ``flag``: int32, set to 1 where a group is not finite.
 - ``GROUP``, ``PLANES``, ``BLOCKS``: Elements of a group, planes that are stored, blocks of a program.
 - ``SHIFT``, ``PER_PAGE``: Binary logarithm of the page size, headers in a page.

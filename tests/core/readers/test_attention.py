@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from daf_core.autograd.torch_private import packed_for, run_again, running_node
 from daf_core.codecs.raw import RawActivation
 from daf_core.errors import ReaderError
-from daf_core.readers.attention import INPUTS, KERNELS, _drawing_from, attend_again, can_attend_again, kernel_of
+from daf_core.readers.attention import INPUTS, KERNELS, Draws, attend_again, can_attend_again, drawing_from, kernel_of
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.background_choice import PackingChoice
 from tests.core.harness import Scale, assert_empty, engine_for, error, normal, pager_of, watch
@@ -485,13 +485,14 @@ class _Philox:
         self.state = state.clone()
 
 
-def test_dropout_draws_from_where_it_drew_before() -> None:
+def test_dropout_draws_from_where_it_drew_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside the generator has the saved seed and offset, afterwards its own, also after an error."""
     generator: Any = _Philox()
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
     start = torch.tensor([2**63 + 5, 12], dtype=torch.uint64).view(torch.int64)
 
     def fail() -> None:
-        with _drawing_from(generator, start):
+        with drawing_from(torch.device("cuda", 1), Draws(start)):
             assert generator.state.view(torch.uint64).tolist() == [2**63 + 5, 12]
             raise MemoryError
 

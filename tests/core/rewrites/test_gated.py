@@ -81,7 +81,7 @@ class Dropping(LlamaMLP):
 def only_gated(model: nn.Module, run: Any) -> tuple[Any, Any]:
     """Returns what `run` returns before and after the rewrite of gated MLPs alone."""
     plain, rewrites = run(), OperatorRewrites(model)
-    rewrites._steps = [found for found in rewrites._steps if found[0] == "gated-mlp"]
+    rewrites.steps = [found for found in rewrites.steps if found[0] == "gated-mlp"]
     rewrites.apply()
     try:
         return plain, run()

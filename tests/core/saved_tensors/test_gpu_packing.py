@@ -14,7 +14,7 @@ from torch import Tensor
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.memory.pages.host_linked_pool import LinkedPool
 from daf_kernels import host_bridge
-from daf_kernels.host.link import CudaBridge
+from daf_kernels.host.link import HostBridge
 from tests.core.harness import LARGE, Scale, make_model, normal
 from tests.core.test_gpu_kernels import Net
 
@@ -95,7 +95,7 @@ def test_pages_take_no_memory_of_the_gpu() -> None:
 @needs_gpu
 def test_link_orders_copies_and_reads() -> None:
     """A copy begins when the values are made, also on another stream, and a read of host memory is waited for."""
-    link = CudaBridge(GPU)
+    link = HostBridge(GPU)
     values, into = torch.zeros(1 << 20, device=GPU), link.reserve(4 << 20).view(torch.float32)
     torch.cuda._sleep(200_000_000)
     values += 1
@@ -135,7 +135,7 @@ def test_link_gives_its_stream_what_belongs_there(monkeypatch: pytest.MonkeyPatc
     for name, patch in patches.items():
         monkeypatch.setattr(torch.cuda, name, patch)
     link, into = host_bridge(GPU), torch.zeros(3)
-    assert isinstance(link, CudaBridge)
+    assert isinstance(link, HostBridge)
     with link.after(link.mark()):
         link.copy(torch.ones(3), into).synchronize()
     assert calls == ["record theirs", "wait", "record own", "synchronize"]
