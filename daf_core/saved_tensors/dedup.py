@@ -218,7 +218,8 @@ def serves(
     stored: StoredActivation, geometry: Geometry, form: TensorKind, reading: Reading | None, normalized: bool
 ) -> bool:
     """Says whether what was stored of the same values for another reader serves a tensor's, a normalization or not."""
-    if form is TensorKind.RAW:
+    # A statistic is exact, whoever reads it: it has no place at which another reader could be learned.
+    if form is TensorKind.RAW or (form is not TensorKind.LOSSY and stored.lossy):
         return False
     if normalized and (not stored.suits_rows or groups_otherwise(stored, geometry, reading)):
         return False

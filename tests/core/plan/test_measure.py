@@ -75,6 +75,25 @@ def test_more_rows_are_measured_where_few_have_no_loss(least: int, rows: list[in
     assert list(dict.fromkeys(tried)) == rows
 
 
+@pytest.mark.parametrize("limit", [1 << 22, 1 << 30])
+def test_a_loss_of_one_row_or_all_is_measured_with_all(limit: int) -> None:
+    """Noise of the batch's size broadcasts with one row: a step was taken for one of as many times its size."""
+    tried: list[int] = []
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def loss_of(rows: int) -> Tensor:
+        tried.append(rows)
+        try:
+            return (model(normal(rows, 64)) - normal(512, 64)).square().mean()
+        except RuntimeError as error:
+            raise ProfileError("so many rows have no loss") from error
+
+    profile = measure(model, DAFConfig(precision=4, memory_budget="64MB"), loss_of, rows=512, limit=limit)
+    assert tried[0] == 1
+    assert tried[-1] == 512
+    assert profile.observed_peak(512) < 4 * profile.observed_peak(1)
+
+
 def test_gradients_of_a_head_beside_the_model_are_left_alone() -> None:
     model, head = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), nn.Linear(64, 1)
     head.weight.grad = torch.ones(1, 64)

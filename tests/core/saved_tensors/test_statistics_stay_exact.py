@@ -97,6 +97,36 @@ def test_rule_8_only_the_call_that_saved_something_large_has_statistics() -> Non
     del kept
 
 
+class Reconstruction(nn.Module):
+    """A layer to 16 times as many features and back, with its loss inside."""
+
+    def __init__(self, column: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.column = nn.Linear(64, 1024), nn.Linear(1024, 64), column
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = self.down(F.gelu(self.up(inputs)))
+        pair = (each.unsqueeze(-1) if self.column else each for each in (found, inputs))
+        return F.mse_loss(*pair)
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_rule_8_codes_do_not_serve_a_statistic(column: bool) -> None:
+    """An input that was stored in few bits is read exactly by the loss: each step failed, as nobody could be learned.
+
+    Beside features of 16 times as many elements, and as a column, it is a statistic.
+    """
+    model, inputs = Reconstruction(column), normal(256, 64)
+    engine = engine_for(model, 8)
+    for _ in range(4):
+        with engine.compress():
+            loss = model(inputs)
+        (gradient,) = torch.autograd.grad(loss, model.down.bias)
+        engine.finish_step()
+    (exact,) = torch.autograd.grad(model(inputs), model.down.bias)
+    assert (gradient - exact).norm() < 0.02 * exact.norm()
+
+
 def test_rule_8_dropout_state_and_masks() -> None:
     """Gradients through dropout alone are exact at 1 bit: its mask is all that is saved."""
     results = []
