@@ -14,7 +14,6 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from types import FrameType
 
 import torch
@@ -32,7 +31,16 @@ from daf_core.autograd.torch_private import (
     packed_for,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import has_pole, is_done, is_large, led_by, narrow_products, nodes_since, poles
+from daf_core.readers.patterns import (
+    has_pole,
+    is_done,
+    is_large,
+    led_by,
+    narrow_products,
+    nodes_since,
+    poles,
+    weighed_errors,
+)
 from daf_core.readers.places import Place, Places, more_exact, reading_of_frame
 from daf_core.readers.sharpness import (
     Looks,
@@ -219,8 +227,11 @@ class Readers:
     def _change_behind(self, nodes: Iterable[Node]) -> None:
         """Learns what new nodes tell of those before them."""
         if (unpack := self._own.unpack) is not None:
-            for saver, field, reading in chain.from_iterable(told_by(node, unpack) for node in nodes):
-                self._change(saver, field, reading, unpack)
+            for node in nodes:
+                for saver, field, reading in told_by(node, unpack):
+                    self._change(saver, field, reading, unpack)
+                for product in weighed_errors(node, unpack):
+                    self._lead(product, unpack, itself=True)
 
     def _change(self, node: Node, field: str, reading: Reading, unpack: Unpack) -> None:
         """Learns what a node reads of a field, now that more of the graph is known, at once if the field waits."""
@@ -350,13 +361,13 @@ class Readers:
         self._set(place, reading if known is None else more_exact(known, reading))
         return self._readings[place]
 
-    def _lead(self, node: Node, unpack: Unpack) -> None:
-        """Keeps exact what the last operators before a node have saved.
+    def _lead(self, node: Node, unpack: Unpack, itself: bool = False) -> None:
+        """Keeps exact what the last operators before a node have saved, and the node `itself`.
 
         A softmax before a logarithm, say, gets a large gradient where its probabilities are small: these have to fit.
         """
         waiting = {id(each.packed()): each for each in self._own.waiting}
-        for packed in led_by(node, unpack):
+        for packed in led_by(node, unpack, itself):
             found, place = waiting.get(id(packed)), getattr(packed, "place", None)
             if found is not None and place is None:  # too small for codes this time
                 place = found.sighting.place

@@ -11,6 +11,7 @@ from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, node_
 from daf_core.readers.table import (
     DIVISIONS,
     LOGSUMEXP,
+    MOVES,
     NORMS,
     POWERS,
     STATISTIC_SHARE,
@@ -53,6 +54,10 @@ _PROBABILITIES = ("Softmax", "SafeSoftmax")
 _TERMS = {"BmmBackward0": {"self": -1, "mat2": -2}}
 """Nodes that sum products, and for what they save of each factor the dimension of their result that it lacks."""
 _TANH = "TanhBackward0"
+_EXP = "ExpBackward0"
+_TOTALS = ("MeanBackward0", "SumBackward0")
+_TERMS_OF_LOSSES = (*MOVES, "Neg", "Add", "Sub", "Mean", "Sum", "Stack", "Cat")
+_FACTORS = ("MulBackward", "DivBackward")
 _SQUARE = "PowBackward0"
 _MEANS = ("MeanBackward1", "SumBackward1")
 _SPREADS = ("VarBackward0", "StdBackward0", *NORMS)
@@ -262,6 +267,56 @@ def width_of_scores(probabilities: Node, unpack: Unpack) -> int | None:
             shape = node._input_metadata[0].shape
             return None if packed is None else packed.elements // max(1, math.prod(shape[:-1]))
     return None
+
+
+def weighed_errors(total: Node, unpack: Unpack) -> Iterator[Node]:
+    """Yields products of which a loss is the sum, one factor of which is large where the other is small.
+
+    A squared error and the precision that a model predicts for it, or a weight for each error, are such factors: the
+    gradient of the one is the other. With codes, whose error is that of the largest of a group, the gradient of a
+    likelihood with predicted variances had an error of .24 at 8 bits and 2.2 at 4.
+    """
+    pending, weights, found = [total] if total.name() in _TOTALS else [], list[Node](), list[Node]()
+    for node in pending:
+        factors = [each for each, _ in node.next_functions if each is not None]
+        scales = node.name().startswith(_FACTORS) and len(factors) == 1
+        weighs = node.name() == PRODUCT and _has_several(node) and not (scales and _is_scaled(node, unpack))
+        if weighs and any(map(_is_precision_or_error, factors)):
+            found.append(node)
+        elif len(pending) < MOST_NODES and (scales or node.name().startswith(_TERMS_OF_LOSSES)):
+            weights += [node] * weighs
+            pending += factors
+        elif _is_square(node):
+            pending += [each for each in {*factors} if each.name() == PRODUCT]
+    yield from found and (*found, *weights)
+
+
+def _is_scaled(product: Node, unpack: Unpack) -> bool:
+    """Says whether the constant of a product is a number, a few of them or a mask, and no weight of each element."""
+    field = "other" if product.next_functions[1][0] is None else "self"
+    weights: Any = packed_for(product, field, unpack)
+    return weights is None or not weights.stored.lossy or not is_large(product, unpack, field)
+
+
+def _is_square(node: Node) -> bool:
+    """Says whether a node squares what it reads, as a power or as a product with itself."""
+    if node.name() == _SQUARE:
+        return node._saved_exponent == 2
+    return node.name() == PRODUCT and len({*node.next_functions}) == 1
+
+
+def _is_precision_or_error(node: Node) -> bool:
+    """Says whether a node squares something, or takes the exponential of what a layer has made; or multiplies that."""
+    for _ in range(MOST_TO_SCORES):
+        name, before = node.name(), [each for each, _ in node.next_functions if each is not None]
+        if _is_square(node):
+            return True
+        if name == _EXP:
+            return _has_several(node) and reads_logits(node)
+        if len(before) != 1 or not name.startswith((*MOVES, *_FACTORS)):
+            return False
+        node = before[0]
+    return False
 
 
 def nodes_since(newest: Node, number: int) -> Iterator[Node]:

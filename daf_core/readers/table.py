@@ -170,7 +170,7 @@ MOVES = (
 )
 """What begins the names of nodes that move values."""
 
-_SCALES = (*MOVES, "AddBackward", "SubBackward", "MulBackward", "DivBackward", "TanhBackward")
+_SCALES = (*MOVES, "NegBackward", "AddBackward", "SubBackward", "MulBackward", "DivBackward", "TanhBackward")
 _LAYERS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution")
 
 NARROW = 8

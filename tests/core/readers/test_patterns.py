@@ -466,6 +466,60 @@ def test_cosines_by_hand_are_within_the_bounds(normalize: Callable[[Tensor], Ten
     assert max(errors(Parallel(normalize), normal(ROWS, TOKENS, WIDTH), bits, passes=3)) < bound
 
 
+def _precise(errors: Tensor, logarithms: Tensor) -> Tensor:
+    return (0.5 * torch.exp(-logarithms) * errors**2 + 0.5 * logarithms).mean()
+
+
+def _beta(errors: Tensor, logarithms: Tensor) -> Tensor:
+    weights = logarithms.exp().detach() ** 0.5
+    return (weights * (torch.exp(-logarithms) * (errors * errors).sum(-1, keepdim=True) + logarithms)).sum()
+
+
+def _standardized(errors: Tensor, logarithms: Tensor) -> Tensor:
+    return (0.5 * (errors * torch.exp(-0.5 * logarithms)).square() + 0.5 * logarithms).mean()
+
+
+def _reweighted(errors: Tensor, logarithms: Tensor) -> Tensor:
+    return (1 / (errors.detach() ** 2 + 1e-4) * errors**2 + 0.1 * logarithms).mean()
+
+
+class Regression(nn.Module):
+    """Predicts values and the logarithms of their variances, which differ between rows by a factor of 400 and more."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features, self.values, self.logarithms = nn.Linear(8, 64), nn.Linear(64, 16), nn.Linear(8, 16)
+        self.loss = loss
+        with torch.no_grad():
+            self.logarithms.weight.zero_()[:, 0] = 3.0
+            self.logarithms.bias.fill_(-4.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values, logarithms = self.values(self.features(inputs).tanh()), self.logarithms(inputs)
+        noise = normal(*values.shape, seed=3) * (0.5 * logarithms.detach()).exp()
+        return self.loss((values.detach() + noise) - values, logarithms)
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (4, 0.25)])
+@pytest.mark.parametrize("loss", [_precise, _beta, _standardized, _reweighted])
+def test_weighed_errors_are_within_the_bounds(loss: Callable[..., Tensor], bits: int, bound: float) -> None:
+    """The errors were .3 to 4 at 8 bits, but for that of standardized errors, whose part of the variances is small."""
+    assert max(errors(Regression(loss), normal(512, 8), bits, passes=3)) < bound
+
+
+def test_factors_of_numbers_or_masks_weigh_no_errors() -> None:
+    """What a mean square reads keeps its codes."""
+    layer, inputs = nn.Linear(64, 64), normal(256, 64)
+    mask, engine = (normal(256, 64, seed=1) > 0).float(), engine_for(layer, 8)
+    for _ in range(3):
+        with engine.compress():
+            loss = (0.5 * mask * (layer(inputs) - normal(256, 64, seed=2)) ** 2).mean()
+        loss.backward()
+        step = engine.finish_step()
+    assert step.stored_as["planes"] == 2
+
+
 def test_norms_of_all_elements_are_none_of_rows() -> None:
     """As those of a weight that has one length: its node says nothing of dimensions."""
     torch.manual_seed(0)
