@@ -31,16 +31,8 @@ from daf_core.autograd.torch_private import (
     packed_for,
 )
 from daf_core.errors import ActivationBudgetError
-from daf_core.readers.patterns import (
-    has_pole,
-    is_done,
-    is_large,
-    led_by,
-    narrow_products,
-    nodes_since,
-    poles,
-    weighed_errors,
-)
+from daf_core.readers.losses import weighed_errors
+from daf_core.readers.patterns import has_pole, is_done, is_large, led_by, narrow_products, nodes_since, poles
 from daf_core.readers.places import Place, Places, more_exact, reading_of_frame
 from daf_core.readers.sharpness import (
     Looks,
@@ -317,9 +309,7 @@ class Readers:
         large = partial(is_large, node, unpack)
         fields = [field_of(node, packed, unpack) if (packed := each.packed()) is not None else None for each in found]
         values = {field: each.saved.tensor for field, each in zip(fields, found, strict=True) if each.saved is not None}
-        deviation = 0.0
-        if "query" in values and "key" in values:
-            deviation = score_deviation(node, values["query"], values["key"])
+        deviation = score_deviation(node, values["query"], values["key"]) if {"query", "key"} <= values.keys() else 0.0
         for field, waiting in zip(fields, found, strict=True):
             reading = reading_of(node, field or "", large)
             if field in ("query", "key") and reading.kind is Kind.ATTENTION:

@@ -11,7 +11,6 @@ from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, node_
 from daf_core.readers.table import (
     DIVISIONS,
     LOGSUMEXP,
-    MOVES,
     NORMS,
     POWERS,
     STATISTIC_SHARE,
@@ -54,12 +53,8 @@ _PROBABILITIES = ("Softmax", "SafeSoftmax")
 _TERMS = {"BmmBackward0": {"self": -1, "mat2": -2}}
 """Nodes that sum products, and for what they save of each factor the dimension of their result that it lacks."""
 _TANH = "TanhBackward0"
-_EXP = "ExpBackward0"
-_TOTALS = ("MeanBackward0", "SumBackward0")
-_TERMS_OF_LOSSES = (*MOVES, "Neg", "Add", "Sub", "Mean", "Sum", "Stack", "Cat")
-_FACTORS = ("MulBackward", "DivBackward")
-_SQUARE = "PowBackward0"
-_MEANS = ("MeanBackward1", "SumBackward1")
+SQUARE = "PowBackward0"
+MEANS = ("MeanBackward1", "SumBackward1")
 _SPREADS = ("VarBackward0", "StdBackward0", *NORMS)
 _RECIPROCALS = ("RsqrtBackward0", "ReciprocalBackward0")
 
@@ -110,7 +105,7 @@ def normalized(node: Node) -> Iterator[tuple[Node, str]]:
     name = node.name()
     if _is_mean_of_rows(node):
         for square, _ in node.next_functions:
-            if square is not None and square.name() == _SQUARE and square._saved_exponent == 2:
+            if square is not None and square.name() == SQUARE and square._saved_exponent == 2:
                 yield square, "self"
             if square is not None and square.name() == PRODUCT and len({*square.next_functions}) == 1:
                 yield from ((square, field) for field in fields_of(square))
@@ -124,7 +119,7 @@ def normalized(node: Node) -> Iterator[tuple[Node, str]]:
 
 def _is_mean_of_rows(node: Node) -> bool:
     """Says whether a node is the mean, or the sum, of each row along the last dimension."""
-    return node.name() in _MEANS and _is_last(node._saved_dim, len(node._saved_self_sym_sizes))
+    return node.name() in MEANS and _is_last(node._saved_dim, len(node._saved_self_sym_sizes))
 
 
 def _is_of_rows(node: Node) -> bool:
@@ -144,25 +139,6 @@ def _divisor(node: Node) -> Node | None:
         return None
     of_rows = divisor.name() in _SPREADS and _is_of_rows(divisor)
     return divisor if of_rows or divisor.name() == "SqrtBackward0" else None
-
-
-def cosine_factors(node: Node) -> Iterator[tuple[Node, str]]:
-    """Yields what a cosine that is written out has saved of its vectors, with the node and its field.
-
-    Of vectors that are almost parallel the gradient is what little of one is at right angles to the other: its error
-    was .67 at 4 bits, and is .12. Torch's own function is known by its name.
-    """
-    for product, _ in node.next_functions if _is_mean_of_rows(node) else ():
-        if product is not None and product.name() == PRODUCT:
-            normalize = [part for each, _ in product.next_functions if each is not None for part in _normalizes(each)]
-            for each in (product, *normalize) if normalize else ():
-                yield from ((each, field) for field in fields_of(each))
-
-
-def _normalizes(node: Node) -> tuple[Node, ...]:
-    """Returns a node that divides by a norm, as it is or where that is not too small, and that of the norm."""
-    divisor = _divisor(node)
-    return (node, divisor) if divisor is not None and divisor.name() in NORMS else ()
 
 
 def _is_last(dims: tuple[int, ...] | None, count: int) -> bool:
@@ -269,56 +245,6 @@ def width_of_scores(probabilities: Node, unpack: Unpack) -> int | None:
     return None
 
 
-def weighed_errors(total: Node, unpack: Unpack) -> Iterator[Node]:
-    """Yields products of which a loss is the sum, one factor of which is large where the other is small.
-
-    A squared error and the precision that a model predicts for it, or a weight for each error, are such factors: the
-    gradient of the one is the other. With codes, whose error is that of the largest of a group, the gradient of a
-    likelihood with predicted variances had an error of .24 at 8 bits and 2.2 at 4.
-    """
-    pending, weights, found = [total] if total.name() in _TOTALS else [], list[Node](), list[Node]()
-    for node in pending:
-        factors = [each for each, _ in node.next_functions if each is not None]
-        scales = node.name().startswith(_FACTORS) and len(factors) == 1
-        weighs = node.name() == PRODUCT and _has_several(node) and not (scales and _is_scaled(node, unpack))
-        if weighs and any(map(_is_precision_or_error, factors)):
-            found.append(node)
-        elif len(pending) < MOST_NODES and (scales or node.name().startswith(_TERMS_OF_LOSSES)):
-            weights += [node] * weighs
-            pending += factors
-        elif _is_square(node):
-            pending += [each for each in {*factors} if each.name() == PRODUCT]
-    yield from found and (*found, *weights)
-
-
-def _is_scaled(product: Node, unpack: Unpack) -> bool:
-    """Says whether the constant of a product is a number, a few of them or a mask, and no weight of each element."""
-    field = "other" if product.next_functions[1][0] is None else "self"
-    weights: Any = packed_for(product, field, unpack)
-    return weights is None or not weights.stored.lossy or not is_large(product, unpack, field)
-
-
-def _is_square(node: Node) -> bool:
-    """Says whether a node squares what it reads, as a power or as a product with itself."""
-    if node.name() == _SQUARE:
-        return node._saved_exponent == 2
-    return node.name() == PRODUCT and len({*node.next_functions}) == 1
-
-
-def _is_precision_or_error(node: Node) -> bool:
-    """Says whether a node squares something, or takes the exponential of what a layer has made; or multiplies that."""
-    for _ in range(MOST_TO_SCORES):
-        name, before = node.name(), [each for each, _ in node.next_functions if each is not None]
-        if _is_square(node):
-            return True
-        if name == _EXP:
-            return _has_several(node) and reads_logits(node)
-        if len(before) != 1 or not name.startswith((*MOVES, *_FACTORS)):
-            return False
-        node = before[0]
-    return False
-
-
 def nodes_since(newest: Node, number: int) -> Iterator[Node]:
     """Yields the nodes from a number on that lead to the newest one, which is the first of them, each once."""
     seen, pending = set[int](), [newest]
@@ -338,11 +264,11 @@ def poles(newest: Node, oldest: int, unpack: Unpack) -> Iterator[Node]:
     one probability a row.
     """
     for node in nodes_since(newest, oldest + 1):
-        if _has_several(node) and has_pole(node, partial(is_large, node, unpack)):
+        if has_several(node) and has_pole(node, partial(is_large, node, unpack)):
             yield node
 
 
-def _has_several(node: Node) -> bool:
+def has_several(node: Node) -> bool:
     """Says whether a node has made several numbers; a single one, as a loss, is a factor of all gradients before it."""
     return (results_of(node) or 0) > 1
 
@@ -381,7 +307,7 @@ def _stops(node: Node, unpack: Unpack) -> bool:
 
 def _sums_few(node: Node, unpack: Unpack) -> bool:
     """Says whether a node sums so few terms, or products, that the result is as small as they are."""
-    if node.name() in _MEANS:
+    if node.name() in MEANS:
         return math.prod(node._saved_self_sym_sizes) <= FEW * max(1, results_of(node) or 0)
     for field, dim in _TERMS.get(node.name(), {}).items():
         packed: Any = packed_for(node, field, unpack)

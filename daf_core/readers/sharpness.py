@@ -17,18 +17,29 @@ import torch
 from torch import Tensor
 
 from daf_core.autograd.torch_private import Node, fields_of, packed_for
+from daf_core.readers.losses import almost_equal_factors
 from daf_core.readers.patterns import (
     LOG_SOFTMAX,
     MOST_NODES,
     PRODUCT,
     capped_scores,
-    cosine_factors,
     last_size,
     normalized,
     width_of_scores,
 )
 from daf_core.readers.places import Place
-from daf_core.readers.table import GLU, LOGSUMEXP, MOVES, NARROW, SOFTMAXES, Kind, Reading, dim_from_end
+from daf_core.readers.table import (
+    DIVISIONS,
+    GLU,
+    LOGSUMEXP,
+    MOVES,
+    NARROW,
+    NORMS,
+    SOFTMAXES,
+    Kind,
+    Reading,
+    dim_from_end,
+)
 from daf_core.readers.waiting import Unpack
 
 SHARP = 2.5
@@ -196,8 +207,8 @@ def told_by(node: Node, unpack: Unpack) -> Iterator[tuple[Node, str, Reading]]:
         yield reader, field, Reading(kind, name, dim=dim, deviation=0.0 if kind is Kind.EXACT else math.inf)
     for each in _opposed_sums(node):
         yield each, "self", Reading(Kind.EXACT, each.name())
-    for factor, field in cosine_factors(node):
-        varies = factor.name() != PRODUCT
+    for factor, field in almost_equal_factors(node):
+        varies = factor.name() in (*DIVISIONS, *NORMS)
         yield factor, field, Reading(Kind.APPROXIMATE, factor.name(), deviation=math.inf, varies=varies)
 
 
