@@ -20,7 +20,7 @@ from benchmarks.zoo.models import MODELS, build_batch, build_model
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
-from daf_core.precision.allocation import Choices, least_error
+from daf_core.knapsack.choose import Knapsack
 from daf_core.precision.calibration import calibrate
 from daf_core.precision.probe import Gradients, ProbePass, compare
 from daf_core.saved_tensors.derive import Derivation
@@ -144,9 +144,9 @@ def measure_equal_bytes(work: Work) -> list[EqualBytes]:
     results: list[EqualBytes] = []
     with _rehearse(work) as rehearsal:
         sizes, errors, adapters = rehearsal.sizes, _calibrated(rehearsal), work.adapters()
-        choices = [Choices(sizes[site][:-1], errors[site]) for site in sizes]
+        knapsack = Knapsack([tuple(zip(sizes[site][:-1], errors[site], strict=True)) for site in sizes])
         for share in SHARES[work.name]:
-            choice = least_error(choices, taken.raw / share - taken.fixed)
+            choice = knapsack.picked(taken.raw / share - taken.fixed)
             found = rehearsal.gradients({site: LEVELS[index] for site, index in zip(sizes, choice, strict=True)})
             measured = compare(found, rehearsal.exact)
             fits = [(bits, error) for bits, size, error in plain if size <= taken.raw / share]

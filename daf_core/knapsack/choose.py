@@ -133,6 +133,11 @@ class Knapsack:
         found = self._solution(picked[::-1])
         return greedy if greedy.is_better(found) else found
 
+    def picked(self, budget: float) -> list[int]:
+        """Returns the index of each item's option in the best solution, or of the cheapest options if nothing fits."""
+        found = self.solve(budget)
+        return self.cheapest if found is None else found.picked
+
     def _greedy(self, budget: float) -> Solution | None:
         picked, full = list(self.cheapest), set[int]()
         cost = float(self._bases[:, 0].sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from daf_core.autograd.sites import Site
 from daf_core.codecs.plane_importance import LEVELS, SiteErrors
 from daf_core.codecs.registry import calibrated_codecs
 from daf_core.config import DAFConfig
-from daf_core.precision.allocation import Choices, fewest_bytes, least_error
+from daf_core.knapsack.choose import Knapsack, Point
 from daf_core.precision.calibration import Calibration
 from daf_core.precision.site_stats import Sizes, checked_bits
 from daf_core.readers.sharpness import bits_for
@@ -127,11 +127,11 @@ class PrecisionPolicy:
 
     def keep_error(self, sizes: Sizes, squared_error: float, least: int = 0) -> None:
         """Plans the fewest bytes for a squared gradient error, with `least` bits or more or exactly."""
-        self._choose(sizes, ALL_LEVELS, least, lambda sites: fewest_bytes(sites, squared_error))
+        self._choose(sizes, ALL_LEVELS, least, squared_error, swapped=True)
 
     def fill(self, sizes: Sizes, room: int) -> None:
         """Plans the least error in `room` bytes."""
-        self._choose(sizes, LEVELS, 0, lambda sites: least_error(sites, room))
+        self._choose(sizes, LEVELS, 0, room)
 
     def follow(self, sizes: Sizes, room: int | None) -> None:
         """Plans anew where it is worth it, after a pass that took `sizes` and could have had `room` bytes for them.
@@ -180,15 +180,17 @@ class PrecisionPolicy:
             self._recent = deque(recent, maxlen=RECENT)
 
     def _choose(
-        self, sizes: Sizes, levels: Sequence[int | None], least: int, select: Callable[[Sequence[Choices]], list[int]]
+        self, sizes: Sizes, levels: Sequence[int | None], least: int, budget: float, swapped: bool = False
     ) -> None:
+        """Plans the least error in a budget of bytes, or, `swapped`, the fewest bytes in a budget of squared error."""
         least = max(least, self._config.min_precision or 0)
         kept = [index for index, bits in enumerate(levels) if bits is None or bits >= least]
-        choices: list[Choices] = []
+        items: list[tuple[Point, ...]] = []
         for site, site_sizes in sizes.items():
             errors = [*(self.errors(site) or ()), 0.0]
-            choices.append(Choices([site_sizes[index] for index in kept], [errors[index] for index in kept]))
-        chosen = select(choices)
+            points = ((site_sizes[index], errors[index]) for index in kept)
+            items.append(tuple((error, size) if swapped else (size, error) for size, error in points))
+        chosen = Knapsack(items).picked(budget)
         planned = {site: levels[kept[choice]] for site, choice in zip(sizes, chosen, strict=True)}
         self.plan = {**self.plan, **planned}
 
