@@ -11,7 +11,6 @@ from daf_core.config import DAFConfig
 from daf_core.memory import forks
 from daf_core.memory.books import PagerAccount
 from daf_core.memory.pager import Pager
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.host_linked_pool import LinkedPool, Place
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.release_clock import ReleaseClock
@@ -53,7 +52,7 @@ class DevicePagers:
         self.clock = ReleaseClock()  # the time of releases
         self._least_planes = sum(bits <= config.kept_precision for bits in PRECISIONS)
         self._ways = config.ways_to_fit()
-        self._growth = Growth() if isinstance(config.pool_growth, str) else Growth(0.0, config.pool_growth)
+        self._step = None if isinstance(config.pool_growth, str) else config.pool_growth  # of each pool
         self._to_host = to_host
         self._file = None if config.spill_dir is None else SpillFile(config.spill_dir, page_bytes)
         self._pagers: dict[torch.device, Pager] = {}
@@ -152,8 +151,8 @@ class DevicePagers:
     def _make_pool(self, device: torch.device) -> PagePool:
         link = self.links.get(device)
         if link is None:
-            return PagePool(device, self._growth, self._page_bytes)
-        return LinkedPool(device, self._growth, self._page_bytes, link, self.place)
+            return PagePool(device, self._step, self._page_bytes)
+        return LinkedPool(device, self._step, self._page_bytes, link, self.place)
 
     def _next_tier(self, device: torch.device) -> Tier | None:
         if self._file is not None or not self._to_host or device in self.links:  # the latter are on their host already

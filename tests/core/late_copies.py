@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from daf_core.memory import devices
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.tiers.pinned import HostMemory
 
@@ -35,7 +34,7 @@ class LateCopies:
 
 def host_memory(page_bytes: int = PAGE_BYTES, step: int = 64) -> HostMemory:
     """Returns main memory below main memory, with late copies; it grows by a number of pages."""
-    return HostMemory(CPU, PagePool(CPU, Growth(0.0, step * page_bytes), page_bytes), LateCopies())
+    return HostMemory(CPU, PagePool(CPU, step * page_bytes, page_bytes), LateCopies())
 
 
 def copies_of(memory: HostMemory) -> LateCopies:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.pool import PagePool
 from daf_kernels import HostBridge, Pages
 
-HOST_REGION = Growth(0.0, 32 << 20)
-"""Torch pins memory in powers of two, so a region of another size would waste the rest."""
+HOST_STEP = 32 << 20
+"""Bytes by which pages of the host grow: torch pins memory in powers of two, so another size would waste the rest."""
 
 _FIRST_ON_HOST = 1 << 40
 """Number of the first page in host memory."""
@@ -32,11 +31,11 @@ class LinkedPool(PagePool):
     All pages of one activation lie in the same memory.
     """
 
-    def __init__(self, device: torch.device, growth: Growth, page_bytes: int, link: HostBridge, place: Place) -> None:
-        super().__init__(device, growth, page_bytes)
+    def __init__(self, device: torch.device, step: int | None, page_bytes: int, link: HostBridge, place: Place) -> None:
+        super().__init__(device, step, page_bytes)
         self.uniform = False
         # A device may be behind with reading what its host has given up, and torch knows of no kernel that reads there.
-        self._host = PagePool(torch.device("cpu"), HOST_REGION, page_bytes, link.reserve, link.await_reads)
+        self._host = PagePool(torch.device("cpu"), HOST_STEP, page_bytes, link.reserve, link.await_reads)
         weakref.finalize(self, link.await_reads).atexit = False
         self._link = link
         self._place = place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -10,12 +11,20 @@ from torch import Tensor
 
 from daf_core.memory import forks
 from daf_core.memory.pages.free_list import FreeList, runs
-from daf_core.memory.pages.growth import Growth, PeakWatch
 from daf_kernels import FixedPages, Pages
 
 PAGE_BYTES = 4096
 """An activation leaves at most one page part-filled for its header and each plane: 4 kB waste under 1% of the bytes of
 RoBERTa-base at batch 8 x 128, 16 kB waste 5%, and the kernels are not faster with larger ones."""
+
+LEAST_STEP = 1 << 20
+"""The fewest bytes that a pool without a fixed step reserves at once."""
+
+WINDOW = 10
+"""Steps without a peak after which the memory for it is given back."""
+
+SLACK = 1.15
+"""Reserved bytes over the largest recent peak that are not worth giving back."""
 
 
 class PagePool:
@@ -25,7 +34,7 @@ class PagePool:
 
     Args:
         device: Where the pages lie.
-        growth: How much is reserved when no page is free.
+        step: Bytes that are reserved when no page is free; by default an eighth of what is reserved, or `LEAST_STEP`.
         page_bytes: Bytes in a page, a power of two.
         reserve: Returns so many uninitialized bytes there; by default as suits the device.
         before_free: Is called before memory goes back to the system, to wait for what may still read it.
@@ -34,7 +43,7 @@ class PagePool:
     def __init__(
         self,
         device: torch.device,
-        growth: Growth | None = None,
+        step: int | None = None,
         page_bytes: int = PAGE_BYTES,
         reserve: Callable[[int], Tensor] | None = None,
         before_free: Callable[[], None] = lambda: None,
@@ -44,12 +53,12 @@ class PagePool:
         self.uniform = True  # whether any page serves an activation as well as any other
         self._reserve = reserve
         self._before_free = before_free
-        self._growth = growth or Growth()
+        self._step = step
         self._free = FreeList()
         self._regions: list[FixedPages] = []
         self._first_page: list[int] = []
         self._addresses = np.empty(0, np.int64)
-        self._watch = PeakWatch()
+        self._peaks: deque[int] = deque(maxlen=WINDOW)  # bytes that were in use at once in each of the last steps
         self._peak_pages = 0
         self._lock = forks.lock(forks.Level.POOL)
 
@@ -85,9 +94,9 @@ class PagePool:
             Bytes that are worth keeping.
         """
         with self._lock:
-            self._watch.add(self._peak_pages * self.page_bytes if peak is None else peak)
+            self._peaks.append(self._peak_pages * self.page_bytes if peak is None else peak)
             self._peak_pages = self._free.used
-            keep = self._watch.worth_keeping(self._free.total * self.page_bytes)
+            keep = self._worth_keeping()
             self._shrink(keep)
             self._free.sort()
             return keep
@@ -169,15 +178,21 @@ class PagePool:
         ]
 
     def _grow(self, missing: int, limit: int | None) -> None:
-        step = self._growth.step(self.reserved_bytes) // self.page_bytes
+        step = max(self.reserved_bytes // 8, LEAST_STEP) if self._step is None else self._step
+        count = step // self.page_bytes
         if limit is not None:
-            step = min(step, limit // self.page_bytes - self._free.total)
-        count = max(missing, step)
+            count = min(count, limit // self.page_bytes - self._free.total)
+        count = max(missing, count)
         region = FixedPages(count, self.page_bytes, self.device, self._reserve)
         self._regions.append(region)
         self._first_page.append(self._free.total)
         self._addresses = np.concatenate([self._addresses, region.addresses(np.arange(count))])
         self._free.extend(count)
+
+    def _worth_keeping(self) -> int:
+        """Returns how many of the reserved bytes are likely to be needed again."""
+        reserved, peak = self._free.total * self.page_bytes, max(self._peaks)
+        return reserved if len(self._peaks) < WINDOW or reserved <= SLACK * peak else peak
 
     def _shrink(self, keep: int) -> None:
         """Gives regions back, the last one first, as long as `keep` bytes and the pages in use are left."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from daf_core.errors import SpillError
 from daf_core.memory import forks
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.system.available import beside_reserve, host_memory
 from daf_kernels import PageMemory, Pages, pinned_memory, system_memory
@@ -177,7 +176,7 @@ def host_memory_of(device: torch.device, page_bytes: int) -> HostMemory | None:
     """Returns the tier below a device's memory; None where that is the host's."""
     if device.type != "cuda":
         return None
-    slots = PagePool(CPU, Growth(0.0, STEP_BYTES), page_bytes, PinnedFirst().reserve)
+    slots = PagePool(CPU, STEP_BYTES, page_bytes, PinnedFirst().reserve)
     return HostMemory(device, slots, SideStream(device))
 
 

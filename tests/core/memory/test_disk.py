@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig, DAFError, SpillError
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.tiers import disk
 from daf_core.memory.tiers.disk import SpillFile
@@ -44,7 +43,7 @@ PAGE = 256
 
 def make_pool(pages: int = 64) -> PagePool:
     """Returns a pool of small pages with random content."""
-    pool = PagePool(CPU, Growth(0.0, pages * PAGE), PAGE)
+    pool = PagePool(CPU, pages * PAGE, PAGE)
     fill(pool, np.arange(pages) if pool.take(pages) is not None else np.arange(0))
     return pool
 

@@ -8,43 +8,52 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf_core.memory.pages.growth import SLACK, WINDOW, Growth, PeakWatch
-from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
+from daf_core.memory.pages import pool as pool_module
+from daf_core.memory.pages.pool import PAGE_BYTES, SLACK, WINDOW, PagePool
 
 CPU = torch.device("cpu")
 PAGE = 128
 
 
+MB = 1 << 20
+
+
 @pytest.mark.parametrize(
-    ("growth", "reserved", "step"),
+    ("step", "reserved", "grown"),
     [
-        (Growth(), 0, 1 << 20),
-        (Growth(), 8 << 20, 1 << 20),
-        (Growth(), 80 << 20, 10 << 20),
-        (Growth(1 / 2, 100), 1000, 500),
-        (Growth(1 / 2, 100), 199, 100),
-        (Growth(0.0, 100_000_000), 0, 100_000_000),
-        (Growth(0.0, 100_000_000), 1 << 40, 100_000_000),
-        (Growth(0.0, 7), 1000, 7),
+        (None, 0, MB),
+        (None, 8 * MB, MB),
+        (None, 8 * MB + 7 * PAGE_BYTES, MB),
+        (None, 8 * MB + 8 * PAGE_BYTES, MB + PAGE_BYTES),
+        (None, 80 * MB, 10 * MB),
+        (50 * PAGE_BYTES + 1, 0, 50 * PAGE_BYTES),
+        (50 * PAGE_BYTES + 1, 1000 * PAGE_BYTES, 50 * PAGE_BYTES),
+        (7, 1000 * PAGE_BYTES, PAGE_BYTES),
     ],
 )
-def test_step(growth: Growth, reserved: int, step: int) -> None:
-    """A share of what is reserved, or the same each time; by default an eighth, or the paper's 100 MB."""
-    assert growth.step(reserved) == step
+def test_step(step: int | None, reserved: int, grown: int) -> None:
+    """An eighth of what is reserved and a megabyte at least, or the same each time; what is asked for at least."""
+    pool = PagePool(CPU, step)
+    pool.take(reserved // PAGE_BYTES, reserved)
+    assert pool.reserved_bytes == reserved
+    pool.take(1)
+    assert pool.reserved_bytes == reserved + grown
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 20))
 def test_adaptive_growth_wastes_an_eighth_at_most(counts: list[int], least: int) -> None:
     """Whatever the order of sizes, no more is reserved than an eighth over what is in use, or the smallest step."""
-    pool = PagePool(CPU, Growth(least=least * PAGE), PAGE)
-    for count in counts:
-        pool.take(count)
-        assert 0 <= pool.reserved_bytes - pool.used_pages * PAGE <= max(pool.used_pages * PAGE / 8, least * PAGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "LEAST_STEP", least * PAGE)
+        pool = PagePool(CPU, page_bytes=PAGE)
+        for count in counts:
+            pool.take(count)
+            assert 0 <= pool.reserved_bytes - pool.used_pages * PAGE <= max(pool.used_pages * PAGE / 8, least * PAGE)
 
 
 def test_fixed_growth_reserves_the_papers_steps() -> None:
     """One page reserves 100 MB, rounded down to pages; the next region follows when they are full."""
-    pool = PagePool(CPU, Growth(0.0, 100_000_000))
+    pool = PagePool(CPU, 100_000_000)
     step = 100_000_000 // PAGE_BYTES
     pool.take(1)
     assert pool.reserved_bytes == step * PAGE_BYTES
@@ -54,10 +63,10 @@ def test_fixed_growth_reserves_the_papers_steps() -> None:
     assert pool.reserved_bytes == 2 * step * PAGE_BYTES
 
 
-@pytest.mark.parametrize("growth", [Growth(0.0, 1), Growth(0.0, 3 * PAGE), Growth(0.0, 0)])
-def test_a_step_that_is_too_small_still_serves_the_request(growth: Growth) -> None:
+@pytest.mark.parametrize("step", [1, 3 * PAGE, 0])
+def test_a_step_that_is_too_small_still_serves_the_request(step: int) -> None:
     """What is missing is reserved, even if the step is less than that, or less than a page."""
-    pool = PagePool(CPU, growth, PAGE)
+    pool = PagePool(CPU, step, PAGE)
     assert pool.take(5).size == 5
     assert pool.reserved_bytes == 5 * PAGE
 
@@ -65,7 +74,7 @@ def test_a_step_that_is_too_small_still_serves_the_request(growth: Growth) -> No
 @pytest.mark.parametrize(
     ("peaks", "reserved", "kept"),
     [
-        ([], 1000, 1000),
+        ([100], 1000, 1000),
         ([100] * (WINDOW - 1), 1000, 1000),
         ([100] * WINDOW, 1000, 100),
         ([900] + [100] * (WINDOW - 1), 1000, 1000),
@@ -79,15 +88,16 @@ def test_a_step_that_is_too_small_still_serves_the_request(growth: Growth) -> No
 )
 def test_what_recent_peaks_are_worth(peaks: list[int], reserved: int, kept: int) -> None:
     """Nothing is given back before a whole window was seen, nor for little; then the largest peak in it counts."""
-    watch = PeakWatch()
-    for peak in peaks:
-        watch.add(peak)
-    assert watch.worth_keeping(reserved) == kept
+    pool = PagePool(CPU, 0, PAGE)
+    pool.take(reserved)
+    assert pool.reserved_bytes == reserved * PAGE
+    assert [pool.finish_step(peak * PAGE) for peak in peaks][-1] == kept * PAGE
 
 
-def test_a_peak_that_does_not_return_is_given_back() -> None:
+def test_a_peak_that_does_not_return_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The regions of one large step last until it is out of the window; those in steady use stay."""
-    pool = PagePool(CPU, Growth(least=4 * PAGE), PAGE)
+    monkeypatch.setattr(pool_module, "LEAST_STEP", 4 * PAGE)
+    pool = PagePool(CPU, page_bytes=PAGE)
     reserved = []
     for count in [10, 400, *[10] * (WINDOW + 1)]:
         pages = [pool.take(1) for _ in range(count)]

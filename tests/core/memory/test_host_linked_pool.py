@@ -8,7 +8,6 @@ import torch
 
 from daf_core import DAFConfig
 from daf_core.memory.devices import DevicePagers
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.host_linked_pool import LinkedPool, Place
 from tests.core.books import check_pool
 from tests.core.links import LateLink
@@ -29,7 +28,7 @@ def place() -> Place:
 
 @pytest.fixture
 def pool(link: LateLink, place: Place) -> LinkedPool:
-    return LinkedPool(CPU, Growth(0.0, 16 * PAGE), PAGE, link, place)
+    return LinkedPool(CPU, 16 * PAGE, PAGE, link, place)
 
 
 def test_each_thread_takes_the_pages_of_its_place(pool: LinkedPool, link: LateLink, place: Place) -> None:
@@ -86,7 +85,7 @@ def test_memory_goes_back_when_nobody_reads_it(pool: LinkedPool, link: LateLink,
 
 
 def test_memory_outlives_what_reads_it(link: LateLink, place: Place) -> None:
-    pool = LinkedPool(CPU, Growth(0.0, 16 * PAGE), PAGE, link, place)
+    pool = LinkedPool(CPU, 16 * PAGE, PAGE, link, place)
     link.reading = {1}
     del pool
     assert not link.reading

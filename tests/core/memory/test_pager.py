@@ -21,7 +21,6 @@ from daf_core.memory import idle_leases
 from daf_core.memory.lease import Lease, plan_drops
 from daf_core.memory.pager import Pager
 from daf_core.memory.pages import pool as pool_module
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.pool import PAGE_BYTES, PagePool
 from daf_core.memory.tiers.base import Tier
 from daf_core.memory.tiers.disk import SpillFile
@@ -36,7 +35,7 @@ def make_pager(
     budget: int | None, least_planes: int = 0, folder: Path | None = None, tier: Tier | None = None
 ) -> Pager:
     """A pager with a budget in pages."""
-    pool = PagePool(torch.device("cpu"), Growth(least=4 * PAGE), PAGE)
+    pool = PagePool(torch.device("cpu"), 4 * PAGE, PAGE)
     spill = tier if folder is None else SpillFile(folder, PAGE)
     return Pager(pool, None if budget is None else budget * PAGE, least_planes, spill)
 

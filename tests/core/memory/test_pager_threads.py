@@ -21,7 +21,6 @@ from daf_core.codecs.base import PagedActivation
 from daf_core.errors import SpillError
 from daf_core.memory.lease import Lease
 from daf_core.memory.pager import Pager, PagerAccount
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.pool import PagePool
 from daf_core.memory.read_ahead import ReadAhead
 from daf_core.memory.tiers.disk import SpillFile
@@ -56,7 +55,7 @@ class GatedSpill(SpillFile):
 
 def make_pager(budget: int | None, spill: SpillFile | None = None) -> Pager:
     """A pager with a budget in pages."""
-    pool = PagePool(torch.device("cpu"), Growth(least=4 * PAGE), PAGE)
+    pool = PagePool(torch.device("cpu"), 4 * PAGE, PAGE)
     return Pager(pool, None if budget is None else budget * PAGE, 0, spill)
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from daf_core.errors import SpillError
 from daf_core.memory import devices
 from daf_core.memory.pager import Pager
-from daf_core.memory.pages.growth import WINDOW, Growth
-from daf_core.memory.pages.pool import PagePool
+from daf_core.memory.pages.pool import WINDOW, PagePool
 from daf_core.memory.tiers import pinned
 from daf_core.memory.tiers.pinned import HostMemory, PinnedFirst, SideStream, host_memory_of
 from daf_kernels import Pages
@@ -27,7 +26,7 @@ from tests.core.leases import PAGE, content, write
 
 def make_pool(pages: int = 64) -> PagePool:
     """Returns a pool of two regions of which all pages are taken."""
-    pool = PagePool(CPU, Growth(0.0, pages // 2 * PAGE), PAGE)
+    pool = PagePool(CPU, pages // 2 * PAGE, PAGE)
     pool.take(pages // 2)
     pool.take(pages // 2)
     return pool
@@ -101,7 +100,7 @@ class Broken:
 
 
 def test_write_that_fails_frees_its_slots() -> None:
-    memory = HostMemory(CPU, PagePool(CPU, Growth(0.0, 16 * PAGE), PAGE), Broken())
+    memory = HostMemory(CPU, PagePool(CPU, 16 * PAGE, PAGE), Broken())
     with pytest.raises(torch.OutOfMemoryError):
         memory.write(make_pool(), np.arange(4))
     assert used_slots(memory) == 0
@@ -181,7 +180,7 @@ def test_memory_that_cannot_be_pinned_is_pageable(
         return torch.empty(size, dtype=torch.uint8)
 
     monkeypatch.setattr(pinned, "pinned_memory", pin)
-    slots = PagePool(CPU, Growth(0.0, PAGE), PAGE, PinnedFirst().reserve)
+    slots = PagePool(CPU, PAGE, PAGE, PinnedFirst().reserve)
     pool, memory = make_pool(), HostMemory(CPU, slots, LateCopies())
     kept = {first: fill(pool, np.arange(first, first + 4), first) for first in (0, 4, 8)}
     moved = {first: memory.write(pool, np.arange(first, first + 4)) for first in kept}
@@ -201,7 +200,7 @@ def test_a_machine_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(pinned, "pinned_memory", none)
     monkeypatch.setattr(pinned, "system_memory", none)
-    memory = HostMemory(CPU, PagePool(CPU, Growth(0.0, PAGE), PAGE, PinnedFirst().reserve), Broken())
+    memory = HostMemory(CPU, PagePool(CPU, PAGE, PAGE, PinnedFirst().reserve), Broken())
     with pytest.raises(SpillError, match=r"to main memory: .*Free main memory, name a spill_dir"):
         memory.write(make_pool(), np.arange(4))
     assert used_slots(memory) == 0
@@ -214,7 +213,7 @@ def test_main_memory_has_nothing_below_it() -> None:
 
 def make_pager(budget: int) -> tuple[Pager, HostMemory]:
     memory = host_memory(PAGE)
-    return Pager(PagePool(CPU, Growth(0.0, 4 * PAGE), PAGE), budget * PAGE, 0, memory), memory
+    return Pager(PagePool(CPU, 4 * PAGE, PAGE), budget * PAGE, 0, memory), memory
 
 
 def read(pager: Pager, lease: Any) -> None:

@@ -14,24 +14,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from daf_core.memory.pages import growth as growth_module
 from daf_core.memory.pages import pool as pool_module
 from daf_core.memory.pages.free_list import FreeList
-from daf_core.memory.pages.growth import SLACK, Growth
-from daf_core.memory.pages.pool import PagePool
+from daf_core.memory.pages.pool import SLACK, PagePool
 from daf_kernels import Pages
 from tests.core.books import check_free_list, check_pool
 
 CPU = torch.device("cpu")
 PAGE = 128
 WINDOW = 3
-GROWTH = Growth(1 / 4, 4 * PAGE)
+LEAST = 4  # pages that are reserved at once
 
 
 @pytest.fixture(autouse=True)
 def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps without a peak are enough to give memory back."""
-    monkeypatch.setattr(growth_module, "WINDOW", WINDOW)
+    """Pools reserve few pages, and three steps without a peak are enough to give memory back."""
+    monkeypatch.setattr(pool_module, "LEAST_STEP", LEAST * PAGE)
+    monkeypatch.setattr(pool_module, "WINDOW", WINDOW)
 
 
 def fill(pool: PagePool, pages: Pages, byte: int) -> None:
@@ -45,7 +44,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(CPU, GROWTH, PAGE)
+        self.pool = PagePool(CPU, page_bytes=PAGE)
         self.taken: dict[int, tuple[Pages, Pages, int]] = {}
         self.regions: list[int] = []
         self.peaks: list[int] = []
@@ -61,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
         missing = count - (sum(self.regions) - self.used)
         if missing > 0:
             reserved = sum(self.regions)
-            step = max(reserved // 4, 4)
+            step = max(reserved // 8, LEAST)
             allowed = step if limit is None else min(step, limit // PAGE - reserved)
             self.regions.append(max(missing, allowed))
         pages = self.pool.take(count, limit)
@@ -134,7 +133,7 @@ class TestPool(PoolMachine.TestCase):
 )
 def test_limit_bounds_what_is_reserved(limit: int | None, first: int, second: int) -> None:
     """Two pages, then four more: beyond the limit only what these pages need."""
-    pool, limit = PagePool(CPU, GROWTH, PAGE), None if limit is None else limit * PAGE + PAGE - 1
+    pool, limit = PagePool(CPU, page_bytes=PAGE), None if limit is None else limit * PAGE + PAGE - 1
     pool.take(2, limit)
     assert pool.reserved_bytes == first * PAGE
     pool.take(4, limit)
@@ -143,7 +142,7 @@ def test_limit_bounds_what_is_reserved(limit: int | None, first: int, second: in
 
 def test_pages_in_use_keep_their_region() -> None:
     """However long ago the peak was, a region with one page in use stays, and those before it."""
-    pool = PagePool(CPU, GROWTH, PAGE)
+    pool = PagePool(CPU, page_bytes=PAGE)
     pages = [pool.take(4) for _ in range(5)]
     reserved = pool.reserved_bytes
     fill(pool, pages[3], 7)
@@ -162,7 +161,7 @@ def test_pages_in_use_keep_their_region() -> None:
 
 def test_failed_growth_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the machine has no memory for a region, the pool is as before, and a later request works."""
-    pool = PagePool(CPU, GROWTH, PAGE)
+    pool = PagePool(CPU, page_bytes=PAGE)
     kept = pool.take(3)
     fill(pool, kept, 9)
     before = pool.used_pages, pool.reserved_bytes, pool.addresses(kept).tolist()
@@ -186,7 +185,7 @@ def _no_memory(*_: object) -> None:
 @pytest.mark.parametrize("free", [[0], [1, 5], [2, 0], [1, 1]])
 def test_giving_a_free_page_changes_nothing(free: list[int]) -> None:
     """A page that is given back twice would get two owners."""
-    pool = PagePool(CPU, GROWTH, PAGE)
+    pool = PagePool(CPU, page_bytes=PAGE)
     pool.take(6)
     pool.give(np.array([0, 5]))
     with pytest.raises(ValueError, match=r"pages \[.*\] are given back twice"):
@@ -197,7 +196,7 @@ def test_giving_a_free_page_changes_nothing(free: list[int]) -> None:
 
 def test_contents_across_regions() -> None:
     """Pages of several regions, in any order, are read as they were written, at the addresses that kernels get."""
-    pool = PagePool(CPU, GROWTH, PAGE)
+    pool = PagePool(CPU, page_bytes=PAGE)
     pages = np.concatenate([pool.take(count) for count in (3, 9, 30)])
     order = np.random.default_rng(0).permutation(pages)
     content = torch.randint(256, (order.size, PAGE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -212,7 +211,7 @@ def test_contents_across_regions() -> None:
 
 def test_addresses_stay_valid_when_the_pool_grows_and_shrinks() -> None:
     """Kernels hold addresses while another thread takes pages or ends a step."""
-    pool = PagePool(CPU, GROWTH, PAGE)
+    pool = PagePool(CPU, page_bytes=PAGE)
     pages = pool.take(3)
     fill(pool, pages, 5)
     before = pool.addresses(pages)
@@ -226,7 +225,7 @@ def test_addresses_stay_valid_when_the_pool_grows_and_shrinks() -> None:
 
 def test_many_threads_take_and_give() -> None:
     """Each thread finds its pages as it left them while others grow and shrink the pool; in the end all are free."""
-    pool = PagePool(CPU, GROWTH, PAGE)
+    pool = PagePool(CPU, page_bytes=PAGE)
 
     def work(seed: int) -> bool:
         numbers, intact = random.Random(seed), True
@@ -260,7 +259,7 @@ def test_used_pages_are_used_again_first() -> None:
 
 def test_steps_that_are_alike_get_the_same_pages() -> None:
     """Though each gives them back in an order of its own making: a GPU then keeps the addresses that it has."""
-    pool = PagePool(CPU, GROWTH, PAGE)
+    pool = PagePool(CPU, page_bytes=PAGE)
     kept = pool.take(2)
 
     def step() -> list[list[int]]:

@@ -13,7 +13,6 @@ from daf_core.codecs.plane_importance import LEVELS
 from daf_core.codecs.planes import PlanesActivation
 from daf_core.codecs.scaling_groups import Grouping
 from daf_core.memory.pager import Pager
-from daf_core.memory.pages.growth import Growth
 from daf_core.memory.pages.pool import PagePool
 from daf_core.precision.site_stats import SiteStatistics
 from daf_kernels import load_backend
@@ -26,7 +25,7 @@ SIZES = (1, 2, 3, 4, 5, 6)
 
 
 def _pager(page_bytes: int = PAGE) -> Pager:
-    return Pager(PagePool(CPU, Growth(), page_bytes))
+    return Pager(PagePool(CPU, page_bytes=page_bytes))
 
 
 def _context(pager: Pager, elements: int, precision: int = 8) -> EncodeContext:
