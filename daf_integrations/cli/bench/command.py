@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.progress import TimeRemainingColumn
 
 from daf_core.errors import ConfigError
 from daf_integrations.cli import output
-from daf_integrations.cli.bench.machine import GpuMachine, Machine, core_count, describe_machine
+from daf_integrations.cli.bench.machine import core_count, describe_machine
 from daf_integrations.cli.bench.methods import METHODS, parse_methods, traits
 from daf_integrations.cli.bench.process_memory import can_reset_peak
 from daf_integrations.cli.bench.rounds import Comparison, Results, compare, first_line
@@ -159,20 +160,20 @@ def _notes(asked: Comparison, results: Results) -> list[str]:
     return [*wrong, *failed, *(note.format(reference=results.reference) for note, holds in others if holds)]
 
 
-def _machine_line(machine: Machine) -> str:
-    gpu = f", {machine.gpu}" if isinstance(machine, GpuMachine) else ""
+def _machine_line(machine: Mapping[str, Any]) -> str:
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
     return (
-        f"{machine.cpu}{gpu}, {machine.cores} cores, torch {machine.torch} with {machine.threads} threads, "
-        f"Python {machine.python}, allocator {machine.allocator}"
+        f"{machine['cpu']}{gpu}, {machine['cores']} cores, torch {machine['torch']} with {machine['threads']} threads, "
+        f"Python {machine['python']}, allocator {machine['allocator']}"
     )
 
 
-def _as_dict(asked: Comparison, results: Results, machine: Machine) -> dict[str, Any]:
+def _as_dict(asked: Comparison, results: Results, machine: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "methods": [_figures(result) for result in results.methods],
         "reference": results.reference,
         "failed": results.failed,
-        "machine": asdict(machine),
+        "machine": machine,
         "settings": asdict(asked),
     }
 
