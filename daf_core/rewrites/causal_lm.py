@@ -216,7 +216,6 @@ def _other_loss(model: Any) -> bool:
 
 
 LOSSES_WITHOUT_LOGITS = Feature(
-    "a loss without logits",
     (
         (_other_layer, "its output projection is a {}, and no nn.Linear"),
         (

@@ -70,7 +70,6 @@ def _unlike(context: Context) -> str | None:
 
 
 CHUNKED_LOSS = Feature(
-    "a loss in chunks",
     (
         (_sharding, "its weights are sharded by {}"),
         (_compiled, "torch.compile compiles it"),

@@ -49,7 +49,6 @@ def _moves_untrained(optimizers: Sequence[Any]) -> str | None:
 
 
 ELASTIC = Feature(
-    "elastic training",
     (
         (missing, "{}"),
         (
@@ -94,7 +93,6 @@ ELASTIC = Feature(
 )
 
 ELASTIC_UNITS = Feature(
-    "a choice of what to train",
     (
         (
             lambda units: not units.is_choice,
@@ -107,7 +105,6 @@ ELASTIC_UNITS = Feature(
 )
 
 ELASTIC_FIRST_STEP = Feature(
-    "the first step of elastic training",
     (
         (
             lambda step: next(
@@ -127,7 +124,6 @@ ELASTIC_FIRST_STEP = Feature(
 )
 
 ELASTIC_OPTIMIZERS = Feature(
-    "optimizers of elastic training",
     (
         (
             _moves_untrained,

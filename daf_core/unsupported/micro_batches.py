@@ -86,7 +86,6 @@ def _ambiguous(context: Context) -> int:
 
 
 MICRO_BATCHES = Feature(
-    "micro-batches",
     (
         (
             lambda context: is_named(context.model, {"DeepSpeedEngine"}),

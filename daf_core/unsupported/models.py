@@ -84,7 +84,6 @@ def _compiled_unmeasured(context: Context) -> str | None:
 
 
 RERUNS = Feature(
-    "a second run of a step",
     (
         (  # torch has no public way to ask for these hooks
             lambda context: any(
@@ -116,7 +115,6 @@ IN_BACKWARD = (
 """Why a step is not planned, once that is seen."""
 
 PLANS = Feature(
-    "planned steps",
     (
         (among_several(sharded), f"{SHARDED}, which communicate in forward and backward, {_ALONE}"),
         (synchronized, f"{{}} communicates in forward, {_ALONE}"),
@@ -143,7 +141,6 @@ PLANS = Feature(
 )
 
 AUDITS = Feature(
-    "audits",
     (
         (compiled, COMPILED),
         (sharded_tensors, f"{SHARDED}, which would have to measure together"),

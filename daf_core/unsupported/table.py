@@ -18,23 +18,17 @@ from daf_core.errors import ConfigError
 Limitation = tuple[Callable[[Any], object], str]
 """A predicate and the sentence that says what it has found, with the fields of `str.format`."""
 
-FEATURES: dict[str, Feature] = {}  # all features by name
-
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature and its limitations; a new one enters `FEATURES`.
+    """A feature and its limitations.
 
     `error` is the message of the `ConfigError` where the user has asked for the feature; the reason takes the place of
     ``{}``. The error or each sentence says what the user can do.
     """
 
-    name: str  # in the user's words
     limitations: tuple[Limitation, ...]  # errors name the first that applies
     error: str = "{}"
-
-    def __post_init__(self) -> None:
-        FEATURES[self.name] = self
 
     def error_for(self, reason: str) -> ConfigError:
         """Returns the error for a reason."""

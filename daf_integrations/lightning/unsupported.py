@@ -41,7 +41,6 @@ def _manual(sentence: str) -> Limitation:
 
 
 LIGHTNING_AUDITS = Feature(
-    "audits in Lightning",
     (
         _manual("with manual optimization, training_step runs its own backward and returns no loss to measure"),
         (_sharding, SHARDED),
@@ -51,7 +50,6 @@ LIGHTNING_AUDITS = Feature(
 )
 
 LIGHTNING_PLANS = Feature(
-    "planned steps in Lightning",
     (
         _manual("with manual optimization, training_step runs its own backward and optimizer steps"),
         (_sharding, SHARDED),
@@ -61,7 +59,6 @@ LIGHTNING_PLANS = Feature(
 )
 
 LIGHTNING_ELASTIC = Feature(
-    "elastic training in Lightning",
     (_manual("only the module knows where a step begins; set automatic_optimization=True, or leave out elastic"),),
     "elastic training is not possible with manual optimization, in which {}",
 )

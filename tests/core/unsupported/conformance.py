@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,15 @@ REMEDY = re.compile(r"\b(set|leave|leaves|use|give|wrap|have|make|record|run one
 """The verb of what a user can do."""
 
 Made = Callable[[], Any]
+
+
+def features_in(folder: Path) -> set[str]:
+    """Returns the names of all features that a package makes."""
+    nodes = [node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    made = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Feature")]
+    named = [ast.unparse(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and node.value in made]
+    assert len(set(named)) == len(made)
+    return set(named)
 
 
 def check_works(feature: Feature, context: Any) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from daf_core.unsupported.table import FEATURES, Feature
+import daf_integrations
+from daf_core.unsupported.table import Feature
 from daf_integrations.lightning.unsupported import (
     LIGHTNING_AUDITS,
     LIGHTNING_ELASTIC,
     LIGHTNING_PLANS,
     LightningContext,
 )
-from tests.core.unsupported.conformance import check_limitations, check_works
+from tests.core.unsupported.conformance import check_limitations, check_works, features_in
 
 
 class Sharding(SimpleNamespace):
@@ -29,19 +31,24 @@ def context(*, automatic: bool = True, sharded: bool = False, compiled: bool = F
 
 MANUAL = (lambda: context(automatic=False), "")
 SHARDED = (lambda: context(sharded=True), "Sharding spreads each parameter over several processes")
-CASES = [
-    (LIGHTNING_AUDITS, [MANUAL, SHARDED, (lambda: context(batch=["text"]), "type list has no tensors")]),
-    (LIGHTNING_PLANS, [MANUAL, SHARDED, (lambda: context(compiled=True), "SimpleNamespace is compiled")]),
-    (LIGHTNING_ELASTIC, [MANUAL]),
-]
+CASES = {
+    "LIGHTNING_AUDITS": (
+        LIGHTNING_AUDITS,
+        [MANUAL, SHARDED, (lambda: context(batch=["text"]), "type list has no tensors")],
+    ),
+    "LIGHTNING_PLANS": (
+        LIGHTNING_PLANS,
+        [MANUAL, SHARDED, (lambda: context(compiled=True), "SimpleNamespace is compiled")],
+    ),
+    "LIGHTNING_ELASTIC": (LIGHTNING_ELASTIC, [MANUAL]),
+}
 
 
-@pytest.mark.parametrize(("feature", "trips"), CASES, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(("feature", "trips"), CASES.values(), ids=CASES)
 def test_each_limitation(feature: Feature, trips: list[Any]) -> None:
     check_works(feature, context())
     check_limitations(feature, trips)
 
 
 def test_every_feature_is_here() -> None:
-    named = [feature.name for feature, _ in CASES]
-    assert sorted(name for name in FEATURES if "Lightning" in name) == sorted(named)
+    assert features_in(Path(daf_integrations.__file__).parent) == CASES.keys()
