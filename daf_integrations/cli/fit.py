@@ -5,13 +5,18 @@ The model lies on torch's device "meta", where tensors have shapes and no values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import json
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import click
 import torch
+from humanfriendly import format_size
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -22,6 +27,7 @@ from daf_core.memory.pages.pool import PAGE_BYTES
 from daf_core.memory.system.available import beside_reserve
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.observe.meter import TensorMeter
+from daf_core.plan.observe.without_values import without_values
 from daf_core.plan.run.runner import described
 from daf_core.plan.search.planner import least_budget
 from daf_core.rewrites.registry import OperatorRewrites
@@ -29,7 +35,7 @@ from daf_core.rewrites.while_training import rewrite_model
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.table import Context, unsupported_reasons
 from daf_integrations.cli.bench.methods import open_method
-from daf_integrations.cli.workload import BuiltWorkload, Workload
+from daf_integrations.cli.workload import BuiltWorkload, Workload, build
 
 UNLIMITED = 1 << 62  # bytes; on "meta" passes of as many rows as one likes take none
 SETTLING = 2  # passes until an engine knows the reader of each tensor, and its pool has its pages
@@ -38,6 +44,12 @@ LONGEST = 1 << 20  # tokens up to which texts are searched for models that know 
 NEAR = 1.05  # ratio to which the longest text is searched
 FARTHEST = 32  # ratio of a length that is tried to the longest known one
 STEP = 8  # tokens that lengths are multiples of
+
+NOTE = (
+    'Worked out on torch\'s device "meta", without weights. Peak: the most that a step takes beside weights and '
+    "optimizer, with gradients. All: with both. One twentieth of the device stays free, for what its driver and its "
+    "allocator take. The least memory_budget is for a plan that recomputes, compresses and splits as much as it can."
+)
 
 
 class Taken(NamedTuple):
@@ -290,3 +302,65 @@ def with_length(sized: BuiltWorkload, length: int) -> BuiltWorkload:
         return tensor if tensor.dim() < 2 else tensor.new_empty((len(tensor), length))
 
     return replace(sized, batch={name: resized(tensor) for name, tensor in sized.batch.items()})
+
+
+def show_fit(workload: Workload, device: Device, as_json: bool) -> None:
+    """Prints what fits; exits with 1 where nothing does.
+
+    Raises:
+        ModelError: There is no such model, or it does not do the task.
+    """
+    with without_values(drops_fused=device.is_gpu):
+        sized = build(workload, "meta")
+        check_length(sized, workload)
+        standing = standing_of(sized.model, device)
+        rows = [row_of(name, sized, standing, device) for name in TREATMENTS]
+    if as_json:
+        click.echo(json.dumps(_as_dict(sized, standing, device, rows), indent=2))
+    else:
+        _print(sized, standing, device, rows, Console())
+    if not any(row.fits for row in rows):
+        raise SystemExit(1)
+
+
+def _as_dict(sized: BuiltWorkload, standing: Standing, device: Device, rows: Sequence[Row]) -> dict[str, object]:
+    return {
+        "task": sized.task,
+        "dtype": sized.dtype,
+        "device": {**device._asdict(), "usable_bytes": device.usable},
+        "longest_known": most_tokens(sized.model),
+        **{f"{name}_bytes": size for name, size in asdict(standing).items()},
+        "treatments": [
+            {
+                "treatment": row.treatment,
+                "activation_bytes": row.taken.activations,
+                "peak_bytes": row.taken.peak,
+                "total_bytes": row.total,
+                "fits": row.fits,
+                "longest": row.longest,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _print(sized: BuiltWorkload, standing: Standing, device: Device, rows: Sequence[Row], console: Console) -> None:
+    console.print(
+        f"Weights {format_size(standing.weights)}, gradients {format_size(standing.gradients)}, "
+        f"AdamW {format_size(standing.optimizer)}",
+        highlight=False,
+    )
+    batch = len(next(iter(sized.batch.values())))
+    table = Table("", "activations", "peak", "all", f"fits {format_size(device.size)}", "longest row")
+    table.title = f"{batch} x {length_of(sized)} tokens, {sized.dtype}"
+    for row in rows:
+        held = "-" if row.taken.activations is None else format_size(row.taken.activations)
+        sizes = held, format_size(row.taken.peak), format_size(row.total)
+        table.add_row(row.treatment, *sizes, "yes" if row.fits else "no", f"{row.longest:,}" if row.longest else "-")
+    console.print(table)
+    console.print(
+        f"{sized.task}; the model knows rows of up to {most_tokens(sized.model):,} tokens. {NOTE}",
+        markup=False,
+        highlight=False,
+        style="dim",
+    )

@@ -29,8 +29,7 @@ from daf_core.rewrites.registry import OperatorRewrites
 from daf_core.unsupported.micro_batches import MICRO_BATCHES
 from daf_core.unsupported.models import PLANS
 from daf_core.unsupported.table import Context, check_supported, unsupported_reasons
-from daf_integrations.cli.fit import Device
-from daf_integrations.cli.fit_report import show_fit
+from daf_integrations.cli.fit import Device, show_fit
 from daf_integrations.cli.options import precision_option, takes_model
 from daf_integrations.cli.workload import BuiltWorkload, Workload, build, names_function
 
