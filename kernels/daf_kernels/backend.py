@@ -201,7 +201,6 @@ class Backend(Protocol):
 
     def limit_threads(self, count: int) -> None:
         """Has kernels that the calling thread starts run on so many threads at most, instead of torch's number."""
-        ...
 
     def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
         """Returns the squared range of scaling groups over their variance, both summed over `layout.sampled_groups`.
@@ -222,7 +221,6 @@ class Backend(Protocol):
 
     def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """Decodes the first `planes` planes in `pages` into `out`."""
-        ...
 
     def encode_slopes(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages
@@ -235,7 +233,6 @@ class Backend(Protocol):
 
     def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
         """Decodes the first `planes` planes in `pages` into inputs that have these derivatives."""
-        ...
 
     def two_values(self, values: Tensor) -> TwoValues | None:
         """Returns the two values that `values` may consist of, or None where its beginning holds a third."""
@@ -247,15 +244,12 @@ class Backend(Protocol):
 
     def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
         """Unpacks a mask into `out`."""
-        ...
 
     def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
         """Packs where float `values` are not zero, of either sign, at one bit each."""
-        ...
 
     def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
         """Sets `out` to 0 where `encode_nonzero` saw 0, and to at least the smallest normal number elsewhere."""
-        ...
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from typing_extensions import override
 from daf_core.autograd.torch_private import storage_id
 from daf_core.memory.system.mortal import at_death
 from daf_core.saved_tensors.backends import on_meta
-from daf_kernels import PageMemory, Pages, PlaneLayout, Seed, TwoValues
+from daf_kernels import Backend, PageMemory, Pages, PlaneLayout, Seed, TwoValues
 
 aten = torch.ops.aten
 
@@ -53,8 +53,8 @@ def without_values(drops_fused: bool = False) -> Generator[None]:
         on_meta.reset(token)
 
 
-class SizesBackend:
-    """Kernels that compute nothing; see `daf_kernels.backend.Backend` for the contract.
+class SizesBackend(Backend):
+    """Kernels that compute nothing: the methods of `Backend` do nothing by themselves, and all values count as finite.
 
     `is_mask` says whether a tensor without values would have two of them alone.
     """
@@ -62,45 +62,27 @@ class SizesBackend:
     def __init__(self, is_mask: Callable[[Tensor], bool]) -> None:
         self._is_mask = is_mask
 
-    def limit_threads(self, count: int) -> None:
-        """See `Backend.limit_threads`; there is nothing to limit."""
-
+    @override
     def relative_range(self, values: Tensor, layout: PlaneLayout) -> float:
-        """See `Backend.relative_range`: that of evenly spread values."""
-        return 12.0
+        return 12.0  # that of evenly spread values
 
+    @override
     def encode(
         self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages, seed: Seed | None
     ) -> bool:
-        """See `Backend.encode`: all values count as finite."""
         return True
 
-    def decode(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
-        """See `Backend.decode`."""
-
+    @override
     def encode_slopes(self, values: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> bool:
-        """See `Backend.encode_slopes`: all values count as finite."""
         return True
 
-    def decode_slopes(self, out: Tensor, layout: PlaneLayout, planes: int, memory: PageMemory, pages: Pages) -> None:
-        """See `Backend.decode_slopes`."""
-
+    @override
     def two_values(self, values: Tensor) -> TwoValues | None:
-        """See `Backend.two_values`."""
         return (0, 1) if values.dtype is torch.bool or self._is_mask(values) else None
 
+    @override
     def encode_mask(self, values: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> bool:
-        """See `Backend.encode_mask`."""
         return True
-
-    def decode_mask(self, out: Tensor, two: TwoValues, memory: PageMemory, pages: Pages) -> None:
-        """See `Backend.decode_mask`."""
-
-    def encode_nonzero(self, values: Tensor, memory: PageMemory, pages: Pages) -> None:
-        """See `Backend.encode_nonzero`."""
-
-    def rectify(self, out: Tensor, memory: PageMemory, pages: Pages) -> None:
-        """See `Backend.rectify`."""
 
 
 class _Answers(TorchDispatchMode):
