@@ -125,15 +125,9 @@ def standing_of(model: nn.Module, device: Device) -> Standing:
 
 
 @contextmanager
-def plain(model: nn.Module) -> Generator[Counts]:
-    """Autograd keeps what it saves."""
-    yield partial(_count, model, None)
-
-
-@contextmanager
-def checkpointing(model: nn.Module) -> Generator[Counts]:
-    """Each layer keeps its input, and runs once more in backward."""
-    method = open_method("checkpoint", model)
+def uncompressed(model: nn.Module, name: str) -> Generator[Counts]:
+    """A method of `daf bench` treats the model, and what autograd saves stays as it is."""
+    method = open_method(name, model)
     try:
         yield partial(_count, model, None)
     finally:
@@ -184,8 +178,8 @@ def within_least_budget(model: nn.Module) -> Generator[Counts]:
 
 
 TREATMENTS: dict[str, Treatment] = {
-    "plain": plain,
-    "checkpointing": checkpointing,
+    "plain": partial(uncompressed, name="plain"),
+    "checkpointing": partial(uncompressed, name="checkpoint"),
     "DAF, 8 bits": partial(compressed, bits=8),
     "DAF, 4 bits": partial(compressed, bits=4),
     "DAF, least budget": within_least_budget,
