@@ -18,10 +18,10 @@ from rich.table import Table
 from daf_core.config import DAFConfig, Precision, parse_size
 from daf_core.errors import ConfigError, PlanError, enough
 from daf_core.memory.system.available import beside_reserve, device_memory
-from daf_core.plan.block_policy import BlockPolicy
 from daf_core.plan.cost.baseline import forecast_plain
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.plan_file import NamedPlan, PlanFile
+from daf_core.plan.policies import BlockPolicy
 from daf_core.plan.run.runner import described
 from daf_core.plan.run.step_planner import digest_of, trained_in
 from daf_core.plan.search.planner import Plan, find_plan, held_by_part, least_budget, tried

@@ -14,10 +14,9 @@ from daf_core.codecs.plane_importance import LEVELS
 from daf_core.config import DAFConfig
 from daf_core.model.blocks import Block
 from daf_core.plan import policies
-from daf_core.plan.block_policy import BlockPolicy, ObservedCall
 from daf_core.plan.cost.simulate import simulate
 from daf_core.plan.observe.trace import OUTSIDE, Observation, Phase
-from daf_core.plan.policies import COMPRESS, KEEP, RECOMPUTE
+from daf_core.plan.policies import COMPRESS, KEEP, RECOMPUTE, BlockPolicy, ObservedCall
 from daf_kernels import PRECISIONS
 
 PLANNED_BITS = 4

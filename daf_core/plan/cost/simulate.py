@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from daf_core.plan.block_policy import BlockPolicy
+from daf_core.plan.policies import BlockPolicy
 
 if TYPE_CHECKING:
     from daf_core.plan.cost.profile import Costs

@@ -21,10 +21,10 @@ from daf_core.memory.system.available import HEAD_ROOM, TIGHTER, AutoBudget
 from daf_core.model.blocks import Block, blocks_of
 from daf_core.model.caches import watch_callers
 from daf_core.model.treatments import Treatments
-from daf_core.plan.block_policy import AppliedPolicies
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile
 from daf_core.plan.plan_file import NamedPlan, PlanFile, StepKind
+from daf_core.plan.policies import AppliedPolicies
 from daf_core.plan.search.planner import BatchSize, Plan, find_plan, least_budget, tried
 
 BUCKETS = 4  # plans serve all batches whose rows are as long up to a factor of 2 ** (1 / BUCKETS)

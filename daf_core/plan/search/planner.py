@@ -11,10 +11,9 @@ import numpy as np
 from daf_core.config import DAFConfig
 from daf_core.model.treatments import Treatments
 from daf_core.plan import policies
-from daf_core.plan.block_policy import BlockPolicy
 from daf_core.plan.cost.profile import Costs, Profile, most_bits, planned_bits
 from daf_core.plan.cost.simulate import Forecast, simulate
-from daf_core.plan.policies import COMPRESS, KEEP, OFF
+from daf_core.plan.policies import COMPRESS, KEEP, OFF, BlockPolicy
 from daf_core.plan.search.solver import Choice, choose, least
 
 MARGIN = 0.08  # share of a budget that a plan leaves free: most forecasts are off by up to 6%

@@ -15,10 +15,9 @@ from daf_core import ActivationEngine, DAFConfig
 from daf_core.model.blocks import Block, blocks_of
 from daf_core.model.forward_patch import ForwardPatch
 from daf_core.plan import policies
-from daf_core.plan.block_policy import AppliedPolicies, BlockPolicy, ObservedCall
 from daf_core.plan.cost.measure import measure
 from daf_core.plan.cost.profile import Profile, interpolate
-from daf_core.plan.policies import KEEP, OFF, POLICIES, policy_named
+from daf_core.plan.policies import KEEP, OFF, POLICIES, AppliedPolicies, BlockPolicy, ObservedCall, policy_named
 from daf_core.plan.run.step_planner import Batch, StepPlanner
 from tests.core.harness import assert_same
 from tests.core.plan import nets

@@ -35,8 +35,7 @@ from transformers.modeling_outputs import ModelOutput
 from daf_core import ActivationEngine, DAFConfig
 from daf_core.model.blocks import Block, blocks_of
 from daf_core.model.treatments import Treatments
-from daf_core.plan.block_policy import AppliedPolicies
-from daf_core.plan.policies import RECOMPUTE
+from daf_core.plan.policies import RECOMPUTE, AppliedPolicies
 from tests.core.harness import assert_same, error, integers, normal
 from tests.core.plan import nets
 from tests.core.plan.nets import FeedForward, gradients_of, takes_caches

@@ -17,8 +17,7 @@ from daf_core.batch.rows import tensors_in
 from daf_core.errors import PlanError, ProfileError
 from daf_core.model.blocks import blocks_of
 from daf_core.model.caches import watch_callers
-from daf_core.plan.block_policy import AppliedPolicies
-from daf_core.plan.policies import RECOMPUTE
+from daf_core.plan.policies import RECOMPUTE, AppliedPolicies
 from daf_core.plan.run.runner import StepRunner, described
 from daf_core.plan.search.planner import Plan
 from tests.core.harness import assert_same
