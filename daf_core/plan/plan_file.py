@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from daf_core import distributed
 from daf_core.config import DAFConfig
 from daf_core.errors import ConfigError
-from daf_core.plan.cost.simulate import Forecast
+from daf_core.plan.cost.profile import Forecast
 from daf_core.plan.policies import policy_named
 from daf_core.plan.search.planner import Plan
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from daf_core import timing
-from daf_core.plan.cost.simulate import Forecast
+from daf_core.plan.cost.profile import Forecast
 from daf_core.plan.observe.meter import meter_on
 from daf_core.snapshots.measurement import Measurement
 from daf_core.snapshots.step import backward_beside, gradients_aside

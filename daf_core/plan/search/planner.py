@@ -11,8 +11,7 @@ import numpy as np
 from daf_core.config import DAFConfig
 from daf_core.model.treatments import Treatments
 from daf_core.plan import policies
-from daf_core.plan.cost.profile import Costs, Profile, most_bits, planned_bits
-from daf_core.plan.cost.simulate import Forecast, simulate
+from daf_core.plan.cost.profile import Costs, Forecast, Profile, most_bits, planned_bits, simulate
 from daf_core.plan.policies import COMPRESS, KEEP, OFF, BlockPolicy
 from daf_core.plan.search.solver import Choice, choose, least
 

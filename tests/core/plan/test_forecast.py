@@ -9,8 +9,7 @@ from daf_core import ActivationEngine, DAFConfig
 from daf_core.model.blocks import blocks_of
 from daf_core.model.treatments import Treatments
 from daf_core.plan.cost.measure import measure
-from daf_core.plan.cost.profile import Profile
-from daf_core.plan.cost.simulate import simulate
+from daf_core.plan.cost.profile import Profile, simulate
 from daf_core.plan.observe.meter import TensorMeter
 from daf_core.plan.policies import POLICIES, AppliedPolicies
 from tests.core.plan import nets

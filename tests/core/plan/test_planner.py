@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from daf_core import DAFConfig
-from daf_core.plan.cost.profile import Costs, PolicyCosts, planned_bits
-from daf_core.plan.cost.simulate import simulate
+from daf_core.plan.cost.profile import Costs, PolicyCosts, planned_bits, simulate
 from daf_core.plan.policies import KEEP, OFF, POLICIES
 from daf_core.plan.search.planner import MARGIN, SEARCHED, SPLITTING, BatchSize, Plan, find_plan, least_budget
 
