@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from logging import getLogger
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,20 +35,8 @@ Mark = Any
 """A copy that can be waited for."""
 
 
-class Copies(Protocol):
-    """Copies between a device and the host that are made one after the other, behind what is computed."""
-
-    def run(self, copy: Callable[[], None]) -> Mark:
-        """Queues a copy, after all copies and computations that were queued before it."""
-        ...
-
-    def wait(self, mark: Mark) -> None:
-        """Has what is computed from now on come after a copy."""
-        ...
-
-
 class SideStream:
-    """Copies on a CUDA stream of their own.
+    """Copies between a device and the host on a CUDA stream of their own, one after the other, behind what is computed.
 
     A device is taken to compute on one stream, which is current in each thread that saves activations or reads them
     back; autograd sees to that in backward. The copies share one stream, in either direction: so no slot is written
@@ -60,7 +48,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
 
     def run(self, copy: Callable[[], None]) -> Mark:
-        """See `Copies.run`; the thread does not wait."""
+        """Queues a copy, after all copies and computations that were queued before it; the thread does not wait."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
@@ -71,7 +59,7 @@ class SideStream:
         return self._stream.record_event()
 
     def wait(self, mark: Mark) -> None:
-        """See `Copies.wait`; the stream waits, the thread does not."""
+        """Has what is computed from now on come after a copy: the stream waits, the thread does not."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
@@ -101,7 +89,7 @@ class HostMemory:
 
     queued = True
 
-    def __init__(self, device: torch.device, slots: PagePool, copies: Copies) -> None:
+    def __init__(self, device: torch.device, slots: PagePool, copies: SideStream) -> None:
         self._device = device
         self._slots = slots
         self._copies = copies
