@@ -41,7 +41,7 @@ from daf_core import StateError
 from daf_integrations.environment import SWITCH
 from daf_integrations.loop.training import Training, training_of
 from daf_integrations.session.options import configured
-from daf_integrations.session.saved_state import SavedState
+from daf_integrations.session.saved_state import parts_of
 
 MARK = "_daf_compresses"
 
@@ -143,7 +143,7 @@ def _load(process: int, models: list[nn.Module], folder: str) -> None:
     found = [(training_of(model), state) for model, state in zip(models, _states_in(file), strict=False)]
     saved = [(training, state) for training, state in found if training is not None and state is not None]
     for training, state in saved:
-        SavedState.of(state, training.session.config)  # of several models, all are looked at before one is changed
+        parts_of(state, training.session.config)  # of several models, all are looked at before one is changed
     for training, state in saved:
         training.load_state(state)
 

@@ -27,7 +27,7 @@ from daf_integrations.lightning.unsupported import (
     LightningContext,
 )
 from daf_integrations.session.options import configured, naming_options
-from daf_integrations.session.saved_state import SavedState
+from daf_integrations.session.saved_state import parts_of
 from daf_integrations.session.session import DAFSession
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class CompressingStrategy(Strategy):
         # Lightning may load one before it has attached the module.
         trainer = getattr(self.lightning_module, "_trainer", None)
         if state is not None and (trainer is None or trainer.state.fn == "fit"):
-            SavedState.of(state, self._daf_config)  # a damaged one is an error before anything is loaded
+            parts_of(state, self._daf_config)  # a damaged one is an error before anything is loaded
             self._daf_restored = state
         return checkpoint
 

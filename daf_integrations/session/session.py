@@ -26,7 +26,7 @@ from daf_core.rewrites.while_training import rewrite_model
 from daf_integrations.session.audits import Audits
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.report import describe, render, title
-from daf_integrations.session.saved_state import SavedState
+from daf_integrations.session.saved_state import parts_of
 
 WHOLE = "a loop that calls the model itself keeps its batches whole; daf_integrations.step(model, batch) splits them"
 
@@ -323,7 +323,7 @@ class DAFSession:
             ElasticError: Elastic training cannot go on within the share of memory that is asked for now.
             StateError: It is something else.
         """
-        totals, learned, elastic = SavedState.of(state, self.config)
+        totals, learned, elastic = parts_of(state, self.config)
         if self._elastic is not None and elastic is not None:
             self._elastic.load(elastic)
         if self._engine is not None and learned is not None:
