@@ -35,7 +35,6 @@ class Tier(Protocol):
 
     def wait(self, slots: Pages | None = None) -> None:
         """Has what is computed from now on come after the last `read` of these slots; after all copies without any."""
-        ...
 
     def free(self, slots: Pages) -> None:
         """Gives slots back."""
@@ -43,4 +42,3 @@ class Tier(Protocol):
 
     def finish_step(self) -> None:
         """Ends a step: memory that slots no longer need goes back to the system."""
-        ...

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from daf_core.errors import SpillError
 from daf_core.memory import forks
 from daf_core.memory.pages.free_list import FreeList, runs
+from daf_core.memory.tiers.base import Tier
 from daf_kernels import PageMemory, Pages
 
 CHUNK_BYTES = 1 << 20
@@ -23,8 +25,8 @@ SLOTS_STEP = 4096
 """Slots by which the file's table grows: 200 kB of bookkeeping for 16 MB."""
 
 
-class SpillFile:
-    """A `Tier` on disk: a file with a slot for each page that was written to it. Thread-safe.
+class SpillFile(Tier):
+    """A tier on disk: a file with a slot for each page that was written to it. Thread-safe.
 
     It has no name in its folder, so that the system deletes it when the process ends, in whatever way. It is read and
     written, not mapped: where a disk is full or broken, a mapped page ends the process with a signal, while a call
@@ -37,7 +39,7 @@ class SpillFile:
         SpillError: The folder takes no file.
     """
 
-    queued = False
+    queued = False  # what `read` and `write` return from is done
 
     def __init__(self, folder: str | Path, page_bytes: int) -> None:
         self._folder = Path(folder)
@@ -53,6 +55,7 @@ class SpillFile:
         if hasattr(self, "_file"):
             self._file.close()
 
+    @override
     def write(self, memory: PageMemory, pages: Pages) -> Pages:
         """Copies pages into the file and returns their slots.
 
@@ -82,6 +85,7 @@ class SpillFile:
                 ) from error
         return slots
 
+    @override
     def read(self, slots: Pages, memory: PageMemory, pages: Pages) -> None:
         """Copies what lies in the slots back into pages.
 
@@ -108,12 +112,7 @@ class SpillFile:
                 "lost; check the disk, or name another spill_dir"
             ) from error
 
-    def wait(self, slots: Pages | None = None) -> None:
-        """See `Tier.wait`: what `read` and `write` return from is done."""
-
-    def finish_step(self) -> None:
-        """See `Tier.finish_step`: there is no memory to give back."""
-
+    @override
     def free(self, slots: Pages) -> None:
         """Gives slots back."""
         with self._lock:
