@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from daf_core.autograd.torch_compile import is_compiled
-from daf_core.batch.class_weights import ClassWeights
+from daf_core.batch.function_modes import ClassWeights, WithoutDropout
 from daf_core.batch.loss_reduction import Law, LossReduction, ignoring, shares
 from daf_core.batch.row_gradients import RowGradients, as_vectors, gradients_of
 from daf_core.batch.rows import rows_of, take, tensors_in
 from daf_core.batch.samples import length_of_texts
 from daf_core.batch.unlike_rows import LENGTH, Class, classes, unlike_rows, weighing
-from daf_core.batch.without_dropout import WithoutDropout
 from daf_core.distributed import apart
 from daf_core.errors import DAFError, MicroBatchError
 from daf_core.snapshots.measurement import measuring

@@ -1,4 +1,4 @@
-"""Weights that a loss gives to classes, seen as it asks torch for a cross entropy."""
+"""What a trial sees and changes of the functions that a loss calls: weights of classes, and dropouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from typing_extensions import override
 from daf_core.batch.loss_reduction import ClassMean
 from daf_core.batch.rows import IGNORED, INTEGERS, named_tensors
 
-_WEIGHT, _IGNORE_INDEX = 2, 4  # places of arguments
+_WEIGHT, _IGNORE_INDEX = 2, 4  # places of arguments of a cross entropy
+_DROPOUTS = (
+    torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+)  # fmt: skip
+_PROBABILITY = 4  # place of `dropout_p` among the arguments of an attention
 
 
 class ClassWeights(TorchFunctionMode):
@@ -47,3 +51,18 @@ class ClassWeights(TorchFunctionMode):
             return
         if not any(number == ignored and torch.equal(known, weights) for known, number in self._found):
             self._found.append((weights, ignored))
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Leaves out dropouts, also those of attentions, inside; those of recurrent layers and custom ones stay."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention and len(args) > _PROBABILITY:
+            args = (*args[:_PROBABILITY], 0.0, *args[_PROBABILITY + 1 :])
+        elif func is F.scaled_dot_product_attention:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
