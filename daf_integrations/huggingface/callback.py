@@ -41,10 +41,8 @@ class DAFCallback(TrainerCallback, ExportableState):
     """Compresses the activations of a training run; nothing else in the script changes.
 
     It covers `Trainer.compute_loss`, that is the forward pass and the loss, whoever computes it, and what runs again in
-    backward, as with losses that cache gradients. Each log entry gets
-    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms``, ``daf/worker_ms``, ``daf/unpack_ms``,
-    ``daf/dropped_mb``, ``daf/spilled_mb`` and ``daf/audit_ms``, and after the first audit ``daf/gradient_error`` and
-    ``daf/gradient_cosine``. Audits call `Trainer.compute_loss` once more, with a part of the batch.
+    backward, as with losses that cache gradients. Each log entry gets the figures of ``docs/reference/figures.md``.
+    Audits call `Trainer.compute_loss` once more, with a part of the batch.
 
     Example:
         >>> Trainer(model, args, train_dataset=data, callbacks=[DAFCallback(precision=4)]).train()

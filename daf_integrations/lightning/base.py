@@ -178,10 +178,8 @@ class ChoosingStrategy(CompressingStrategy, SingleDeviceStrategy):
 
     It is a strategy for one device, or DDP for several: the Trainer's `accelerator`, `devices` and `num_nodes` decide.
     It covers `LightningModule.training_step`, that is the forward pass and the loss. Each optimizer step logs
-    ``daf/raw_mb``, ``daf/held_mb``, ``daf/ratio``, ``daf/pack_ms``, ``daf/unpack_ms``, ``daf/dropped_mb``,
-    ``daf/spilled_mb`` and ``daf/audit_ms``, and after the first audit ``daf/gradient_error`` and
-    ``daf/gradient_cosine``. Audits call `training_step` once more, with a part of the batch, and keep what it logs and
-    counts out of logs and metrics. With manual optimization there are none.
+    the figures of ``docs/reference/figures.md``. Audits call `training_step` once more, with a part of the batch, and
+    keep what it logs and counts out of logs and metrics. With manual optimization there are none.
 
     Example:
         >>> Trainer(strategy=DAFStrategy(precision=4)).fit(module, data)

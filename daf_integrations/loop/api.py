@@ -139,10 +139,7 @@ def metrics(model: nn.Module | None = None) -> dict[str, float]:
     The model may be left out where one is prepared.
 
     Returns:
-        ``daf/raw_mb`` (what plain training keeps), ``daf/held_mb`` (what was held), ``daf/ratio``, ``daf/dropped_mb``,
-        ``daf/spilled_mb``, milliseconds a step in ``daf/pack_ms``, ``daf/unpack_ms`` and ``daf/audit_ms``, and after
-        the first audit ``daf/gradient_error`` and ``daf/gradient_cosine``; ``daf/elastic_depth`` (blocks that built a
-        graph) and ``daf/elastic_share`` (of a full step's time), means over steps, where training is elastic.
+        The figures of ``docs/reference/figures.md`` by their names there, such as ``daf/ratio``.
 
     Raises:
         ConfigError: No model is given, and several are prepared.
