@@ -28,7 +28,10 @@ STEPS_BEFORE_RETRY = 100
 the ceiling rises by as much, as failing takes a step or two."""
 
 PROC = Path("/proc/self/cgroup")
+"""The file that names this process's control groups; where it is missing there are none."""
+
 MOUNT = Path("/sys/fs/cgroup")
+"""Where control groups are mounted, versions 1 and 2."""
 
 
 class AutoBudget:
@@ -112,16 +115,11 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     return total, free + cached
 
 
-def host_memory(proc: Path = PROC, mount: Path = MOUNT) -> tuple[int, int]:
-    """Returns the total and the available bytes of main memory, within all limits of control groups and of the process.
-
-    Args:
-        proc: The file that names this process's control groups; where it is missing there are none.
-        mount: Where control groups are mounted, versions 1 and 2.
-    """
+def host_memory() -> tuple[int, int]:
+    """Returns total and available bytes of main memory, within all limits of control groups and of the process."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    for limit, used in (*_limits(proc, mount), *_limits_of_process()):
+    for limit, used in (*_limits(), *_limits_of_process()):
         total, available = min(total, limit), min(available, max(limit - used, 0))
     return total, available
 
@@ -138,22 +136,22 @@ def _limits_of_process() -> Iterator[tuple[int, int]]:
             yield limit, size
 
 
-def _limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
+def _limits() -> Iterator[tuple[int, int]]:
     """Yields the limit and the use of each control group that this process is in, and of those above them.
 
     What the kernel can take back from a group's file cache does not count as used.
     """
     try:
-        lines = proc.read_text().splitlines()
+        lines = PROC.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            yield from _limits_of(mount, path, ("memory.max", "memory.high"), "memory.current", "inactive_file")
+            yield from _limits_of(MOUNT, path, ("memory.max", "memory.high"), "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             yield from _limits_of(
-                mount / "memory", path, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+                MOUNT / "memory", path, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
             )
 
 

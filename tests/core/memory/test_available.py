@@ -77,12 +77,15 @@ class Groups:
 
     @property
     def memory(self) -> tuple[int, int]:
-        return host_memory(self.proc, self.mount)
+        return host_memory()
 
 
 @pytest.fixture
-def groups(tmp_path: Path) -> Groups:
-    return Groups(tmp_path)
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
+    groups = Groups(tmp_path)
+    monkeypatch.setattr(available, "PROC", groups.proc)
+    monkeypatch.setattr(available, "MOUNT", groups.mount)
+    return groups
 
 
 def test_machine_without_control_groups(groups: Groups) -> None:
