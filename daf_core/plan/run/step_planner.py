@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from logging import getLogger
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from zlib import crc32
 
 from humanfriendly import format_size
@@ -69,9 +69,11 @@ def digest_of(trained: bytes) -> str:
     return f"{crc32(trained):08x}"
 
 
-class _Lengths(NamedTuple):
-    """The rows that a profile was measured with: the number of their range of lengths, and their elements."""
+@dataclass(frozen=True)
+class _Measured:
+    """A profile, and the rows that it was measured with: the number of their range of lengths, and their elements."""
 
+    profile: Profile
     bucket: int
     length: int
 
@@ -118,12 +120,12 @@ class StepPlanner:
         self._available = AutoBudget(next(model.parameters()).device, most, relieve)
         self._room = self._copied = self._missing = 0
         self._limit: int | None = None
-        self._profile: Profile | None = None
-        self._profiled: _Lengths | None = None
-        self._trained = ""  # a digest of which parameters the user trains, as of this profile
+        self._measured: _Measured | None = None
+        self._trained = ""  # a digest of which parameters the user trains, as of this measurement
+        self._all_so_far = False  # whether it is of all that have been trained so far
         self._choices: set[bytes] = set()  # of which parameters are measured of their own
         self._ever = b""  # which have been trained so far
-        self._measured: dict[str, tuple[Profile, _Lengths]] = {}  # profiles of other choices, the latest last
+        self._others: dict[str, _Measured] = {}  # measurements of other choices, the latest last
         self._plans: dict[StepKind, NamedPlan] = {}
         self._last: tuple[Batch, str | None] | None = None
         self._callers = watch_callers(model, {block.module for block in blocks_of(model)})
@@ -136,8 +138,8 @@ class StepPlanner:
     @property
     def whole(self) -> str | None:
         """Why no batch of this model is split, as a step that was measured shows; None where some may be."""
-        latest = self._profile or next((profile for profile, _ in reversed(self._measured.values())), None)
-        return None if latest is None else latest.whole
+        latest = self._measured or next(reversed(self._others.values()), None)
+        return None if latest is None else latest.profile.whole
 
     def prepare(self, batch: Batch, whole: str | None = None) -> Plan:
         """Returns the plan for a step, and has the model follow it; `whole` says why the batch cannot be split.
@@ -170,12 +172,12 @@ class StepPlanner:
             self._limit = None  # the next attempt measures
             log.warning("the plan in %s does not hold, so that DAF makes another: %s", self._file.path, reason)
             return True
-        if self._limit is None or self._profile is None:
+        if self._limit is None or self._measured is None:
             return False
         before, after = self._limit, int(min(self._limit, self.plan.forecast.peak_bytes) * TIGHTER)
         self._set_limit(after)
         try:
-            self._find(self._profile, *self._last)
+            self._find(self._measured, *self._last)
         except PlanError:
             self._set_limit(before)
             return False
@@ -212,16 +214,16 @@ class StepPlanner:
         self._ever = bytes(map(max, trained, self._ever))
         if trained not in self._choices and len(self._choices) < MEASURED:
             self._choices.add(trained)
-        digest = digest_of(trained) if trained in self._choices else f"{digest_of(self._ever)} of many"
+        all_so_far = trained not in self._choices
+        digest = f"{digest_of(self._ever)} of many" if all_so_far else digest_of(trained)
         if digest == self._trained:
             return
-        if self._profile is not None and self._profiled is not None:
-            self._measured.pop(self._trained, None)
-            self._measured[self._trained] = self._profile, self._profiled
-            if len(self._measured) > MEASURED:
-                del self._measured[next(iter(self._measured))]
-        self._trained = digest
-        self._profile, self._profiled = self._measured.get(digest, (None, None))
+        if self._measured is not None:
+            self._others.pop(self._trained, None)
+            self._others[self._trained] = self._measured
+            if len(self._others) > MEASURED:
+                del self._others[next(iter(self._others))]
+        self._trained, self._all_so_far, self._measured = digest, all_so_far, self._others.get(digest)
 
     def _kind(self, batch: Batch, whole: str | None) -> StepKind:
         return batch.kind(whole, self._trained, () if self._elastic is None else self._elastic.without_graph)
@@ -238,16 +240,16 @@ class StepPlanner:
         """Returns the plan for a batch; before it gives up, it tries again what memory has run out for."""
         kind = self._kind(batch, whole)
         if kind not in self._plans:
-            profile = self._profile_for(batch)
+            measured = self._measured_for(batch)
             try:
-                plan = self._find(profile, batch, whole)
+                plan = self._find(measured, batch, whole)
             except PlanError:
                 if not self._available.remove_ceiling():
                     raise
                 self._limit = None
                 self._follow_available_memory()
-                plan = self._find(profile, batch, whole)
-            self._plans[kind] = NamedPlan(tuple(profile.names), plan)
+                plan = self._find(measured, batch, whole)
+            self._plans[kind] = NamedPlan(tuple(measured.profile.names), plan)
             log.info("DAF plans %s", _in_words(plan))
         return self._plans[kind]
 
@@ -260,19 +262,19 @@ class StepPlanner:
         self._limit = limit
         self._plans.clear()
 
-    def _profile_for(self, batch: Batch) -> Profile:
-        """Returns a profile that serves a batch: a new one if its rows are longer than all before.
+    def _measured_for(self, batch: Batch) -> _Measured:
+        """Returns a measurement that serves a batch: a new one if its rows are longer than all before.
 
         Others are trained than before where there is none.
         """
-        if self._profile is None or self._profiled is None or batch.bucket > self._profiled.bucket:
+        if self._measured is None or batch.bucket > self._measured.bucket:
             self._stop_treating()
             everything = nullcontext() if self._elastic is None else self._elastic.everything()
-            with everything, self._training_all() if self._trained.endswith("of many") else nullcontext():
-                self._profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
-            self._profiled = _Lengths(batch.bucket, batch.length)
+            with everything, self._training_all() if self._all_so_far else nullcontext():
+                profile = measure(self._model, self._config, batch.loss_of, batch.rows, self._room)
+            self._measured = _Measured(profile, batch.bucket, batch.length)
             self._plans = {kind: plan for kind, plan in self._plans.items() if kind.trained != self._trained}
-        return self._profile
+        return self._measured
 
     @contextmanager
     def _training_all(self) -> Generator[None]:
@@ -287,13 +289,13 @@ class StepPlanner:
             for parameter in frozen:
                 parameter.requires_grad_(False)
 
-    def _find(self, profile: Profile, batch: Batch, whole: str | None) -> Plan:
+    def _find(self, measured: _Measured, batch: Batch, whole: str | None) -> Plan:
         assert self._limit is not None
-        assert self._profiled is not None
+        profile = measured.profile
         if self._elastic is not None:
             profile = profile.with_off(self._elastic.without_graph)
         whole = whole or profile.whole
-        size = batch.size(self._profiled.length)
+        size = batch.size(measured.length)
         plan = find_plan(profile, size, self._limit, self._config, whole is None)
         if plan is not None:
             return plan

@@ -164,14 +164,14 @@ def test_longer_batches_are_measured_without_the_recomputation_of_the_plan(name:
     expected = [set(vars(block.module)) for block in blocks_of(training.model)]
     training.prepare()
     training.planner.applied.follow(dict.fromkeys(blocks_of(training.model)[:2], RECOMPUTE))
-    profile = training.planner._profile
-    training.planner._profile = None
-    training.planner._profile_for(training.described())
+    measured = training.planner._measured
+    training.planner._measured = None
+    training.planner._measured_for(training.described())
     assert [set(vars(block.module)) for block in blocks_of(training.model)] == expected
-    again = training.planner._profile
-    assert profile is not None
+    again = training.planner._measured
+    assert measured is not None
     assert again is not None
-    one, other = (each.at(8, None)[KEEP].held for each in (profile, again))
+    one, other = (each.profile.at(8, None)[KEEP].held for each in (measured, again))
     assert (abs(one - other) <= 0.01 * one).all()
 
 
@@ -381,11 +381,11 @@ def test_what_no_plan_has_room_for_is_spilled(tmp_path: Path, monkeypatch: pytes
     options: dict[str, Any] = {"name": "deep", "precision": 8, "min_precision": 8}
     without = Training(**options)
     without.planner.prepare(without.described(), "a reason")
-    profile = without.planner._profile
-    assert profile is not None
+    measured = without.planner._measured
+    assert measured is not None
     without.planner._set_limit(1)
     with pytest.raises(PlanError) as error:
-        without.planner._find(profile, without.described(), "a reason")
+        without.planner._find(measured, without.described(), "a reason")
     budget = int(0.9 * error.value.least)
     training = Training(**options, memory_budget=budget, spill_dir=str(tmp_path))
     plan = training.planner.prepare(training.described(), "a reason")
