@@ -113,7 +113,7 @@ class BudgetedSteps:
     def run(self) -> None:
         self._runner.run(self._batch, self._loss, self._step)
         self._engine.finish_step()
-        self._runner.finish_step()
+        self._runner.planner.finish_step()
 
     def resident_bytes(self) -> int:
         return self._engine.resident_bytes

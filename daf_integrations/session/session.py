@@ -249,7 +249,7 @@ class DAFSession:
         if self._engine is None or not counted:
             return None
         if self.runner is not None:
-            self.runner.finish_step()
+            self.runner.planner.finish_step()
             self._plan = self.runner.planner.summary
         if self._elastic is not None:
             self._trained = self._elastic.summary

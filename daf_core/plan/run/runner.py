@@ -170,10 +170,6 @@ class StepRunner:
             return str(error)
         return None
 
-    def finish_step(self) -> None:
-        """Ends an optimizer step."""
-        self.planner.finish_step()
-
     def close(self) -> None:
         """Undoes all changes of the model."""
         self.planner.close()
