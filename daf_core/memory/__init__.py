@@ -1,1 +1,1 @@
-"""Where encoded activations lie: the page pool and its ledger."""
+"""Where encoded activations lie: the page pool and its books."""

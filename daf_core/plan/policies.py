@@ -42,7 +42,7 @@ class BlockPolicy(ABC):
 
     name: str  # in plan files
     packs: bool = False  # the engine compresses what the block saves
-    recomputes: bool = False  # the block saves its input alone, which is compressed in 8 bits or more
+    recomputes: bool = False  # the block saves its input alone, in 8 bits or more where the policy packs
     selectable: bool = True  # a plan may choose it; otherwise it describes blocks that the step does not train
     faster: BlockPolicy | None = None  # counts as faster, whatever clocks say: it takes more bytes and is as exact
 

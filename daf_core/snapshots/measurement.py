@@ -143,7 +143,7 @@ class Measurement:
 
 
 def missing_values(model: nn.Module) -> str | None:
-    """Names the parameter or buffer of a model has no values before its first forward pass; None where all have."""
+    """Names the parameter or buffer of a model that has no values before a first pass; None where all have."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is None:

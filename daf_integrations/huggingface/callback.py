@@ -280,7 +280,7 @@ class DAFTrainerMixin:
 
     Args:
         args: Those of the Trainer.
-        daf: The configuration, or a mapping of its fields; None for the defaults.
+        daf: The configuration, or a mapping of its fields; None for that of the environment, or the defaults.
         callbacks: As for the Trainer. A `DAFCallback` among them is the one that is used.
         kwargs: Those of the Trainer.
 

@@ -180,7 +180,7 @@ class Traits:
     Attributes:
         open: Puts it to work on a model.
         exact: Whether its gradients are those of plain training.
-        settling: Steps before the first that counts. The first three steps of DAF have audits.
+        settling: Steps before the first that counts; those of DAF have the audits of steps 1 and 3.
         alternates: Whether its steps differ by design, so that means over many steps count and not medians.
         partial: Whether a step may train a part of the parameters.
         splits: Whether it splits a batch, whose parts then have other dropout masks than the whole.
