@@ -5,9 +5,10 @@ Outside of graphs, `daf_core.readers.patterns.led_by` finds the same among autog
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx
 
 from daf_core.autograd.torch_compile import reached
@@ -16,11 +17,13 @@ from daf_core.compiled.readers import (
     EXPONENTIALS,
     is_above_one,
     is_bounded,
+    is_square,
+    is_view,
     name_of,
     tensors_of,
 )
 from daf_core.compiled.sizes import elements_of, hint
-from daf_core.readers.patterns import FEW, MOST_LEADING
+from daf_core.readers.patterns import FEW, MOST_LEADING, MOST_NODES
 from daf_core.readers.table import STATISTIC_SHARE, is_natural
 
 _POLES = frozenset(
@@ -34,6 +37,7 @@ _POLES = frozenset(
 _ENDS = ("detach", "alias")
 """Operators behind which there is no gradient: what is saved is such a copy, too."""
 _SUMS, _PRODUCTS = ("sum", "mean"), ("bmm", "baddbmm")
+_TERMS, _FACTORS = ("neg", "add", "sub", "stack", "cat", *_SUMS), ("mul", "div")
 _STOPS = (
     *("mm", "addmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution", "var", "std", "embedding", "_grouped_mm"),
     *("native_", "_native", "batch_norm", "_fused", "_scaled_dot_product", "_softmax_backward", "gelu", "silu"),
@@ -45,7 +49,10 @@ def before_poles(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
     """Returns the nodes whose results have to be exact where they are saved, and what they are worked out again of."""
     known = _with_gradient(forward, backward)
     poles = [node for node in forward.nodes if node in known and _has_pole(node)]
-    return {viewed(each) for node in poles for each in _leading(node) if each in known}
+    leading = [each for node in poles for each in _leading(node)]
+    for product in _weighed_errors(forward, known):
+        leading += [product, *_leading(product, stops=True)]
+    return {viewed(each) for each in leading if each in known}
 
 
 def _with_gradient(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
@@ -86,17 +93,68 @@ def _is_of_softmax(node: fx.Node) -> bool:
     return name_of(argument) == "sub" and any(name_of(viewed(each)) == "amax" for each in tensors_of(argument)[1:])
 
 
-def _leading(pole: fx.Node) -> Iterator[fx.Node]:
-    """Yields what the operators before a node have made, back to those that sum many."""
+def _leading(pole: fx.Node, stops: bool = False) -> Iterator[fx.Node]:
+    """Yields what the operators before a node have made, back to those that sum many, whose results are among it if so.
+
+    A graph saves these where it works out again what is made of them.
+    """
     pending = [pole]
     for node in pending:  # which grows meanwhile
-        for source in tensors_of(node):
+        for source in () if node is not pole and _stops(node) else tensors_of(node):
             values = source.meta.get("val")
             known = source in pending or len(pending) > MOST_LEADING
-            if known or _stops(source) or (isinstance(values, Tensor) and not values.is_floating_point()):
+            if (
+                known
+                or (_stops(source) and not stops)
+                or (isinstance(values, Tensor) and not values.is_floating_point())
+            ):
                 continue
             pending.append(source)
             yield source
+
+
+def _weighed_errors(forward: fx.Graph, known: Set[fx.Node]) -> Iterator[fx.Node]:
+    """As `daf_core.readers.losses.weighed_errors`; what a constant weighs counts wherever that is no mask."""
+    pending = [node for node in forward.nodes if name_of(node) in _SUMS and elements_of(node.meta["val"]) == 1]
+    for node in pending:  # which grows meanwhile
+        name, sources = name_of(node), tensors_of(node)
+        factors = [each for each in sources if each in known]
+        weighs = name == "mul" and len(sources) == 2 and not any(map(_is_number_or_mask, sources))
+        if weighs and any(map(_is_precision_or_error, factors)):
+            yield node
+        elif len(pending) < MOST_NODES:
+            if is_view(node) or name in _TERMS or (name in _FACTORS and len(factors) == 1):
+                pending += [each for each in factors if each not in pending]
+            elif is_square(node):
+                pending += [each for each in factors if name_of(each) == "mul"]
+
+
+def _is_number_or_mask(node: fx.Node) -> bool:
+    values = node.meta.get("val")
+    return not isinstance(values, Tensor) or elements_of(values) < 2 or _is_cast_mask(viewed(node))
+
+
+def _is_cast_mask(node: fx.Node) -> bool:
+    """Says whether a node makes numbers of bools."""
+    sources = [each.meta.get("val") for each in tensors_of(node)]
+    return len(sources) == 1 and isinstance(sources[0], Tensor) and sources[0].dtype is torch.bool
+
+
+def _is_precision_or_error(node: fx.Node) -> bool:
+    """Says whether a node squares something, or takes the exponential of what a layer has made; or multiplies that."""
+    exponential = False
+    for _ in range(MOST_NODES):
+        node = viewed(node)
+        name, sources = name_of(node), tensors_of(node)
+        if exponential and (not sources or name.startswith(_STOPS)):
+            return True
+        if is_square(node) or (name == "mul" and node.args[0] is node.args[1]):
+            return not exponential
+        exponential |= name == "exp" and elements_of(node.meta["val"]) > 1
+        if len(sources) != 1 or name not in ("exp", "neg", *_FACTORS, *_TERMS):
+            return False
+        [node] = sources
+    return False
 
 
 def _stops(node: fx.Node) -> bool:

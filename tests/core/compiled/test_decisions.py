@@ -748,3 +748,47 @@ def test_masked_scores_of_a_softmax_by_hand_have_codes(caps: bool) -> None:
     error, step = error_of_weight(model, model.projection.weight, inputs, 8)
     assert 0 < error < 0.02
     assert step.held_bytes < 0.3 * step.raw_bytes
+
+
+def _precise(errors: Tensor, logarithms: Tensor) -> Tensor:
+    return (0.5 * torch.exp(-logarithms) * errors**2 + 0.5 * logarithms).mean()
+
+
+def _standardized(errors: Tensor, logarithms: Tensor) -> Tensor:
+    scaled = errors * torch.exp(-0.5 * logarithms)
+    return 0.5 * (scaled * scaled + logarithms).sum(-1).mean()
+
+
+def _masked(errors: Tensor, logarithms: Tensor) -> Tensor:
+    return (0.5 * (logarithms > 0) * errors**2 + 0.1 * logarithms).mean()
+
+
+class Likelihood(nn.Module):
+    """Predicts values, and the logarithms of their variances, which differ by a factor of 400 and more between rows."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features, self.values, self.logarithms = nn.Linear(8, 64), nn.Linear(64, 16), nn.Linear(8, 16)
+        self.loss = loss
+        with torch.no_grad():
+            self.logarithms.weight.zero_()[:, 0] = 3.0
+            self.logarithms.bias.fill_(-4.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs, noise = inputs.split([8, 16], -1)
+        values, logarithms = self.values(self.features(inputs).tanh()), self.logarithms(inputs)
+        return self.loss(values.detach() + noise * (0.5 * logarithms.detach()).exp() - values, logarithms)
+
+
+@pytest.mark.parametrize("name", ["features", "logarithms"])
+@pytest.mark.parametrize("loss", [_precise, _standardized])
+def test_errors_that_a_loss_weighs_stay_exact(loss: Callable[[Tensor, Tensor], Tensor], name: str) -> None:
+    """The errors were 15 and 308."""
+    model, inputs = Likelihood(loss), torch.randn(512, 24, generator=torch.Generator().manual_seed(1))
+    assert 0 < error_of_weight(model, getattr(model, name).weight, inputs, 4)[0] < 0.25
+
+
+def test_errors_that_a_mask_or_a_number_weighs_have_codes() -> None:
+    model, inputs = Likelihood(_masked), torch.randn(512, 24, generator=torch.Generator().manual_seed(1))
+    assert error_of_weight(model, model.features.weight, inputs, 4)[1].stored_as["planes"] > 2

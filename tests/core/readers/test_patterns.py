@@ -524,7 +524,7 @@ def test_a_layer_of_cosines_keeps_its_codes() -> None:
     assert not any(reading.deviation for reading in engine._packer.readers._readings.values())
 
 
-def _precise(errors: Tensor, logarithms: Tensor) -> Tensor:
+def precise(errors: Tensor, logarithms: Tensor) -> Tensor:
     return (0.5 * torch.exp(-logarithms) * errors**2 + 0.5 * logarithms).mean()
 
 
@@ -560,7 +560,7 @@ class Regression(nn.Module):
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (4, 0.25)])
-@pytest.mark.parametrize("loss", [_precise, _beta, _standardized, _reweighted])
+@pytest.mark.parametrize("loss", [precise, _beta, _standardized, _reweighted])
 def test_weighed_errors_are_within_the_bounds(loss: Callable[..., Tensor], bits: int, bound: float) -> None:
     """The errors were .3 to 4 at 8 bits, but for that of standardized errors, whose part of the variances is small."""
     assert max(errors(Regression(loss), normal(512, 8), bits, passes=3)) < bound
