@@ -37,7 +37,9 @@ _POLES = frozenset(
 _ENDS = ("detach", "alias")
 """Operators behind which there is no gradient: what is saved is such a copy, too."""
 _SUMS, _PRODUCTS = ("sum", "mean"), ("bmm", "baddbmm")
-_TERMS, _FACTORS = ("neg", "add", "sub", "stack", "cat", *_SUMS), ("mul", "div")
+_BOUNDED = ("sigmoid", "_softmax", "tanh", "exp", "_log_softmax")
+_TERMS, _FACTORS = ("neg", "add", "sub", "rsub", "stack", "cat", *_SUMS), ("mul", "div")
+_LINEAR = (*_TERMS, *_FACTORS)
 _STOPS = (
     *("mm", "addmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution", "var", "std", "embedding", "_grouped_mm"),
     *("native_", "_native", "batch_norm", "_fused", "_scaled_dot_product", "_softmax_backward", "gelu", "silu"),
@@ -114,47 +116,64 @@ def _leading(pole: fx.Node, stops: bool = False) -> Iterator[fx.Node]:
 
 
 def _weighed_errors(forward: fx.Graph, known: Set[fx.Node]) -> Iterator[fx.Node]:
-    """As `daf_core.readers.losses.weighed_errors`; what a constant weighs counts wherever that is no mask."""
+    """As `daf_core.readers.losses.weighed_errors`, and products of errors and predicted deviations that are squared."""
     pending = [node for node in forward.nodes if name_of(node) in _SUMS and elements_of(node.meta["val"]) == 1]
     for node in pending:  # which grows meanwhile
-        name, sources = name_of(node), tensors_of(node)
-        factors = [each for each in sources if each in known]
-        weighs = name == "mul" and len(sources) == 2 and not any(map(_is_number_or_mask, sources))
-        if weighs and any(map(_is_precision_or_error, factors)):
+        name, factors = name_of(node), [each for each in tensors_of(node) if each in known]
+        if name == "mul" and any(_weighs(node, each) for each in factors if _is_squared_error(each, known)):
             yield node
         elif len(pending) < MOST_NODES:
             if is_view(node) or name in _TERMS or (name in _FACTORS and len(factors) == 1):
                 pending += [each for each in factors if each not in pending]
             elif is_square(node):
-                pending += [each for each in factors if name_of(each) == "mul"]
+                pending += [each for each in factors if name_of(each) == "mul" and each not in pending]
+            elif name == "mul" and any(_squares(user) for user in node.users) and any(map(_is_predicted, factors)):
+                yield node
 
 
-def _is_number_or_mask(node: fx.Node) -> bool:
-    values = node.meta.get("val")
-    return not isinstance(values, Tensor) or elements_of(values) < 2 or _is_cast_mask(viewed(node))
+def _weighs(product: fx.Node, error: fx.Node) -> bool:
+    """Says whether the other factor of a product is predicted, or a weight of each element: no number and no mask."""
+    for other in tensors_of(product):
+        values, masks = other.meta.get("val"), [each.meta.get("val") for each in (other, *tensors_of(viewed(other)))]
+        is_mask = any(isinstance(mask, Tensor) and mask.dtype is torch.bool for mask in masks)
+        if other is error or is_mask or not isinstance(values, Tensor):
+            continue
+        if elements_of(values) * STATISTIC_SHARE >= elements_of(product.meta["val"]):
+            return True
+        if _is_predicted(other):
+            return True
+    return False
 
 
-def _is_cast_mask(node: fx.Node) -> bool:
-    """Says whether a node makes numbers of bools."""
-    sources = [each.meta.get("val") for each in tensors_of(node)]
-    return len(sources) == 1 and isinstance(sources[0], Tensor) and sources[0].dtype is torch.bool
-
-
-def _is_precision_or_error(node: fx.Node) -> bool:
-    """Says whether a node squares something, or takes the exponential of what a layer has made; or multiplies that."""
-    exponential = False
+def _is_predicted(node: fx.Node) -> bool:
+    """Says whether a node is the exponential, or a softplus, of what a layer has made, or a multiple of it."""
+    names: list[str] = []
     for _ in range(MOST_NODES):
         node = viewed(node)
-        name, sources = name_of(node), tensors_of(node)
-        if exponential and (not sources or name.startswith(_STOPS)):
-            return True
-        if is_square(node) or (name == "mul" and node.args[0] is node.args[1]):
-            return not exponential
-        exponential |= name == "exp" and elements_of(node.meta["val"]) > 1
-        if len(sources) != 1 or name not in ("exp", "neg", *_FACTORS, *_TERMS):
+        names.append(name_of(node))
+        if len(sources := tensors_of(node)) != 1 or names[-1].startswith(_STOPS):
+            break
+        [node] = sources
+    *bends, last = names
+    return last.startswith(_STOPS) and not {"exp", "softplus"}.isdisjoint(bends)
+
+
+def _is_squared_error(node: fx.Node, known: Set[fx.Node]) -> bool:
+    """Says whether a node squares what has no bound, or sums or moves that: what a sure model lacks of 1 has one."""
+    for _ in range(MOST_NODES):
+        node = viewed(node)
+        sources = tensors_of(node)
+        if _squares(node):
+            made = reached(sources, lambda each: tensors_of(each) if name_of(each) in _LINEAR or is_view(each) else ())
+            return not any(name_of(each) in _BOUNDED for each in made if each in known)
+        if len(sources) != 1 or name_of(node) not in (*_SUMS, *_FACTORS):
             return False
         [node] = sources
     return False
+
+
+def _squares(node: fx.Node) -> bool:
+    return is_square(node) or (name_of(node) == "mul" and node.args[0] is node.args[1])
 
 
 def _stops(node: fx.Node) -> bool:

@@ -8,16 +8,23 @@ from typing import Any
 
 from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, packed_for
 from daf_core.readers.patterns import MEANS, MOST_NODES, PRODUCT, SQUARE, has_several, is_large
-from daf_core.readers.table import MOVES, NORMS, reads_logits, results_of
+from daf_core.readers.table import MOVES, NORMS, STATISTIC_SHARE, results_of
 from daf_core.readers.waiting import Unpack
 
 MOST_TO_FACTOR = 5
 """Nodes from a product to what makes a factor of it, at most: a factor of that and views are between."""
 
+MOST_TERMS = 12
+"""Nodes that are looked at for the terms of a distance, at most: two squares and a product, with views and factors."""
+
 _TOTALS = ("MeanBackward0", "SumBackward0")
-_TERMS = (*MOVES, "Neg", "Add", "Sub", "Mean", "Sum", "Stack", "Cat")
+_SIGNS = ("NegBackward", "AddBackward", "SubBackward", "RsubBackward")
+_TERMS = (*MOVES, *_SIGNS, "MeanBackward", "SumBackward", "StackBackward", "CatBackward")
 _FACTORS = ("MulBackward", "DivBackward")
-_EXP = "ExpBackward0"
+_PRECISIONS = ("ExpBackward", "Softplus", "Clamp")
+_LAYERS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution")
+_MOVED = (*MOVES, *_FACTORS)
+_BOUNDED = ("Sigmoid", "Softmax", "SafeSoftmax", "Tanh", "ExpBackward", "LogSigmoid", "LogSoftmax")
 _BATCHED = "BmmBackward0"
 _MATRIX_PRODUCTS = ("MmBackward0", _BATCHED)
 _ADDS_PRODUCT = ("AddmmBackward0", "BaddbmmBackward0")
@@ -30,7 +37,7 @@ def almost_equal_factors(node: Node) -> Iterator[tuple[Node, str]]:
     or apart: the error of a cosine's was .67 at 4 bits, and is .12. Torch's own function is known by its name.
     """
     for product in _products_of_rows(node):
-        found = [_normalizes(_made_by(each)) for each, _ in product.next_functions if each is not None]
+        found = [_normalizes(_made_by(each), node) for each, _ in product.next_functions if each is not None]
         # A layer of cosines multiplies its input, normalized or not, by a weight.
         known = any(found) if product.name() == PRODUCT else all(found)
         for each in (product, *chain.from_iterable(found)) if known else ():
@@ -44,23 +51,37 @@ def _products_of_rows(node: Node) -> Iterator[Node]:
     name = node.name()
     if name in (*MEANS, *_TOTALS):
         yield from (each for each, _ in node.next_functions if each is not None and each.name() == PRODUCT)
-    elif name == "MmBackward0" or (name == _BATCHED and tuple(node._input_metadata[0].shape[1:]) == (1, 1)):
-        yield node
+    elif name in _MATRIX_PRODUCTS and not (made := node._input_metadata[0]).is_nested_tensor:
+        yield from [node] if name != _BATCHED or tuple(made.shape[1:]) == (1, 1) else ()
 
 
-def _normalizes(node: Node) -> tuple[Node, ...]:
-    """Returns a node that divides by a norm, as it is or where that is not too small, and that of the norm."""
-    divisor = node.next_functions[1][0] if node.name() == "DivBackward0" else None
+def _normalizes(node: Node | None, total: Node) -> tuple[Node, ...]:
+    """Returns a node that divides by a norm, as it is or where that is not too small, and that of the norm.
+
+    The norm is one of features, no weights, along what `total` sums, if that sums some dimensions alone.
+    """
+    divisor = node.next_functions[1][0] if node is not None and node.name() == "DivBackward0" else None
     while divisor is not None and divisor.name() in ("AddBackward0", "ExpandBackward0", "ClampMinBackward0"):
         divisor = divisor.next_functions[0][0]
-    if divisor is None or divisor.name() not in NORMS or (results_of(divisor) or 0) >= (results_of(node) or 0):
+    if (
+        node is None
+        or divisor is None
+        or divisor.name() not in NORMS
+        or (results_of(divisor) or 0) >= (results_of(node) or 0)
+    ):
         return ()
-    values = node.next_functions[0][0]
-    return () if values is None or is_leaf_node(values) else (node, divisor)
+    values, norms = node._input_metadata[0].shape, divisor._input_metadata[0].shape
+    if total.name() in MEANS and len(values) == len(norms):
+        summed = {dim - (1 << 64) if dim >= 1 << 63 else dim for dim in total._saved_dim or ()}
+        along = {dim for dim, (size, norm) in enumerate(zip(values, norms, strict=True)) if size != norm}
+        if not along & {dim % len(values) for dim in summed}:
+            return ()
+    source = _made_by(node.next_functions[0][0], (*_MOVED, "AddBackward"))
+    return () if source is None or is_leaf_node(source) else (node, divisor)
 
 
 def _parts_of_distances(node: Node) -> Iterator[Node]:
-    """Yields squares of rows, and the product of matrices that is taken from their sum: a ** 2 + b ** 2 - 2 * a @ b."""
+    """Yields squares of rows, and their product that is taken from the sum of these: a ** 2 + b ** 2 - 2 * a @ b."""
     products, sums = [node] if node.name() in _ADDS_PRODUCT else [], node.next_functions[:1]
     if node.name() in ("SubBackward0", "AddBackward0"):
         sums = node.next_functions
@@ -68,9 +89,11 @@ def _parts_of_distances(node: Node) -> Iterator[Node]:
         return
     terms = [term for each, _ in sums if each is not None for term in _terms_of(each)]
     products += [each for each in terms if each.name() in _MATRIX_PRODUCTS]
-    squares = [square for each in terms if (square := _square_of_rows(each)) is not None]
-    if products and squares:
-        yield from (*squares, *products)
+    squares = [square for each in terms if products and (square := _square_of_rows(each)) is not None]
+    of_squares = [_made_by(square.next_functions[0][0], _MOVED) for square in squares]
+    for product in products:
+        if any(_made_by(each, _MOVED) in of_squares for each, _ in product.next_functions[-2:] if each is not None):
+            yield from (*squares, product)
 
 
 def _terms_of(node: Node) -> Iterator[Node]:
@@ -78,8 +101,8 @@ def _terms_of(node: Node) -> Iterator[Node]:
     pending = [node]
     for each in pending:
         name, before = each.name(), [made for made, _ in each.next_functions if made is not None]
-        moves = name.startswith((*MOVES, "Neg", "Add", "Sub")) and name not in _ADDS_PRODUCT
-        if len(pending) < MOST_NODES and (moves or (name.startswith(_FACTORS) and len(before) == 1)):
+        scales = name.startswith(_FACTORS) and len(before) == 1
+        if len(pending) < MOST_TERMS and (scales or name.startswith((*MOVES, *_SIGNS))):
             pending += before
         else:
             yield each
@@ -91,20 +114,19 @@ def _square_of_rows(node: Node) -> Node | None:
     return first if first is not None and _is_square(first) else None
 
 
-def _made_by(node: Node) -> Node:
-    """Returns what has made the values that a node may have moved."""
+def _made_by(node: Node | None, moves: tuple[str, ...] = MOVES) -> Node | None:
+    """Returns what has made the values that nodes whose names begin so may have moved."""
     for _ in range(MOST_TO_FACTOR):
-        before = node.next_functions[0][0] if node.name().startswith(MOVES) else None
-        if before is None:
+        if node is None or not node.name().startswith(moves):
             break
-        node = before
+        node = node.next_functions[0][0]
     return node
 
 
 def weighed_errors(total: Node, unpack: Unpack) -> Iterator[Node]:
     """Yields products of which a loss is the sum, one factor of which is large where the other is small.
 
-    A squared error and the precision that a model predicts for it, or a weight for each error, are such factors: the
+    A squared error and the precision that a model predicts for it, or a weight of each error, are such factors: the
     gradient of the one is the other. With codes, whose error is that of the largest of a group, the gradient of a
     likelihood with predicted variances had an error of .24 at 8 bits and 2.2 at 4.
     """
@@ -112,22 +134,49 @@ def weighed_errors(total: Node, unpack: Unpack) -> Iterator[Node]:
     for node in pending:
         factors = [each for each, _ in node.next_functions if each is not None]
         scales = node.name().startswith(_FACTORS) and len(factors) == 1
-        weighs = node.name() == PRODUCT and has_several(node) and not (scales and _is_scaled(node, unpack))
-        if weighs and any(map(_is_precision_or_error, factors)):
+        if (
+            node.name() == PRODUCT
+            and has_several(node)
+            and any(_is_weighed_error(each, node, unpack) for each in factors)
+        ):
             found.append(node)
         elif len(pending) < MOST_NODES and (scales or node.name().startswith(_TERMS)):
-            weights += [node] * weighs
+            weights += [node] * (node.name() == PRODUCT and _weighs_each(node, unpack))
             pending += factors
-        elif _is_square(node):
-            pending += [each for each in {*factors} if each.name() == PRODUCT]
-    yield from found and (*found, *weights)
+    if found:
+        yield from (*found, *weights)
 
 
-def _is_scaled(product: Node, unpack: Unpack) -> bool:
-    """Says whether the constant of a product is a number, a few of them or a mask, and no weight of each element."""
+def _is_weighed_error(error: Node, product: Node, unpack: Unpack) -> bool:
+    """Says whether a factor of a product is a squared error, and the other predicted, or a weight of each element."""
+    if not _is_squared_error(error):
+        return False
+    others = [each for each, _ in product.next_functions if each is not None and each is not error]
+    if not others:  # it may be a square of a square
+        return (None, 0) in product.next_functions and _weighs_each(product, unpack)
+    if (results_of(others[0]) or 0) * STATISTIC_SHARE >= (results_of(product) or 0):
+        return True
+    source = _made_by(others[0], (*_MOVED, *_SIGNS, *_PRECISIONS))
+    return has_several(others[0]) and source is not None and source.name().startswith(_LAYERS)
+
+
+def _weighs_each(product: Node, unpack: Unpack) -> bool:
+    """Says whether the constant of a product is a weight of each element, and no number, a few of them or a mask."""
     field = "other" if product.next_functions[1][0] is None else "self"
     weights: Any = packed_for(product, field, unpack)
-    return weights is None or not weights.stored.lossy or not is_large(product, unpack, field)
+    return weights is not None and is_large(product, unpack, field) and weights.stored.lossy
+
+
+def _is_squared_error(node: Node) -> bool:
+    """Says whether a node squares what has no bound, or sums or moves that: what a sure model lacks of 1 has one."""
+    for _ in range(MOST_TO_FACTOR):
+        before = [each for each, _ in node.next_functions if each is not None]
+        if _is_square(node) and before:
+            return not any(each.name().startswith(_BOUNDED) for each in _terms_of(before[0]))
+        if len(before) != 1 or not node.name().startswith((*_MOVED, *MEANS)):
+            return False
+        node = before[0]
+    return False
 
 
 def _is_square(node: Node) -> bool:
@@ -135,17 +184,3 @@ def _is_square(node: Node) -> bool:
     if node.name() == SQUARE:
         return node._saved_exponent == 2
     return node.name() == PRODUCT and len({*node.next_functions}) == 1
-
-
-def _is_precision_or_error(node: Node) -> bool:
-    """Says whether a node squares something, or takes the exponential of what a layer has made; or multiplies that."""
-    for _ in range(MOST_TO_FACTOR):
-        name, before = node.name(), [each for each, _ in node.next_functions if each is not None]
-        if _is_square(node):
-            return True
-        if name == _EXP:
-            return has_several(node) and reads_logits(node)
-        if len(before) != 1 or not name.startswith((*MOVES, *_FACTORS)):
-            return False
-        node = before[0]
-    return False

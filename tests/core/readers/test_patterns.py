@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_core.readers.patterns import last_products, normalized
+from daf_core.readers.table import Kind
 from tests.core.harness import assert_empty, backward, engine_for, error, gradients, normal
 
 BOUNDS = {8: 0.05, 4: 0.5}
@@ -566,16 +567,78 @@ def test_weighed_errors_are_within_the_bounds(loss: Callable[..., Tensor], bits:
     assert max(errors(Regression(loss), normal(512, 8), bits, passes=3)) < bound
 
 
-def test_factors_of_numbers_or_masks_weigh_no_errors() -> None:
-    """What a mean square reads keeps its codes."""
-    layer, inputs = nn.Linear(64, 64), normal(256, 64)
-    mask, engine = (normal(256, 64, seed=1) > 0).float(), engine_for(layer, 8)
+class SquaredGate(nn.Module):
+    """A block of which the gate is squared, with what it adds to, up to a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs + self.last(self.gate(inputs).relu() ** 2 * self.value(inputs))).mean()
+
+
+def _focal(scores: Tensor, target: Tensor, _: Tensor) -> Tensor:
+    probabilities = scores.sigmoid()
+    of_target = probabilities * target + (1 - probabilities) * (1 - target)
+    return (F.binary_cross_entropy_with_logits(scores, target, reduction="none") * (1 - of_target) ** 2).mean()
+
+
+def _homoscedastic(scores: Tensor, target: Tensor, noise: Tensor) -> Tensor:
+    return (torch.exp(-noise) * (scores - target) ** 2 + noise).mean()
+
+
+def _masked(scores: Tensor, target: Tensor, _: Tensor) -> Tensor:
+    return (0.5 * target * (scores - normal(256, 64, seed=2)) ** 2).mean()
+
+
+class Scores(nn.Module):
+    """A layer of scores, a target of zeros and ones, and a parameter of a number for each channel."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.noise, self.loss = nn.Linear(64, 64), nn.Parameter(torch.zeros(64)), loss
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.loss(self.layer(inputs), (normal(256, 64, seed=1) > 0).float(), self.noise)
+
+
+@pytest.mark.parametrize("model", [SquaredGate(), *map(Scores, (_focal, _homoscedastic, _masked))], ids=range(4))
+def test_what_weighs_no_errors_keeps_its_codes(model: nn.Module) -> None:
+    """As gates below a loss, how unsure a model is, one number for a channel, and numbers and masks."""
+    engine = engine_for(model, 8)
     for _ in range(3):
         with engine.compress():
-            loss = (0.5 * mask * (layer(inputs) - normal(256, 64, seed=2)) ** 2).mean()
+            loss = model(normal(256, 64))
         loss.backward()
-        step = engine.finish_step()
-    assert step.stored_as["planes"] == 2
+        engine.finish_step()
+    readings = engine._packer.readers._readings.values()
+    assert not [reading for reading in readings if reading.kind is Kind.EXACT and reading.reader == "MulBackward0"]
+
+
+def test_products_of_nested_tensors_are_no_cosines() -> None:
+    layer = nn.Linear(64, 64)
+    engine = engine_for(layer, 8)
+    with engine.compress():
+        held = layer(normal(256, 64)).tanh().sum()
+        nested = F.linear(torch.nested.nested_tensor([normal(5, 64), normal(9, 64)]), layer.weight, layer.bias)
+        found = torch.bmm(nested, nested.transpose(-2, -1))
+        loss = held + torch.stack([each.sum() for each in found.unbind()]).sum()
+    loss.backward()
+    assert layer.weight.grad is not None
+
+
+def test_a_sum_of_squares_beside_other_products_is_no_distance() -> None:
+    up, down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+    engine = engine_for(nn.ModuleList([up, down]), 4)
+    for _ in range(3):
+        with engine.compress():
+            values = down(F.gelu(up(normal(256, 64)))) + normal(256, 64, seed=1)
+            values = values + 0.01 * values.square().sum(-1, keepdim=True)
+            loss = (values + down(F.gelu(up(values)))).tanh().square().mean()
+        loss.backward()
+        engine.finish_step()
+    assert not any(reading.deviation for reading in engine._packer.readers._readings.values())
 
 
 def test_norms_of_all_elements_are_none_of_rows() -> None:
