@@ -87,6 +87,9 @@ def _parts_of_distances(node: Node) -> Iterator[Node]:
         sums = node.next_functions
     elif not products:
         return
+    last = [made for each, _ in sums if (made := _made_by(each, _MOVED)) is not None]
+    if not products and not any(each.name() in (*_MATRIX_PRODUCTS, *MEANS) for each in last):
+        return  # most sums, of which a graph has many
     terms = [term for each, _ in sums if each is not None for term in _terms_of(each)]
     products += [each for each in terms if each.name() in _MATRIX_PRODUCTS]
     squares = [square for each in terms if products and (square := _square_of_rows(each)) is not None]
