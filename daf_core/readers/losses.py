@@ -144,10 +144,10 @@ def weighed_errors(total: Node, unpack: Unpack) -> Iterator[Node]:
         ):
             found.append(node)
         elif len(pending) < MOST_NODES and (scales or node.name().startswith(_TERMS)):
-            weights += [node] * (node.name() == PRODUCT and _weighs_each(node, unpack))
+            weights += [node] * (node.name() == PRODUCT)
             pending += factors
-    if found:
-        yield from (*found, *weights)
+    if found:  # to ask for what a worker is packing would wait for it
+        yield from (*found, *(each for each in weights if _weighs_each(each, unpack)))
 
 
 def _is_weighed_error(error: Node, product: Node, unpack: Unpack) -> bool:
