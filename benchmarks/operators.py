@@ -83,7 +83,7 @@ def measure(name: str, rounds: int) -> OperatorsResult:
         model=name,
         batch=batch,
         seq=seq,
-        rewrites=Counter(kind for kind, _, _ in rewrites.steps),
+        rewrites=dict(Counter(kind for kind, _, _ in rewrites.steps)),
         plain_held_bytes=plain_held,
         held_bytes=held,
         plain_peak_bytes=plain_peak,
