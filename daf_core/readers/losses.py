@@ -8,7 +8,7 @@ from typing import Any
 
 from daf_core.autograd.torch_private import Node, fields_of, is_leaf_node, packed_for
 from daf_core.readers.patterns import MEANS, MOST_NODES, PRODUCT, SQUARE, has_several, is_large
-from daf_core.readers.table import MOVES, NORMS, STATISTIC_SHARE, results_of
+from daf_core.readers.table import LAYERS, MOVES, NORMS, STATISTIC_SHARE, results_of
 from daf_core.readers.waiting import Unpack
 
 MOST_TO_FACTOR = 5
@@ -22,7 +22,6 @@ _SIGNS = ("NegBackward", "AddBackward", "SubBackward", "RsubBackward")
 _TERMS = (*MOVES, *_SIGNS, "MeanBackward", "SumBackward", "StackBackward", "CatBackward")
 _FACTORS = ("MulBackward", "DivBackward")
 _PRECISIONS = ("ExpBackward", "Softplus", "Clamp")
-_LAYERS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution")
 _MOVED = (*MOVES, *_FACTORS)
 _BOUNDED = ("Sigmoid", "Softmax", "SafeSoftmax", "Tanh", "ExpBackward", "LogSigmoid", "LogSoftmax")
 _BATCHED = "BmmBackward0"
@@ -160,7 +159,7 @@ def _is_weighed_error(error: Node, product: Node, unpack: Unpack) -> bool:
     if (results_of(others[0]) or 0) * STATISTIC_SHARE >= (results_of(product) or 0):
         return True
     source = _made_by(others[0], (*_MOVED, *_SIGNS, *_PRECISIONS))
-    return has_several(others[0]) and source is not None and source.name().startswith(_LAYERS)
+    return has_several(others[0]) and source is not None and source.name().startswith(LAYERS)
 
 
 def _weighs_each(product: Node, unpack: Unpack) -> bool:

@@ -171,7 +171,7 @@ MOVES = (
 """What begins the names of nodes that move values."""
 
 _SCALES = (*MOVES, "NegBackward", "AddBackward", "SubBackward", "MulBackward", "DivBackward", "TanhBackward")
-_LAYERS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution")
+LAYERS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Convolution")
 
 NARROW = 8
 """Width of heads below which attention stays exact: with 2 and 3 the gradient's error was up to 1.8 at 4 bits, where
@@ -352,7 +352,7 @@ def reads_logits(node: Node) -> bool:
     """
     pending = [each for each, _ in node.next_functions]
     for node in pending:
-        if node is None or is_leaf_node(node) or node.name().startswith(_LAYERS):
+        if node is None or is_leaf_node(node) or node.name().startswith(LAYERS):
             continue
         before = [each for each, _ in node.next_functions if each is not None and not is_leaf_node(each)]
         grows = any((results_of(each) or 0) < (results_of(node) or 0) for each in before)

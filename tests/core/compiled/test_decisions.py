@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from daf_core import ActivationEngine, DAFConfig
 from tests.core.compiled.graphs import BACKEND, error_of_weight
-from tests.core.readers.test_patterns import NORMALIZATIONS, ByHand
+from tests.core.readers.test_patterns import NORMALIZATIONS, ByHand, Likelihood, precise
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")]
 
@@ -750,10 +750,6 @@ def test_masked_scores_of_a_softmax_by_hand_have_codes(caps: bool) -> None:
     assert step.held_bytes < 0.3 * step.raw_bytes
 
 
-def _precise(errors: Tensor, logarithms: Tensor) -> Tensor:
-    return (0.5 * torch.exp(-logarithms) * errors**2 + 0.5 * logarithms).mean()
-
-
 def _standardized(errors: Tensor, logarithms: Tensor) -> Tensor:
     scaled = errors * torch.exp(-0.5 * logarithms)
     return 0.5 * (scaled * scaled + logarithms).sum(-1).mean()
@@ -763,26 +759,8 @@ def _masked(errors: Tensor, logarithms: Tensor) -> Tensor:
     return (0.5 * (logarithms > 0) * errors**2 + 0.1 * logarithms).mean()
 
 
-class Likelihood(nn.Module):
-    """Predicts values, and the logarithms of their variances, which differ by a factor of 400 and more between rows."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.features, self.values, self.logarithms = nn.Linear(8, 64), nn.Linear(64, 16), nn.Linear(8, 16)
-        self.loss = loss
-        with torch.no_grad():
-            self.logarithms.weight.zero_()[:, 0] = 3.0
-            self.logarithms.bias.fill_(-4.0)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        inputs, noise = inputs.split([8, 16], -1)
-        values, logarithms = self.values(self.features(inputs).tanh()), self.logarithms(inputs)
-        return self.loss(values.detach() + noise * (0.5 * logarithms.detach()).exp() - values, logarithms)
-
-
 @pytest.mark.parametrize("name", ["features", "logarithms"])
-@pytest.mark.parametrize("loss", [_precise, _standardized])
+@pytest.mark.parametrize("loss", [precise, _standardized])
 def test_errors_that_a_loss_weighs_stay_exact(loss: Callable[[Tensor, Tensor], Tensor], name: str) -> None:
     """The errors were 15 and 308."""
     model, inputs = Likelihood(loss), torch.randn(512, 24, generator=torch.Generator().manual_seed(1))
