@@ -15,6 +15,7 @@ from daf_core.compiled.attention import attend_again
 from daf_core.compiled.codes import Bits, Code, Logarithms, Planes, Slopes
 from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.dimensions import channels_of, normalized_in, probabilities_of, viewed
+from daf_core.compiled.distances import compared_rows
 from daf_core.compiled.groups import Shape, Together, shape_of
 from daf_core.compiled.poles import before_poles
 from daf_core.compiled.readers import (
@@ -89,7 +90,8 @@ class Decisions:
         self._unread = attend_again(forward, backward)
         self._readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
         self._from_gradients = made_of_gradients(backward)
-        self._compared, self._before_poles = compared_in(backward), before_poles(forward, backward)
+        self._compared, self._compared_rows = compared_in(backward), compared_rows(forward)
+        self._before_poles = before_poles(forward, backward)
 
     def of(self, name: str) -> Decision:
         """Returns the decision for a saved tensor of a name."""
@@ -135,10 +137,11 @@ class Decisions:
             return Decision(Bits(), chain)
         if viewed(made) in self._before_poles:
             return Decision(sides_of(reader))
+        compared = viewed(made) in self._compared_rows
         if chain and found.dtype in _DTYPES:
-            code = None if _is_large_where_unread(chain[-1]) else self._code(chain[-1])
+            code = None if _is_large_where_unread(chain[-1]) else self._code(chain[-1], compared)
             return Decision(Slopes(code.bits) if isinstance(code, Planes) and is_gelu(chain) else code, chain)
-        code = sides_of(reader) or self._code(reader)
+        code = sides_of(reader) or self._code(reader, compared)
         if not isinstance(code, Planes):
             return Decision(code)
         if is_softmax(viewed(made)):
@@ -152,11 +155,11 @@ class Decisions:
         dear = bits_of_means(values.shape, decision.shape(values).across) > DEAREST * code.bits
         return replace(decision, code=replace(code, common=not dear))
 
-    def _code(self, reader: fx.Node) -> Code | None:
+    def _code(self, reader: fx.Node, compared: bool) -> Code | None:
         needs = needs_of(reader)
         if Needs.EXACT in needs:
             return None
-        more = Needs.MORE_BITS in needs or reader in self._compared or self._is_of_last_layer(reader)
+        more = Needs.MORE_BITS in needs or compared or reader in self._compared or self._is_of_last_layer(reader)
         bits = bits_for(self._bits, math.inf) if more else self._bits
         if bits is None or (Needs.EXPONENTIAL in needs and Needs.SIGNS in needs):
             return None

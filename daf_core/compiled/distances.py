@@ -1,0 +1,84 @@
+"""Vectors whose cosines or distances a forward graph works out by products of matrices.
+
+Outside of graphs, `daf_core.readers.losses.almost_equal_factors` finds the same among autograd's nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from daf_core.autograd.torch_compile import reached
+from daf_core.compiled.dimensions import viewed
+from daf_core.compiled.readers import is_square, is_view, multiple_of, name_of, tensors_of
+
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_SIGNS = ("add", "sub", "rsub", "neg")
+_SUMS = ("sum", "mean", "linalg_vector_norm")
+
+
+def compared_rows(forward: fx.Graph) -> set[fx.Node]:
+    """Returns the vectors, and what was normalized to them.
+
+    Of vectors that are almost equal the gradient is what little is between them: its errors were .04 at 8 bits and .6
+    at 4. Terms of a distance, a ** 2 + b ** 2 - 2 * a @ b, may be parts of the factors, as torch's own function has it.
+    """
+    found: set[fx.Node] = set()
+    for product in forward.nodes:
+        if name_of(product) not in _PRODUCTS:
+            continue
+        factors = [_unscaled(each) for each in product.args[-2:]]
+        parts = [part for each in factors for part in _parts_of(each)]
+        if any(_squared(each) in parts for each in (*parts, *_added_to(product))):
+            found.update(parts)
+        elif name_of(product) == "mm":  # products of many matrices are attention, as a rule
+            normalized = [_normalized(each) for each in factors]
+            vectors = [each for each in normalized if each is not None]
+            found.update(*[(*factors, *vectors)] * (len(vectors) == len(factors)))
+    return found
+
+
+def _unscaled(node: fx.Node) -> fx.Node:
+    """Returns of what a node is a view or a multiple."""
+    while (source := multiple_of(viewed(node))[0]) is not node:
+        node = source
+    return node
+
+
+def _parts_of(factor: fx.Node) -> Sequence[fx.Node]:
+    return [*map(_unscaled, tensors_of(factor))] if name_of(factor) == "cat" else [factor]
+
+
+def _added_to(product: fx.Node) -> Iterator[fx.Node]:
+    """Yields the terms of sums that have a product among theirs."""
+
+    def is_same(node: fx.Node) -> bool:
+        return is_view(node) or multiple_of(node)[0] is not node
+
+    behind = reached([product], lambda node: node.users if node is product or is_same(node) else ())
+    sums = [*product.args[:-2], *(each for each in behind if name_of(each) in _SIGNS)]
+    return reached(sums, lambda node: tensors_of(node) if name_of(node) in _SIGNS or is_same(node) else ())
+
+
+def _squared(node: fx.Node) -> fx.Node | None:
+    """Returns the vectors whose squares a node sums; None where it does something else."""
+    if name_of(node := _unscaled(node)) not in _SUMS:
+        return None
+    source = _unscaled(tensors_of(node)[0])
+    if name_of(node) == "linalg_vector_norm":
+        return source
+    is_product = name_of(source) == "mul" and source.args[0] is source.args[1]
+    return _unscaled(tensors_of(source)[0]) if is_product or is_square(source) else None
+
+
+def _normalized(node: fx.Node) -> fx.Node | None:
+    """Returns the vectors that a node divides by their norms; None where it does something else."""
+    if name_of(node) not in ("mul", "div") or len(tensors_of(node)) != 2:
+        return None
+    for vectors, norms in (tensors_of(node), reversed(tensors_of(node))):
+        while name_of(norms) not in _SUMS and len(tensors_of(norms)) == 1:
+            [norms] = tensors_of(norms)
+        if _squared(norms) is (source := _unscaled(vectors)):
+            return source
+    return None
