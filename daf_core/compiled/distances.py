@@ -6,6 +6,7 @@ Outside of graphs, `daf_core.readers.losses.almost_equal_factors` finds the same
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from torch import fx
 
@@ -28,7 +29,7 @@ def compared_rows(forward: fx.Graph) -> set[fx.Node]:
     for product in forward.nodes:
         if name_of(product) not in _PRODUCTS:
             continue
-        factors = [_unscaled(each) for each in product.args[-2:]]
+        factors = [*map(_unscaled, _arguments_of(product)[-2:])]
         parts = [part for each in factors for part in _parts_of(each)]
         if any(_squared(each) in parts for each in (*parts, *_added_to(product))):
             found.update(parts)
@@ -37,6 +38,10 @@ def compared_rows(forward: fx.Graph) -> set[fx.Node]:
             vectors = [each for each in normalized if each is not None]
             found.update(*[(*factors, *vectors)] * (len(vectors) == len(factors)))
     return found
+
+
+def _arguments_of(product: fx.Node) -> Sequence[fx.Node]:
+    return cast("Sequence[fx.Node]", product.args)  # one may be there twice
 
 
 def _unscaled(node: fx.Node) -> fx.Node:
@@ -57,7 +62,7 @@ def _added_to(product: fx.Node) -> Iterator[fx.Node]:
         return is_view(node) or multiple_of(node)[0] is not node
 
     behind = reached([product], lambda node: node.users if node is product or is_same(node) else ())
-    sums = [*product.args[:-2], *(each for each in behind if name_of(each) in _SIGNS)]
+    sums = [*_arguments_of(product)[:-2], *(each for each in behind if name_of(each) in _SIGNS)]
     return reached(sums, lambda node: tensors_of(node) if name_of(node) in _SIGNS or is_same(node) else ())
 
 
