@@ -271,9 +271,8 @@ class Readers:
             self._small.clear()
             self.changes += 1
         try:
-            for waiting in [*own.waiting]:
-                if not waiting.resolved:
-                    self._spare(waiting)
+            for waiting in [each for each in own.waiting if not each.resolved]:
+                self._spare(waiting, ended=True)
         finally:
             self.forget_pass()
 
@@ -368,12 +367,12 @@ class Readers:
             if found is not None:
                 found.settle(None)
 
-    def _spare(self, waiting: Waiting) -> None:
-        """Has a tensor stay exact whose reader is not known, and what leads to it: it may have a pole."""
-        node, unpack = None if waiting.saved is None else waiting.saved.node, waiting.unpack
+    def _spare(self, waiting: Waiting, ended: bool = False) -> None:
+        """Has a tensor stay exact whose reader is unknown, and what leads to it; others where the pass has `ended`."""
+        known, place, unpack = waiting.sighting.reading is not None, waiting.sighting.place, waiting.unpack
+        node = None if waiting.saved is None or known else waiting.saved.node
         self._own.unresolved.pop(waiting.sighting.number, None)
-        place = waiting.sighting.place
-        if waiting.resolved or place is None or waiting.sighting.reading is not None:
+        if waiting.resolved or place is None or (known and not ended):
             return
         self._unread[place] = self._unread.get(place, 0) + 1
         if self._unread[place] >= UNREAD_PASSES:
