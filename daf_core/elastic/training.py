@@ -307,6 +307,12 @@ class ElasticTraining:
         now, before = self._user_trains(), self._learned
         if list(map(id, now)) == list(map(id, before.trained)):
             return True
+        modules = dict(self._model.named_modules())
+        has_others = any(modules.get(block.name) is not block.module for block in self._blocks)
+        if has_others:  # some were taken out, or replaced
+            self._blocks, self._calls, self._checked = layers_of(self._model), registered_calls(self._model), False
+            check_supported(ELASTIC, Context(self._outer, blocks=len(self._blocks)))
+            self._others.clear()
         known = self._others.get(tuple(map(id, now)))
         if known is None:
             unused = {id(before.trained[number]) for number in before.unused}
@@ -317,7 +323,8 @@ class ElasticTraining:
             log.info("what is trained has changed: DAF measures anew what pays")
         else:
             self._learned = known
-        self._others[tuple(map(id, before.trained))] = before
+        if not has_others:
+            self._others[tuple(map(id, before.trained))] = before
         return True
 
     def _started_clock(self) -> BlockTimer:

@@ -418,3 +418,28 @@ def test_nothing_is_chosen_where_a_head_alone_is_trained() -> None:
         parameter.requires_grad_(True)
     assert len(run.steps(6, batch)) == 6
     run.close()
+
+
+def _shorten(layers: nn.ModuleList) -> None:
+    del layers[0]
+
+
+def _replace(layers: nn.ModuleList) -> None:
+    layers[1] = copy.deepcopy(layers[1])
+
+
+@pytest.mark.parametrize("change", [_shorten, _replace])
+@pytest.mark.parametrize("steps", [1, 10])
+def test_blocks_that_are_taken_out_or_replaced(change: Callable[[nn.ModuleList], None], steps: int) -> None:
+    """The step after that raised a KeyError."""
+    model = deep_gpt2(4)
+    run = Run(model, nets._tokens, time=0.75)
+    run.steps(steps, nets.tokens(2))
+    [layers] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    change(layers)
+    run.optimizers = [torch.optim.AdamW(trained(model), 1e-3)]
+    assert len({step.names for step in run.steps(10, nets.tokens(2))}) >= 2
+    assert [block.module for block in run.training._learned.units.blocks] == [*layers]
+    assert run.training._learned.schedule.is_planned
+    assert not run.training._others
+    run.close()
