@@ -88,12 +88,12 @@ class ActivationEngine:
         self._passes = KindsOfPasses()
 
     @contextmanager
-    def compress(self, inputs: Iterable[Tensor] = ()) -> Generator[None]:
+    def compress(self, inputs: Iterable[Tensor] = ()) -> Generator[Callable[[object], None]]:
         """Compresses what autograd saves inside: wrap it around the forward pass and the loss, not around backward.
 
-        Entering it again inside itself changes nothing, and neither does entering it where operators are recorded or
-        transformed, as in ``torch.jit.trace``, ``torch.export`` or `torch.func.grad`. `inputs` are tensors that
-        the model is given: of larger ones that they are views of, such as a data set, only the views count.
+        Entering it again inside itself changes nothing, nor where operators are recorded or transformed, as in
+        ``torch.export``. `inputs` are what the model is given: of larger ones that they are views of, only they count.
+        Yields a function to be told the result, if it can be: who has saved last may have other arguments than before.
 
         Raises:
             HooksActiveError: Other saved-tensor hooks are active, or were left open inside.
@@ -105,21 +105,21 @@ class ActivationEngine:
         if not (no_values := has_no_values(self._model)):
             self._packer.lend(inputs)
         if no_values or (own := self._replays.own).in_scope:
-            yield
+            yield self._packer.show
             return
         hook_stack.check_no_foreign_hooks(own=self._graphs.hook_over(own.pack))
         parameters, buffers = tensors_of(self._model)
         self._backends.follow(parameters)
         if is_capturing():
             with self._captures.capturing(self._model, self._passes.treatments, parameters + buffers):
-                yield
+                yield self._packer.show
             return
         complete, started, threads = False, time.perf_counter(), self._choice.threads()
         try:
             own.in_scope = True
             self._begin_pass(threads, parameters + buffers)
             with self._graphs.installed(own.pack), self._readers.watching(), hook_stack.telling(self._packer.pass_by):
-                yield
+                yield self._packer.show
             self._packer.finish()
             self._recorder.add_raw(self._graphs.account.pass_raw_bytes)
             self._choice.add(threads, time.perf_counter() - started, self._recorder.scope_raw_bytes)

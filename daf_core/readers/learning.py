@@ -108,7 +108,11 @@ class Readers:
         if self._readings and own.barren >= BARREN_PASSES:  # the pass that has found them was not watched
             own.barren = 0
             self.look_again()
-        own.unknown = False
+        if own.doubts:
+            for place, reading in self._readings.items():
+                if reading.kind is not Kind.EXACT:  # which serves all readers
+                    self._set(place, replace(reading, varies=True))
+        own.unknown = own.doubts = False
         watched = unknown and not has_compiled_parts(self._model)
         with Watch(self._show_result, self._cancelling) if watched else nullcontext():
             yield
@@ -127,10 +131,7 @@ class Readers:
 
     def look_again(self) -> None:
         """Has the next forward pass look at each place as at one whose reader may be another; what is known stays."""
-        self._own.unknown = True
-        for place, reading in self._readings.items():
-            if reading.kind is not Kind.EXACT:  # which serves all readers
-                self._set(place, replace(reading, varies=True))
+        self._own.unknown = self._own.doubts = True
 
     @contextmanager
     def _cancelling(self) -> Generator[None]:
@@ -157,8 +158,8 @@ class Readers:
             return Sighting(place, number, self.learn(place, Reading(Kind.EXACT, "terms that cancel")), False)
         if reading is not None and reading.kind is not Kind.LOGARITHMS and not self.looks.are_due(place, reading):
             return sighting
-        known = reading is not None
-        if known and (found := of_new_values(reading, tensor)) is not reading:
+        known = reading is not None and not reading.varies
+        if reading is not None and (found := of_new_values(reading, tensor)) is not reading:
             reading = self.learn(place, found)
         if node is not None and not is_leaf_node(node) and node_number(node) == number:
             field = next((name for name in fields_of(node) if is_being_saved(node, name)), "")
@@ -272,7 +273,7 @@ class Readers:
             self.changes += 1
         try:
             for waiting in [each for each in own.waiting if not each.resolved]:
-                self._spare(waiting, ended=True)
+                self._spare(waiting)
         finally:
             self.forget_pass()
 
@@ -367,12 +368,12 @@ class Readers:
             if found is not None:
                 found.settle(None)
 
-    def _spare(self, waiting: Waiting, ended: bool = False) -> None:
-        """Has a tensor stay exact whose reader is unknown, and what leads to it; others where the pass has `ended`."""
-        known, place, unpack = waiting.sighting.reading is not None, waiting.sighting.place, waiting.unpack
-        node = None if waiting.saved is None or known else waiting.saved.node
+    def _spare(self, waiting: Waiting) -> None:
+        """Has a tensor stay exact whose reader is not known, and what leads to it: it may have a pole."""
+        node, unpack = None if waiting.saved is None else waiting.saved.node, waiting.unpack
         self._own.unresolved.pop(waiting.sighting.number, None)
-        if waiting.resolved or place is None or (known and not ended):
+        place = waiting.sighting.place
+        if waiting.resolved or place is None or waiting.sighting.reading is not None:
             return
         self._unread[place] = self._unread.get(place, 0) + 1
         if self._unread[place] >= UNREAD_PASSES:

@@ -93,6 +93,7 @@ class ThreadState(threading.local):
 
     Attributes:
         unknown: Whether a place was new in the last pass: others may be in the next one.
+        doubts: Whether what is known is to be looked at again in the next pass.
         barren: Passes in a row that were watched and have found nothing.
         showing: Whether a graph is being looked through.
         cancelling: Whether a function of `CANCELLING` is running.
@@ -104,7 +105,7 @@ class ThreadState(threading.local):
     """
 
     def __init__(self) -> None:
-        self.unknown, self.showing, self.cancelling = True, False, False
+        self.unknown, self.doubts, self.showing, self.cancelling = True, False, False, False
         self.barren = 0
         self.waiting: deque[Waiting] = deque()
         self.unresolved: dict[int, list[Waiting]] = {}

@@ -14,6 +14,7 @@ from types import FrameType
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from daf_core.autograd.sites import ModuleScopes
 from daf_core.autograd.torch_compile import skip_dynamo
@@ -119,6 +120,12 @@ class Packer:
         """Takes what a forward pass is given; see `StorageTable.lend`."""
         if (store := self.replayed_by) is not None and not is_transforming():  # a mapped batch has no storage
             store.shelf.sharing.lend(tensors)
+
+    def show(self, result: object) -> None:
+        """Takes what a forward pass gives: its graph shows who reads what was saved last."""
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, Tensor):
+                self.readers.show(each.grad_fn)
 
     def pass_by(self, tensor: Tensor) -> None:
         """Counts a tensor that a block does not save, as it is recomputed."""

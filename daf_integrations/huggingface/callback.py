@@ -190,15 +190,15 @@ class DAFCallback(TrainerCallback, ExportableState):
         self._session.detach()
 
     def _compressed_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._session.forward():
-            return forward(*args, **kwargs)
+        with self._session.forward() as passed:
+            passed.show(output := forward(*args, **kwargs))
+        return output
 
     def _compressed_in_backward(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Compresses what a loss runs again in its backward, as those of sentence-transformers with a cache do."""
-        with self._session.forward() if in_backward() else nullcontext():
-            return forward(*args, **kwargs)
+        return self._compressed_forward(forward, *args, **kwargs) if in_backward() else forward(*args, **kwargs)
 
     def _compressed(
         self,
@@ -215,8 +215,8 @@ class DAFCallback(TrainerCallback, ExportableState):
             with counted, getattr(model, "no_sync", nullcontext)():
                 return compute_loss(model, rows, *args, **kwargs)
 
-        with self._session.forward(inputs, loss_of if model.training else None):
-            loss = compute_loss(model, inputs, *args, **kwargs)
+        with self._session.forward(inputs, loss_of if model.training else None) as forward:
+            forward.show(loss := compute_loss(model, inputs, *args, **kwargs))
         self._losses += 1
         return loss if self._weight == 1 else loss * self._weight
 

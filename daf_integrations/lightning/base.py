@@ -152,8 +152,9 @@ class CompressingStrategy(Strategy):
             return loss
 
         reasons = unsupported_reasons(LIGHTNING_AUDITS, LightningContext(self, module, batch))
-        with self._daf_session.forward(batch, loss_of, next(iter(reasons), None)):
-            return super().training_step(batch, *args, **kwargs)
+        with self._daf_session.forward(batch, loss_of, next(iter(reasons), None)) as forward:
+            forward.show(output := super().training_step(batch, *args, **kwargs))
+        return output
 
     def _detach(self) -> None:
         self._daf_session.detach()

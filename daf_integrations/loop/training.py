@@ -23,6 +23,7 @@ from daf_core.model.forward_patch import ForwardPatch
 from daf_core.snapshots.attributes import referred_kept
 from daf_core.unsupported.models import PLANS
 from daf_core.unsupported.table import Context, unsupported_reasons
+from daf_integrations.session.forward_pass import ForwardPass
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.own_loss import LossWatch, loss_in
 from daf_integrations.session.report import render
@@ -122,8 +123,8 @@ class Training:
                 return loss_function(rows)
 
         def run(part: Any, weight: float, _last: bool) -> Tensor:
-            with self._pass(part, loss_of):
-                loss = loss_function(part)
+            with self._pass(part, loss_of) as running:
+                running.show(loss := loss_function(part))
             weighted = loss if weight == 1 else loss * weight
             backward(weighted)
             self.session.after_backward()
@@ -185,9 +186,9 @@ class Training:
         if unmeasurable is not None:
             self._check_unplanned(unmeasurable)
         self._check_plans(self.outer)
-        with self._pass((args, kwargs), self._own_loss, unmeasurable) as audited:
-            output = forward(*args, **kwargs)
-        if audited:
+        with self._pass((args, kwargs), self._own_loss, unmeasurable) as running:
+            running.show(output := forward(*args, **kwargs))
+        if running.audited:
             self._watch = LossWatch(output, self._loss_name)
         return output
 
@@ -220,7 +221,7 @@ class Training:
     @contextmanager
     def _pass(
         self, batch: Any = None, loss_of: LossFunction | None = None, unmeasurable: str | None = None
-    ) -> Generator[bool]:
+    ) -> Generator[ForwardPass]:
         """Counts a forward pass, which `DAFSession.forward` compresses."""
         outer = self.session.enclosing_session
         if self._records and outer is None:
@@ -233,8 +234,8 @@ class Training:
                 type(self.model).__name__,
                 self.exit_summary.title,
             )
-        with self.session.forward(batch, loss_of, unmeasurable) as audited:
-            yield audited
+        with self.session.forward(batch, loss_of, unmeasurable) as running:
+            yield running
 
 
 _trainings: weakref.WeakSet[Training] = weakref.WeakSet()

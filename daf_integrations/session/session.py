@@ -24,6 +24,7 @@ from daf_core.plan.plan_file import open_plan_file
 from daf_core.plan.run.runner import StepRunner
 from daf_core.rewrites.while_training import rewrite_model
 from daf_integrations.session.audits import Audits
+from daf_integrations.session.forward_pass import ForwardPass
 from daf_integrations.session.metrics import RunTotals
 from daf_integrations.session.report import describe, render, title
 from daf_integrations.session.saved_state import parts_of
@@ -51,8 +52,8 @@ class DAFSession:
 
         session.attach(model, outer)
         for batch in batches:
-            with session.forward(batch, loss_of):
-                loss = loss_of(batch)
+            with session.forward(batch, loss_of) as forward:
+                forward.show(loss := loss_of(batch))
             loss.backward()
             session.after_backward()
             session.before_optimizer([optimizer])
@@ -148,11 +149,10 @@ class DAFSession:
     @contextmanager
     def forward(
         self, batch: Any = None, loss_of: LossFunction | None = None, unmeasurable: str | None = None
-    ) -> Generator[bool]:
+    ) -> Generator[ForwardPass]:
         """Compresses what the forward pass and the loss inside save, and begins an optimizer step if none is open.
 
-        Before the pass it measures the error of the gradient where that is due, and yields whether it did. Does nothing
-        in evaluation, where operators are recorded (``torch.export``, `torch.func.grad`), and inside of such a pass.
+        Measures the gradient's error first where that is due. Does nothing in evaluation, export, or in such a pass.
 
         Args:
             batch: The step's batch.
@@ -168,15 +168,15 @@ class DAFSession:
             ProfileError: That step cannot be measured.
         """
         if self._engine is None or not torch.is_grad_enabled() or self._has_no_values or self.enclosing_session:
-            yield False
+            yield ForwardPass()
             return
         if self.runner is not None:
             self.runner.check_pass()
         audited = self._begin_pass(batch, loss_of, unmeasurable)
         audits = nullcontext() if self._audits is None else self._audits.following()
         frozen = nullcontext() if self._elastic is None else self._elastic.holding()
-        with audits, frozen, self._covering(), self._engine.compress(tensors_in(batch)):
-            yield audited
+        with audits, frozen, self._covering(), self._engine.compress(tensors_in(batch)) as show:
+            yield ForwardPass(audited, show)
 
     def run_step(
         self, batch: Any, loss_of: LossFunction, step: Step, restore: Callable[[], None] | None = None
