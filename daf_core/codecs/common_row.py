@@ -49,8 +49,9 @@ CHUNK = 1 << 22
 
 TINY = torch.finfo(torch.float32).tiny
 
-EVERY = 64
-"""Passes after which all sites are measured again: what rows share changes while a model trains."""
+EVERY = 61
+"""Passes after which all sites are measured again: what rows share changes while a model trains. An odd number, as
+passes of two kinds may take turns, of which the same would be measured each time."""
 
 MOST_SITES = 1 << 14
 """Sites that are remembered at most: a program with loops of ever more steps has new ones in every pass."""
@@ -164,17 +165,21 @@ class Gain(NamedTuple):
     bits: float  # the gain that was measured, but for what it takes
 
 
+_NOTHING = Gain(-1, 0.0)
+
+
 class CommonRows:
     """Knows at which sites rows have much in common."""
 
     def __init__(self) -> None:
         self.passes = 0  # forward passes that have ended
-        # Of sites whose rows share groups, or do not, with the epoch in which that was measured.
-        self._found: dict[tuple[Site, bool], tuple[int, Gain]] = {}
+        # Of sites whose rows share groups, or do not, the best of the last two that were measured, with the latest and
+        # its epoch.
+        self._found: dict[tuple[Site, bool], tuple[int, Gain, Gain]] = {}
 
     def state(self) -> dict[str, Any]:
         """Returns what was measured, as JSON-able values."""
-        found = [[*site, shared, epoch, *gain] for (site, shared), (epoch, gain) in self._found.items()]
+        found = [[*site, shared, epoch, *gain] for (site, shared), (epoch, gain, _) in self._found.items()]
         return {"passes": self.passes, "gains": found}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -187,7 +192,7 @@ class CommonRows:
             self.passes, self._found = count(state["passes"]), {}
             for *site, shared, epoch, way, bits in state["gains"]:
                 gain = Gain(count(way, -1), number(bits))
-                self._found[Site.from_state(site), flag(shared)] = count(epoch, -1), gain
+                self._found[Site.from_state(site), flag(shared)] = count(epoch, -1), gain, gain
 
     @property
     def epoch(self) -> int:
@@ -213,14 +218,18 @@ class CommonRows:
         return self._gain(site, geometry, group, values).bits >= LEAST_GAIN
 
     def _gain(self, site: Site, geometry: Geometry, group: int, values: Tensor) -> Gain:
-        """Returns what was measured at a site in this epoch; for the arguments see `blocks`."""
+        """Returns what was measured at a site in this epoch or the one before; for the arguments see `blocks`.
+
+        The error of passes without what they share is larger than what it takes in those of another kind.
+        """
         key = site, group > geometry.row
-        measured, gain = self._found.get(key, (-1, Gain(-1, 0.0)))
+        measured, gain, latest = self._found.get(key, (-1, _NOTHING, _NOTHING))
         if measured != self.epoch and not is_capturing():
             if len(self._found) >= MOST_SITES:
                 self._found = {}
-            gain = _best(possible_blocks(geometry, group), values)
-            self._found[key] = self.epoch, gain
+            found = _best(possible_blocks(geometry, group), values)
+            gain = max(found, latest, key=lambda each: each.bits)
+            self._found[key] = self.epoch, gain, found
         return gain
 
 
@@ -243,6 +252,6 @@ def possible_blocks(geometry: Geometry, group: int) -> tuple[RowBlocks, ...]:
 def _best(possible: Sequence[RowBlocks], values: Tensor) -> Gain:
     """Returns the way that gains most."""
     if values.is_meta:
-        return Gain(-1, 0.0)
+        return _NOTHING
     gains = [Gain(way, blocks.gain(values)) for way, blocks in enumerate(possible) if blocks.is_worth_a_look]
-    return max(gains, key=lambda gain: gain.bits - possible[gain.way].bits, default=Gain(-1, 0.0))
+    return max(gains, key=lambda gain: gain.bits - possible[gain.way].bits, default=_NOTHING)

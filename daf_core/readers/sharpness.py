@@ -338,8 +338,8 @@ class Looks:
     While a model trains, probabilities may become sure, arguments large, and exponentials small.
     """
 
-    EVERY = 16
-    """Passes after which one is looked at again."""
+    EVERY = 17
+    """Passes after which one is looked at again. An odd number, as passes of two kinds may take turns."""
 
     def __init__(self) -> None:
         self._passes: dict[Place, int] = {}

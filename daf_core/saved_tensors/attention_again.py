@@ -19,7 +19,7 @@ from daf_core.readers.waiting import Unpack
 from daf_core.saved_tensors.handle import Handle
 from daf_core.saved_tensors.pending import packed_of
 
-LOOKS = 16
+LOOKS = 17
 """Backward passes of an attention after which it is looked at again."""
 
 

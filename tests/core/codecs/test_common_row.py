@@ -223,6 +223,26 @@ def test_sites_are_measured_again() -> None:
     assert known.blocks(SITE, geometry(rows[:64]), 96, rows[:64]) == RowBlocks(1, 64, 96, 96)
 
 
+def test_what_every_other_pass_shares_is_known() -> None:
+    """As of two kinds of batches: the same was measured each time, and whatever was measured last counted."""
+    rows, alike = normal(128, 96), normal(128, 96) + 5 * normal(96, seed=1)
+    known, found = CommonRows(), list[bool]()
+    for known.passes in range(4 * EVERY):
+        values = alike if known.passes % 2 else rows
+        found.append(known.blocks(SITE, geometry(values), 96, values) is not None)
+    assert not any(found[:EVERY])
+    assert all(found[EVERY:])
+
+
+def test_what_is_not_shared_any_more_is_forgotten() -> None:
+    rows, alike = normal(128, 96), normal(128, 96) + 5 * normal(96, seed=1)
+    known, found = CommonRows(), list[bool]()
+    for values in (alike, rows, rows):
+        found.append(known.blocks(SITE, geometry(values), 96, values) is not None)
+        known.passes += EVERY
+    assert found == [True, True, False]
+
+
 class Attention(nn.Module):
     """Self-attention of two heads whose keys or values have much in common, as those of trained models have."""
 

@@ -202,7 +202,7 @@ SOFT_TARGETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.015), (4, 0.2)])
 @pytest.mark.parametrize("loss", SOFT_TARGETS.values(), ids=SOFT_TARGETS)
-def test_hard_targets_may_become_soft_ones(loss: Callable[..., Tensor], bits: Any, bound: float) -> None:
+def test_hard_targets_may_become_soft_ones(loss: Callable[..., Tensor], bits: int, bound: float) -> None:
     """They had been masks, which compare nothing: from then on the errors were up to .05 and .8."""
     model = Distilled(loss)
     engine, found = engine_for(model, bits), list[float]()
