@@ -123,7 +123,7 @@ class Packer:
 
     def show(self, result: object) -> None:
         """Takes what a forward pass gives: its graph shows who reads what was saved last."""
-        for each in pytree.tree_leaves(result):
+        for each in pytree.tree_leaves(result) if self.readers.unresolved else ():
             if isinstance(each, Tensor):
                 self.readers.show(each.grad_fn)
 
