@@ -91,7 +91,7 @@ class ActivationEngine:
     def compress(self, inputs: Iterable[Tensor] = ()) -> Generator[Callable[[object], None]]:
         """Compresses what autograd saves inside: wrap it around the forward pass and the loss, not around backward.
 
-        Entering it again inside itself changes nothing, nor where operators are recorded or transformed, as in
+        Entering it again inside itself changes nothing, nor does it where operators are recorded or transformed, as in
         ``torch.export``. `inputs` are what the model is given: of larger ones that they are views of, only they count.
         Yields a function to be told the result, if it can be: who has saved last may have other arguments than before.
 

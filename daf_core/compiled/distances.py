@@ -34,9 +34,9 @@ def compared_rows(forward: fx.Graph) -> set[fx.Node]:
         if any(_squared(each) in parts for each in (*parts, *_added_to(product))):
             found.update(parts)
         elif name_of(product) == "mm":  # products of many matrices are attention, as a rule
-            normalized = [_normalized(each) for each in factors]
-            vectors = [each for each in normalized if each is not None]
-            found.update(*[(*factors, *vectors)] * (len(vectors) == len(factors)))
+            vectors = [each for factor in factors if (each := _normalized(factor)) is not None]
+            if len(vectors) == len(factors):
+                found.update(factors, vectors)
     return found
 
 
