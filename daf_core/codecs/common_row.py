@@ -220,7 +220,7 @@ class CommonRows:
     def _gain(self, site: Site, geometry: Geometry, group: int, values: Tensor) -> Gain:
         """Returns what was measured at a site in this epoch or the one before; for the arguments see `blocks`.
 
-        Passes of two kinds may take turns. What rows of the one share takes a few bytes in the other, and without it the
+        Passes of two kinds may take turns: what rows share in the one takes few bytes in the other, and without it the
         error of the first was 1.9 at 4 bits.
         """
         key = site, group > geometry.row

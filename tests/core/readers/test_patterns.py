@@ -177,43 +177,6 @@ class LastOf(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["coo", "csr", "csc", "jagged", "strided"])
-class Distilled(nn.Module):
-    """Learns from hard targets, and then from a teacher that is close to it, in the same lines."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
-        self.loss, self.is_hard = loss, True
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.layers(x)
-        soft = (scores.detach() + 0.05 * normal(*scores.shape, seed=7)).softmax(-1)
-        hard = F.one_hot(soft.argmax(-1), scores.shape[-1]).float()
-        return self.loss(scores, hard if self.is_hard else soft)
-
-
-SOFT_TARGETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross entropy": F.cross_entropy,
-    "product": lambda scores, targets: -(targets * scores.log_softmax(-1)).sum(-1).mean(),
-    "logsumexp": lambda scores, targets: (scores.logsumexp(-1) - (targets * scores).sum(-1)).mean(),
-}
-
-
-@pytest.mark.parametrize(("bits", "bound"), [(8, 0.015), (4, 0.2)])
-@pytest.mark.parametrize("loss", SOFT_TARGETS.values(), ids=SOFT_TARGETS)
-def test_hard_targets_may_become_soft_ones(loss: Callable[..., Tensor], bits: int, bound: float) -> None:
-    """They had been masks, which compare nothing: from then on the errors were up to .05 and .8."""
-    model = Distilled(loss)
-    engine, found = engine_for(model, bits), list[float]()
-    for step in range(9):
-        model.is_hard = step < 5
-        exact = backward(model, lambda model, _: model(normal(512, 32)))
-        found.append(error(backward(model, lambda model, _: model(normal(512, 32)), engine), exact))
-        engine.finish_step()
-    assert max(found[7:]) < bound < found[5]
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
 def test_a_last_product_may_be_of_sparse_or_nested_tensors(kind: str) -> None:
@@ -602,6 +565,43 @@ class Likelihood(nn.Module):
 def test_weighed_errors_are_within_the_bounds(loss: Callable[..., Tensor], bits: int, bound: float) -> None:
     """The errors were .3 to 4 at 8 bits, but for that of standardized errors, whose part of the variances is small."""
     assert max(errors(Likelihood(loss), normal(512, 24), bits, passes=3)) < bound
+
+
+class Distilled(nn.Module):
+    """Learns from hard targets, and then from a teacher that is close to it, in the same lines."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
+        self.loss, self.is_hard = loss, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.layers(x)
+        soft = (scores.detach() + 0.05 * normal(*scores.shape, seed=7)).softmax(-1)
+        hard = F.one_hot(soft.argmax(-1), scores.shape[-1]).float()
+        return self.loss(scores, hard if self.is_hard else soft)
+
+
+SOFT_TARGETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross entropy": F.cross_entropy,
+    "product": lambda scores, targets: -(targets * scores.log_softmax(-1)).sum(-1).mean(),
+    "logsumexp": lambda scores, targets: (scores.logsumexp(-1) - (targets * scores).sum(-1)).mean(),
+}
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.015), (4, 0.2)])
+@pytest.mark.parametrize("loss", SOFT_TARGETS.values(), ids=SOFT_TARGETS)
+def test_hard_targets_may_become_soft_ones(loss: Callable[..., Tensor], bits: int, bound: float) -> None:
+    """They had been masks, which compare nothing: from then on the errors were up to .05 and .8."""
+    model = Distilled(loss)
+    engine, found = engine_for(model, bits), list[float]()
+    for step in range(9):
+        model.is_hard = step < 5
+        exact = backward(model, lambda model, _: model(normal(512, 32)))
+        found.append(error(backward(model, lambda model, _: model(normal(512, 32)), engine), exact))
+        engine.finish_step()
+    assert max(found[7:]) < bound < found[5]
 
 
 class SquaredGate(nn.Module):
