@@ -47,6 +47,8 @@ from daf_core.readers.table import Kind, Reading, reading_of
 from daf_core.readers.waiting import (
     EXACT_MODE,
     NEWEST,
+    PATIENCE,
+    WAITING_BYTES,
     Saved,
     Sighting,
     StoreAgain,
@@ -56,12 +58,6 @@ from daf_core.readers.waiting import (
     saver_of,
 )
 from daf_core.readers.watch import Watch
-
-PATIENCE = 16
-"""Tensors of a first pass that wait at most. One whose reader is not known by then stays exact in this pass."""
-
-WAITING_BYTES = 128 << 20
-"""Bytes of values that wait at most, besides those of the last one: ten times RoBERTa-base's largest at 8 x 128."""
 
 MOST_PLACES = 1 << 16
 """Places that are remembered at most: a program that writes its own code anew has new ones in every pass."""
@@ -88,6 +84,7 @@ class Readers:
         self.changes = 0  # how often something was learned: as long as it is the same, so is what is known
         self._model = model
         self._wanted = wanted
+        self._doubts = False  # whether what is known is to be looked at again, in the next pass of any thread
         self._places = Places()
         self._readings: dict[Place, Reading] = {}
         self._unread: dict[Place, int] = {}
@@ -99,7 +96,7 @@ class Readers:
     def learning(self) -> bool:
         """Whether the next forward pass of this thread will be watched."""
         barren = self._own.barren >= BARREN_PASSES
-        return self._wanted and (self._own.unknown or (barren if self._readings else not barren))
+        return self._wanted and (self._own.unknown or self._doubts or (barren if self._readings else not barren))
 
     @contextmanager
     def watching(self, always: bool = False) -> Generator[None]:
@@ -108,11 +105,11 @@ class Readers:
         if self._readings and own.barren >= BARREN_PASSES:  # the pass that has found them was not watched
             own.barren = 0
             self.look_again()
-        if own.doubts:
+        if self._doubts:
             for place, reading in self._readings.items():
                 if reading.kind is not Kind.EXACT:  # which serves all readers
                     self._set(place, replace(reading, varies=True))
-        own.unknown = own.doubts = False
+        own.unknown = self._doubts = False
         watched = unknown and not has_compiled_parts(self._model)
         with Watch(self._show_result, self._cancelling) if watched else nullcontext():
             yield
@@ -131,7 +128,7 @@ class Readers:
 
     def look_again(self) -> None:
         """Has the next forward pass look at each place as at one whose reader may be another; what is known stays."""
-        self._own.unknown = self._own.doubts = True
+        self._doubts = True
 
     @contextmanager
     def _cancelling(self) -> Generator[None]:

@@ -17,6 +17,12 @@ from daf_core.readers.table import Kind, Reading
 NEWEST = 8
 """Tensors of a first pass whose values wait although their reader is known: what follows may have a pole."""
 
+PATIENCE = 16
+"""Tensors of a first pass that wait at most. One whose reader is not known by then stays exact in this pass."""
+
+WAITING_BYTES = 128 << 20
+"""Bytes of values that wait at most, besides those of the last one: ten times RoBERTa-base's largest at 8 x 128."""
+
 _CLONE = "CloneBackward0"
 """An operator in place saves a clone, which has a node of its own, made after that of the operator."""
 
@@ -93,7 +99,6 @@ class ThreadState(threading.local):
 
     Attributes:
         unknown: Whether a place was new in the last pass: others may be in the next one.
-        doubts: Whether what is known is to be looked at again in the next pass.
         barren: Passes in a row that were watched and have found nothing.
         showing: Whether a graph is being looked through.
         cancelling: Whether a function of `CANCELLING` is running.
@@ -105,7 +110,7 @@ class ThreadState(threading.local):
     """
 
     def __init__(self) -> None:
-        self.unknown, self.doubts, self.showing, self.cancelling = True, False, False, False
+        self.unknown, self.showing, self.cancelling = True, False, False
         self.barren = 0
         self.waiting: deque[Waiting] = deque()
         self.unresolved: dict[int, list[Waiting]] = {}

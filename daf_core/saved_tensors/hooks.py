@@ -369,9 +369,9 @@ class Packer:
         if found is not None and reading is not None and found.jumps and reading == replace(found, bounds=None):
             found = reading  # when it was stored a budget had no bits for sides
         # Where the first to ask for what a checkpoint recomputes is a node, the checkpoint's input is read meanwhile.
-        if stored.readable_by_any_op if found is None else stored.serves(found):
-            return
-        raise ReaderError(_refusal(stored, reading, name, own=found is not None))
+        if not (stored.readable_by_any_op if found is None else stored.serves(found)):
+            self.readers.look_again()  # backward ends here, and others behind may read otherwise as well
+            raise ReaderError(_refusal(stored, reading, name, own=found is not None))
 
 
 def _refusal(stored: StoredActivation, reading: Reading | None, name: str | None, own: bool) -> str:

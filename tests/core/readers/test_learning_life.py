@@ -384,3 +384,27 @@ def test_what_the_last_operator_reads_may_change(
         assert error(found, expected) < (0.02 if bits == 8 else 0.3)
         if argument[0] == first:
             assert len(held) == 1
+
+
+def test_all_readers_are_learned_anew_after_an_error() -> None:
+    """Backward ends at the last of them: each had a step of its own that failed."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers, self.function = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), torch.sin
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second, last = self.layers
+            return last(self.function(second(self.function(first(x))))).square().mean()
+
+    net = Twice()
+    engine = engine_for(net, 8)
+    for _ in range(3):
+        step(net, engine)
+    net.function = torch.abs
+    with pytest.raises(ReaderError, match="AbsBackward0"):
+        step(net, engine)
+    for _ in range(3):
+        assert error(step(net, engine), plain(net)) < 0.02
