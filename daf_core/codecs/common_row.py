@@ -179,7 +179,7 @@ class CommonRows:
 
     def state(self) -> dict[str, Any]:
         """Returns what was measured, as JSON-able values."""
-        found = [[*site, shared, epoch, *gain] for (site, shared), (epoch, gain, _) in self._found.items()]
+        found = [[*site, shared, epoch, *gain, *last] for (site, shared), (epoch, gain, last) in self._found.items()]
         return {"passes": self.passes, "gains": found}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -190,9 +190,9 @@ class CommonRows:
         """
         with as_a_whole(self, vars(self), "what rows share"):
             self.passes, self._found = count(state["passes"]), {}
-            for *site, shared, epoch, way, bits in state["gains"]:
-                gain = Gain(count(way, -1), number(bits))
-                self._found[Site.from_state(site), flag(shared)] = count(epoch, -1), gain, gain
+            for *site, shared, epoch, way, bits, last_way, last_bits in state["gains"]:
+                gain, last = Gain(count(way, -1), number(bits)), Gain(count(last_way, -1), number(last_bits))
+                self._found[Site.from_state(site), flag(shared)] = count(epoch, -1), gain, last
 
     @property
     def epoch(self) -> int:
@@ -228,8 +228,9 @@ class CommonRows:
         if measured != self.epoch and not is_capturing():
             if len(self._found) >= MOST_SITES:
                 self._found = {}
-            found = _best(possible_blocks(geometry, group), values)
-            gain = max(found, latest, key=lambda each: each.bits)
+            possible = possible_blocks(geometry, group)
+            found = _best(possible, values)
+            gain = max(found, latest, key=lambda each: _worth(each, possible))
             self._found[key] = self.epoch, gain, found
         return gain
 
@@ -255,4 +256,9 @@ def _best(possible: Sequence[RowBlocks], values: Tensor) -> Gain:
     if values.is_meta:
         return _NOTHING
     gains = [Gain(way, blocks.gain(values)) for way, blocks in enumerate(possible) if blocks.is_worth_a_look]
-    return max(gains, key=lambda gain: gain.bits - possible[gain.way].bits, default=_NOTHING)
+    return max(gains, key=lambda gain: _worth(gain, possible), default=_NOTHING)
+
+
+def _worth(gain: Gain, possible: Sequence[RowBlocks]) -> float:
+    """Returns the bits that are gained beyond those that it takes."""
+    return gain.bits - possible[gain.way].bits if 0 <= gain.way < len(possible) else -math.inf

@@ -17,7 +17,7 @@ from daf_core.compiled.common_row import DEAREST, bits_of_means
 from daf_core.compiled.dimensions import channels_of, normalized_in, probabilities_of, viewed
 from daf_core.compiled.distances import compared_rows
 from daf_core.compiled.groups import Shape, Together, shape_of
-from daf_core.compiled.poles import before_poles
+from daf_core.compiled.poles import before_poles, with_gradient
 from daf_core.compiled.readers import (
     CASTS,
     EXPONENTIALS,
@@ -90,8 +90,9 @@ class Decisions:
         self._unread = attend_again(forward, backward)
         self._readers = {node.name: node for node in backward.find_nodes(op="placeholder")}
         self._from_gradients = made_of_gradients(backward)
-        self._compared, self._compared_rows = compared_in(backward), compared_rows(forward)
-        self._before_poles = before_poles(forward, backward)
+        known = with_gradient(forward, backward)
+        self._compared, self._compared_rows = compared_in(backward), compared_rows(forward, known)
+        self._before_poles = before_poles(forward, known)
 
     def of(self, name: str) -> Decision:
         """Returns the decision for a saved tensor of a name."""

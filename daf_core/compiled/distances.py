@@ -1,11 +1,12 @@
 """Vectors whose cosines or distances a forward graph works out by products of matrices.
 
-Outside of graphs, `daf_core.readers.losses.almost_equal_factors` finds the same among autograd's nodes.
+Outside of graphs, `daf_core.readers.losses.almost_equal_factors` looks for them among autograd's nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from itertools import islice
 from typing import cast
 
 from torch import fx
@@ -13,14 +14,16 @@ from torch import fx
 from daf_core.autograd.torch_compile import reached
 from daf_core.compiled.dimensions import viewed
 from daf_core.compiled.readers import is_square, is_view, multiple_of, name_of, tensors_of
+from daf_core.compiled.sizes import elements_of, hint
+from daf_core.readers.patterns import MOST_NODES
 
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _SIGNS = ("add", "sub", "rsub", "neg")
 _SUMS = ("sum", "mean", "linalg_vector_norm")
 
 
-def compared_rows(forward: fx.Graph) -> set[fx.Node]:
-    """Returns the vectors, and what was normalized to them.
+def compared_rows(forward: fx.Graph, known: Set[fx.Node]) -> set[fx.Node]:
+    """Returns the vectors, and what was normalized to them; `known` are the nodes that depend on what has a gradient.
 
     Of vectors that are almost equal the gradient is what little is between them: its errors were .04 at 8 bits and .6
     at 4. Terms of a distance, a ** 2 + b ** 2 - 2 * a @ b, may be parts of the factors, as torch's own function has it.
@@ -33,11 +36,18 @@ def compared_rows(forward: fx.Graph) -> set[fx.Node]:
         parts = [part for each in factors for part in _parts_of(each)]
         if any(_squared(each) in parts for each in (*parts, *_added_to(product))):
             found.update(parts)
-        elif name_of(product) == "mm":  # products of many matrices are attention, as a rule
+        elif _is_one(product):  # products of many matrices are attention, as a rule
             vectors = [each for factor in factors if (each := _normalized(factor)) is not None]
-            if len(vectors) == len(factors):
+            weights = [each for each in vectors if each.op == "placeholder" and each in known]
+            if len(vectors) == len(factors) and len(weights) != 1:  # of a layer of cosines
                 found.update(factors, vectors)
     return found
+
+
+def _is_one(product: fx.Node) -> bool:
+    """Says whether a product is one of two matrices, such as that of an einsum."""
+    values = product.meta["val"]
+    return values.dim() == 2 or hint(values.shape[0]) == 1
 
 
 def _arguments_of(product: fx.Node) -> Sequence[fx.Node]:
@@ -45,10 +55,18 @@ def _arguments_of(product: fx.Node) -> Sequence[fx.Node]:
 
 
 def _unscaled(node: fx.Node) -> fx.Node:
-    """Returns of what a node is a view or a multiple."""
-    while (source := multiple_of(viewed(node))[0]) is not node:
+    """Returns of what a node is a view or a multiple, also by a tensor of one number, such as a temperature."""
+    while (source := _multiplied(multiple_of(viewed(node))[0])) is not node:
         node = source
     return node
+
+
+def _multiplied(node: fx.Node) -> fx.Node:
+    """Returns what a node multiplies or divides by one number; the node where it does something else."""
+    if name_of(node) not in ("mul", "div"):
+        return node
+    several = [each for each in tensors_of(node) if elements_of(each.meta["val"]) > 1]
+    return several[0] if len(several) == 1 and len(tensors_of(node)) == 2 else node
 
 
 def _parts_of(factor: fx.Node) -> Sequence[fx.Node]:
@@ -62,8 +80,9 @@ def _added_to(product: fx.Node) -> Iterator[fx.Node]:
         return is_view(node) or multiple_of(node)[0] is not node
 
     behind = reached([product], lambda node: node.users if node is product or is_same(node) else ())
-    sums = [*_arguments_of(product)[:-2], *(each for each in behind if name_of(each) in _SIGNS)]
-    return reached(sums, lambda node: tensors_of(node) if name_of(node) in _SIGNS or is_same(node) else ())
+    sums = [*_arguments_of(product)[:-2], *(each for each in islice(behind, MOST_NODES) if name_of(each) in _SIGNS)]
+    terms = reached(sums, lambda node: tensors_of(node) if name_of(node) in _SIGNS or is_same(node) else ())
+    return islice(terms, MOST_NODES)  # of a chain of residuals each has all before it among its terms
 
 
 def _squared(node: fx.Node) -> fx.Node | None:

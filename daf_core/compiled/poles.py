@@ -47,9 +47,11 @@ _STOPS = (
 """What begins the names of operators behind which no value is small because one before it is."""
 
 
-def before_poles(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes whose results have to be exact where they are saved, and what they are worked out again of."""
-    known = _with_gradient(forward, backward)
+def before_poles(forward: fx.Graph, known: Set[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes whose results have to be exact where they are saved, and what they are worked out again of.
+
+    Of those that are `known`, which depend on what has a gradient.
+    """
     poles = [node for node in forward.nodes if node in known and _has_pole(node)]
     leading = [each for node in poles for each in _leading(node)]
     for product in _weighed_errors(forward, known):
@@ -57,7 +59,7 @@ def before_poles(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
     return {viewed(each) for each in leading if each in known}
 
 
-def _with_gradient(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
+def with_gradient(forward: fx.Graph, backward: fx.Graph) -> set[fx.Node]:
     """Returns the forward nodes that depend on what backward makes a gradient of: a teacher's probabilities do not."""
     given, gradients = forward.find_nodes(op="placeholder"), cast("list[Any]", backward.output_node().args[0])
     if len(given) == len(gradients):  # there may be more, such as sizes

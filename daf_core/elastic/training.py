@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from logging import getLogger
@@ -22,7 +22,7 @@ from daf_core.elastic.schedule import Choice, ElasticStep, StepSchedule
 from daf_core.elastic.units import Calls, Units, registered_calls, renumbered, units_of, warn_of_deepest
 from daf_core.engine import ActivationEngine
 from daf_core.errors import ElasticError
-from daf_core.model.blocks import layers_of
+from daf_core.model.blocks import Block, layers_of
 from daf_core.model.module_hooks import InstanceHook, is_training_pass
 from daf_core.plan.plan_file import PlanFile
 from daf_core.state_checks import as_a_whole, count
@@ -305,13 +305,11 @@ class ElasticTraining:
         Says whether there is something to choose from, which may not be so where the user trains a head alone.
         """
         now, before = self._user_trains(), self._learned
-        if list(map(id, now)) == list(map(id, before.trained)):
+        has_others = not all(map(self._has, self._blocks))
+        if list(map(id, now)) == list(map(id, before.trained)) and not has_others:
             return True
-        modules = dict(self._model.named_modules())
-        has_others = any(modules.get(block.name) is not block.module for block in self._blocks)
         if has_others:  # some were taken out, or replaced
             self._blocks, self._calls, self._checked = layers_of(self._model), registered_calls(self._model), False
-            check_supported(ELASTIC, Context(self._outer, blocks=len(self._blocks)))
             self._others.clear()
         known = self._others.get(tuple(map(id, now)))
         if known is None:
@@ -326,6 +324,13 @@ class ElasticTraining:
         if not has_others:
             self._others[tuple(map(id, before.trained))] = before
         return True
+
+    def _has(self, block: Block) -> bool:
+        """Says whether a block is a part of the model, perhaps by another name: it may have been wrapped."""
+        with suppress(AttributeError):
+            if self._model.get_submodule(block.name) is block.module:
+                return True
+        return any(module is block.module for module in self._model.modules())
 
     def _started_clock(self) -> BlockTimer:
         return BlockTimer(self._model, self._learned.units.blocks, lambda: self._engine.held_bytes)

@@ -24,8 +24,7 @@ _FACTORS = ("MulBackward", "DivBackward")
 _PRECISIONS = ("ExpBackward", "Softplus", "Clamp")
 _MOVED = (*MOVES, *_FACTORS)
 _BOUNDED = ("Sigmoid", "Softmax", "SafeSoftmax", "Tanh", "ExpBackward", "LogSigmoid", "LogSoftmax")
-_BATCHED = "BmmBackward0"
-_MATRIX_PRODUCTS = ("MmBackward0", _BATCHED)
+_MATRIX_PRODUCTS = ("MmBackward0", "BmmBackward0")
 _ADDS_PRODUCT = ("AddmmBackward0", "BaddbmmBackward0")
 
 
@@ -36,7 +35,8 @@ def almost_equal_factors(node: Node) -> Iterator[tuple[Node, str]]:
     or apart: the error of a cosine's was .67 at 4 bits, and is .12. Torch's own function is known by its name.
     """
     for product in _products_of_rows(node):
-        found = [_normalizes(_made_by(each), node) for each, _ in product.next_functions if each is not None]
+        factors = (each for each, _ in product.next_functions[-2:] if each is not None)
+        found = [_normalizes(_unscaled(each), node) for each in factors]
         # A layer of cosines multiplies its input, normalized or not, by a weight.
         known = any(found) if product.name() == PRODUCT else all(found)
         for each in (product, *chain.from_iterable(found)) if known else ():
@@ -50,8 +50,9 @@ def _products_of_rows(node: Node) -> Iterator[Node]:
     name = node.name()
     if name in (*MEANS, *_TOTALS):
         yield from (each for each, _ in node.next_functions if each is not None and each.name() == PRODUCT)
-    elif name in _MATRIX_PRODUCTS and not (made := node._input_metadata[0]).is_nested_tensor:
-        yield from [node] if name != _BATCHED or tuple(made.shape[1:]) == (1, 1) else ()
+    elif name in (*_MATRIX_PRODUCTS, *_ADDS_PRODUCT) and not (made := node._input_metadata[0]).is_nested_tensor:
+        # Products of many matrices are attention, as a rule; those of an einsum are one, or one of each pair.
+        yield from [node] if len(made.shape) == 2 or made.shape[0] == 1 or tuple(made.shape[1:]) == (1, 1) else ()
 
 
 def _normalizes(node: Node | None, total: Node) -> tuple[Node, ...]:
@@ -122,6 +123,18 @@ def _made_by(node: Node | None, moves: tuple[str, ...] = MOVES) -> Node | None:
         if node is None or not node.name().startswith(moves):
             break
         node = node.next_functions[0][0]
+    return node
+
+
+def _unscaled(node: Node | None) -> Node | None:
+    """Returns what has made vectors, but for their sign, views and one number that multiplies all, as a temperature."""
+    for _ in range(MOST_TO_FACTOR):
+        if node is None or not node.name().startswith((*_MOVED, "NegBackward")):
+            break
+        several = [each for each, _ in node.next_functions if each is not None and has_several(each)]
+        if len(several) != 1:  # as a quotient of vectors and their norms
+            break
+        [node] = several
     return node
 
 

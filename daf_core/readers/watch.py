@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
@@ -12,9 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from typing_extensions import override
 
+from daf_core.autograd.torch_private import Node
+
 CANCELLING = frozenset({"corrcoef", "cosine_similarity", "cov"})
 """Functions of torch whose gradient is what is left where terms cancel that are up to a thousand times as large: all
 that is saved while they run stays exact. At 4 bits the error of the gradient was above .5."""
+
+MOST_SHOWN = 64
+"""Values that are looked at in what a forward pass returns: it may be a list of anything."""
 
 _HANDLE: CodeType = handle_torch_function.__code__
 
@@ -64,3 +70,21 @@ def _tensors(result: object) -> Iterator[Tensor]:
     elif isinstance(result, tuple | list):
         for each in result:  # pyright: ignore[reportUnknownVariableType]
             yield from _tensors(each)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def nodes_of(result: object) -> Iterator[Node]:
+    """Yields the nodes that have made the first tensors in what a forward pass returns, whatever holds them."""
+    pending: list[Any] = [result]
+    for each in pending:
+        found: Iterable[Any] = ()
+        if isinstance(each, Tensor):
+            with suppress(RuntimeError):  # a view whose base was changed has none
+                if each.grad_fn is not None:
+                    yield each.grad_fn
+        elif isinstance(each, Mapping):
+            found = each.values()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        elif isinstance(each, tuple | list):
+            found = each  # pyright: ignore[reportUnknownVariableType]
+        elif hasattr(each, "__dict__"):
+            found = vars(each).values()
+        pending += islice(found, MOST_SHOWN - len(pending))  # pyright: ignore[reportUnknownArgumentType]

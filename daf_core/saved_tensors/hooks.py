@@ -14,7 +14,6 @@ from types import FrameType
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from daf_core.autograd.sites import ModuleScopes
 from daf_core.autograd.torch_compile import skip_dynamo
@@ -33,6 +32,7 @@ from daf_core.readers.learning import Readers
 from daf_core.readers.places import DROPOUT, input_of, is_written_late
 from daf_core.readers.table import Kind, Reading
 from daf_core.readers.waiting import EXACT_MODE, Sighting, saver_of
+from daf_core.readers.watch import nodes_of
 from daf_core.saved_tensors.attention_again import AttentionAgain
 from daf_core.saved_tensors.background import BackgroundPacker
 from daf_core.saved_tensors.classify import Eligibility, TensorKind, is_plain
@@ -123,9 +123,8 @@ class Packer:
 
     def show(self, result: object) -> None:
         """Takes what a forward pass gives: its graph shows who reads what was saved last."""
-        for each in pytree.tree_leaves(result) if self.readers.unresolved else ():
-            if isinstance(each, Tensor):
-                self.readers.show(each.grad_fn)
+        for node in nodes_of(result) if self.readers.unresolved else ():
+            self.readers.show(node)
 
     def pass_by(self, tensor: Tensor) -> None:
         """Counts a tensor that a block does not save, as it is recomputed."""

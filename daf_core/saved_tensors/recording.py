@@ -131,13 +131,14 @@ class Save:
         kept: See `Look`.
         late: Whether the last tensor was to be written yet, where some are; None elsewhere.
         changing: Place and reading of what is looked at again now and then, as a softmax's result; None elsewhere.
+        had_codes: Whether codes have stored one of the tensors.
         decisions: By shape.
         epoch: That of the store in which it was measured last what rows share.
     """
 
     __slots__ = (
         "begun", "call", "calls", "changing", "checked", "codes", "decisions", "dtype", "epoch", "following",
-        "instructions", "kept", "late", "look", "made_by", "module", "op", "small",
+        "had_codes", "instructions", "kept", "late", "look", "made_by", "module", "op", "small",
     )  # fmt: skip
 
     def __init__(
@@ -154,6 +155,7 @@ class Save:
         self.checked = self.epoch = -1
         self.kept = look is not None and look.kept
         self.late = is_written_late(tensor, frame) if tensor is not None and may_write_late(frame) else None
+        self.had_codes = False
         self.decisions: dict[tuple[int, ...], Decision] = {}
         node = None if tensor is None else tensor.grad_fn
         self.dtype = None if tensor is None else tensor.dtype

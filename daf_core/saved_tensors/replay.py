@@ -241,9 +241,11 @@ class Replay:
         packed = self._packer.store(tensor, look, frame)
         known = save.decisions.get(tensor.shape)
         save.learn(tensor, look, packed, counts["shared"] > before)
-        if known is not None and known.kind is BitmaskActivation and packed.stored.lossy:
-            # A constant that was a mask may weigh what codes spoil, such as a teacher's probabilities.
-            self._readers.look_again()
+        if not save.had_codes and packed.stored.lossy:
+            save.had_codes = True
+            if known is not None and known.kind is BitmaskActivation:
+                # What was a mask may weigh what codes spoil now, as a teacher's probabilities do after hard targets.
+                self._readers.look_again()
         return packed
 
     def _form(self, save: Save, tensor: Tensor) -> TensorKind:

@@ -238,7 +238,10 @@ def test_what_is_not_shared_any_more_is_forgotten() -> None:
     rows, alike = normal(128, 96), normal(128, 96) + 5 * normal(96, seed=1)
     known, found = CommonRows(), list[bool]()
     for values in (alike, rows, rows):
+        resumed = CommonRows()
+        resumed.load(json.loads(json.dumps(known.state())))
         found.append(known.blocks(SITE, geometry(values), 96, values) is not None)
+        assert (resumed.blocks(SITE, geometry(values), 96, values) is not None) is found[-1]
         known.passes += EVERY
     assert found == [True, True, False]
 

@@ -430,16 +430,33 @@ def _replace(layers: nn.ModuleList) -> None:
 
 @pytest.mark.parametrize("change", [_shorten, _replace])
 @pytest.mark.parametrize("steps", [1, 10])
-def test_blocks_that_are_taken_out_or_replaced(change: Callable[[nn.ModuleList], None], steps: int) -> None:
-    """The step after that raised a KeyError."""
-    model = deep_gpt2(4)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_blocks_that_are_taken_out_or_replaced(
+    change: Callable[[nn.ModuleList], None], steps: int, is_frozen: bool
+) -> None:
+    """The step after that raised a KeyError; an ElasticError where they were frozen."""
+    model = deep_gpt2(5)
+    [layers] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for block in layers[:2] if is_frozen else ():
+        block.requires_grad_(False)
     run = Run(model, nets._tokens, time=0.75)
     run.steps(steps, nets.tokens(2))
-    [layers] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     change(layers)
     run.optimizers = [torch.optim.AdamW(trained(model), 1e-3)]
     assert len({step.names for step in run.steps(10, nets.tokens(2))}) >= 2
     assert [block.module for block in run.training._learned.units.blocks] == [*layers]
     assert run.training._learned.schedule.is_planned
     assert not run.training._others
+    run.close()
+
+
+def test_nothing_is_chosen_where_one_block_is_left() -> None:
+    model = deep_gpt2(3)
+    run = Run(model, nets._tokens, time=0.75)
+    run.steps(3, nets.tokens(2))
+    [layers] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    del layers[1:]
+    for _ in range(2):
+        run.training.begin_step()
+        assert run.training._choice is None
     run.close()

@@ -408,3 +408,32 @@ def test_all_readers_are_learned_anew_after_an_error() -> None:
         step(net, engine)
     for _ in range(3):
         assert error(step(net, engine), plain(net)) < 0.02
+
+
+class Itself:
+    """A result that holds itself, and much else."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss, self.others, self.itself = loss, [*range(1 << 20)], self
+
+
+def _beside_a_changed_view(loss: Tensor) -> dict[str, Tensor]:
+    base = torch.ones(4, requires_grad=True) * 2
+    view, _ = base.chunk(2)
+    base.mul_(3)
+    return {"view": view, "loss": loss}
+
+
+@pytest.mark.parametrize("result", [Itself, _beside_a_changed_view, lambda loss: [[[loss]], None, "text"]])
+def test_results_of_any_kind_are_looked_through(result: Callable[[Tensor], object]) -> None:
+    power = [2.0]
+    net = Net(lambda x: (x.abs() ** power[0]).mean())
+    engine = engine_for(net, 8)
+    for power[0] in (2.0, 2.0, 2.0, 1.9):
+        expected = plain(net)
+        net.zero_grad()
+        with engine.compress() as show:
+            loss = net(X)
+            show(result(loss))
+        loss.backward()
+        assert error([each.grad.clone() for each in net.parameters() if each.grad is not None], expected) < 0.02

@@ -490,6 +490,9 @@ COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum of all": lambda own, teacher: -(_unit(own) * _unit(teacher)).sum() / len(own),
     "einsum": lambda own, teacher: -torch.einsum("nc,nc->n", _unit(own), _unit(teacher)).mean(),
     "matrix product": lambda own, teacher: -(_unit(own) @ _unit(teacher).t()).diagonal().mean(),
+    "scaled": lambda own, teacher: (-torch.tensor(2.0).exp() * _unit(own) @ _unit(teacher).t()).diagonal().mean(),
+    "biased": lambda own, teacher: F.linear(-_unit(own), _unit(teacher), torch.ones(len(own))).diagonal().mean(),
+    "einsum of all": lambda own, teacher: -torch.einsum("nc,mc->nm", _unit(own), _unit(teacher)).diagonal().mean(),
     "pixels": _of_pixels,
     "distances": _distances,
     "centers": _centers,
@@ -602,6 +605,19 @@ def test_hard_targets_may_become_soft_ones(loss: Callable[..., Tensor], bits: in
         found.append(error(backward(model, lambda model, _: model(normal(512, 32)), engine), exact))
         engine.finish_step()
     assert max(found[7:]) < bound < found[5]
+
+
+def test_targets_that_take_turns_are_looked_at_again_once() -> None:
+    """Passes were watched as often as soft targets came after hard ones."""
+    model = Distilled(F.cross_entropy)
+    engine, watched = engine_for(model, 4), list[bool]()
+    for step in range(40):
+        model.is_hard = step % 3 > 0 or step < 5
+        watched.append(engine._readers.learning)
+        backward(model, lambda model, _: model(normal(512, 32)), engine)
+        engine.finish_step()
+    assert watched[7]  # the first soft ones have come in the pass before
+    assert not any(watched[12:])
 
 
 class SquaredGate(nn.Module):
