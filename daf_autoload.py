@@ -19,6 +19,6 @@ def register() -> None:
     except Exception as error:
         getLogger("daf").warning(
             "DAF is installed and cannot be loaded, so no configuration file switches it on: %r. Install it again, or "
-            "remove what is left of it: pip uninstall daf",
+            "remove what is left of it: pip uninstall daf-training",
             error,
         )

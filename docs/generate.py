@@ -106,7 +106,9 @@ def configuration() -> str:
 
 def commands() -> str:
     """Returns the text of the page on commands."""
-    return "\n".join([COMMANDS_HEAD, *(line for name in sorted(main.commands) for line in _command(name))])
+    return "\n".join(
+        [COMMANDS_HEAD, *(line for name in main.list_commands(click.Context(main)) for line in _command(name))]
+    )
 
 
 def figures() -> str:
@@ -142,7 +144,8 @@ def _said_below(folder: Path, name: str) -> str:
 
 
 def _command(name: str) -> list[str]:
-    command = main.commands[name]
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
     arguments = [each.human_readable_name for each in command.params if isinstance(each, click.Argument)]
     rows = [_option(each) for each in command.params if isinstance(each, click.Option)]
     paragraphs = [_line(paragraph) for paragraph in inspect.cleandoc(command.help or "").split("\n\n")]

@@ -18,8 +18,8 @@ import click
 import pytest
 
 from daf_core import DAFConfig, ElasticConfig, errors
-from daf_integrations.cli.main import main
 from tests.pages.blocks import PAGES, inline_code
+from tests.pages.commands import DAF
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"daf_core": "daf_core", "daf_integrations": "daf_integrations", "daf_kernels": "kernels/daf_kernels"}
@@ -27,7 +27,7 @@ FOLDERS = (*PACKAGES.values(), "benchmarks", "docs", "examples", "tests")
 ROOTS = {*FOLDERS, "kernels"}
 FILE = re.compile(r"[\w./-]+\.(py|sh)|docs/[\w/-]+\.md|examples/[\w-]+\.yaml")
 SECTIONS = ("guides", "concepts", "reference", "benchmarks")
-COMMANDS = [pytest.param(command, id=name) for name, command in main.commands.items()]
+COMMANDS = [pytest.param(command, id=name) for name, command in DAF.items()]
 
 
 @cache

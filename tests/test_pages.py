@@ -13,11 +13,10 @@ import pytest
 import yaml
 
 from daf_core import DAFConfig
-from daf_integrations.cli.main import main
 from daf_integrations.environment import OPTIONS, SECTION
 from daf_integrations.loop import training
 from tests.pages.blocks import Block, all_blocks, blocks_of, inline_code, names_for_blocks, versions_of
-from tests.pages.commands import NoCommandError, check, commands_of
+from tests.pages.commands import DAF, NoCommandError, check, commands_of
 
 BLOCKS = all_blocks()
 COMMANDS = ""
@@ -75,7 +74,7 @@ def test_commands_in_sentences_exist() -> None:
     assert len(targets) > 5
     for command in targets:
         check(command)
-    assert {command for code in said for command in re.findall(r"^daf ([a-z]+)", code)} <= set(main.commands)
+    assert {command for code in said for command in re.findall(r"^daf ([a-z]+)", code)} <= set(DAF)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import click
+from click.core import ParameterSource
 from humanfriendly import format_size
 from rich.console import Console
 from rich.table import Table
@@ -211,6 +212,8 @@ def plan(
             raise click.UsageError(
                 "--device is for Hugging Face models, and without --budget and --save, as nothing is run; pass it alone"
             )
+        if click.get_current_context().get_parameter_source("precision") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("--device shows 8 and 4 bits and the least budget; leave out --precision")
         show_fit(workload, device, as_json)
         return
     if save is not None and len(budgets) != 1:

@@ -80,7 +80,7 @@ def export(section: object) -> None:
     Raises:
         ConfigError: An option of the section or of the environment is unknown or its value is not allowed.
     """
-    if not _switched_on() and SWITCH in os.environ:
+    if not _switched_on() and os.environ.get(SWITCH):
         return
     options = _checked({} if section is None else section, f"{SECTION} in the Accelerate configuration")
     together = _checked({**options, **_own_options()}, f"{SECTION} with {OPTIONS} over it")

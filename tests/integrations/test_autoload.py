@@ -90,7 +90,7 @@ class TestImportOfTorch:
         monkeypatch.setitem(sys.modules, "daf_integrations._autoload", None)
         daf_autoload.register()
         [record] = daf_records(caplog)
-        assert "pip uninstall daf" in record.message
+        assert "pip uninstall daf-training" in record.message
 
     def test_survives_a_failure_of_its_own(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -13,6 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import cast
 
 import click
 import pytest
@@ -22,6 +23,10 @@ from packaging.requirements import Requirement
 
 from daf_integrations.cli.main import main
 from tests.pages.blocks import ROOT
+
+_CONTEXT = click.Context(main)
+DAF = {name: cast("click.Command", main.get_command(_CONTEXT, name)) for name in main.list_commands(_CONTEXT)}
+"""The commands of `daf` by their names."""
 
 READERS_OWN = {"train.py", "daf.yaml"}
 """Files that pages speak of as those of the reader."""
@@ -63,9 +68,9 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def _check_daf(arguments: Sequence[str]) -> None:
-    command = main.commands.get(arguments[0])
+    command = DAF.get(arguments[0])
     if command is None:
-        raise NoCommandError(f"daf has the commands {', '.join(main.commands)}, and not {arguments[0]}")
+        raise NoCommandError(f"daf has the commands {', '.join(DAF)}, and not {arguments[0]}")
     with suppress(click.exceptions.Exit), redirect_stdout(io.StringIO()):  # of options that show something and exit
         command.make_context(arguments[0], list(arguments[1:])).close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -112,6 +114,21 @@ def test_torch_that_does_not_load_is_a_problem(monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 1
     assert "torch does not load" in result.output
     assert "unknown" in result.output
+
+
+def test_the_command_works_where_torch_is_broken(tmp_path: Path) -> None:
+    """All commands were loaded with it, and ended with a traceback."""
+    (tmp_path / "torch.py").write_text('raise OSError("libcudart.so.12: cannot open shared object file")')
+    found = subprocess.run(
+        [sys.executable, "-m", "daf_integrations", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert found.returncode == 1
+    assert "torch does not load" in found.stdout
+    assert "Traceback" not in found.stderr
 
 
 def test_a_machine_that_lacks_nothing_gets_no_advice() -> None:

@@ -167,6 +167,7 @@ def test_the_longest_row_that_fits_is_found(size: Callable[[int], int], room: in
         (("--device", "big"), "--device"),
         (("--device", "24GB", "--budget", "1GB"), "without --budget"),
         (("--device", "24GB", "--save", "plan.json", "--budget", "1GB"), "without --budget and --save"),
+        (("--device", "24GB", "--precision", "1"), "leave out --precision"),
     ],
 )
 def test_other_options_are_refused(llama: str, arguments: tuple[str, ...], told: str) -> None:

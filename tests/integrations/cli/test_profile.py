@@ -17,6 +17,7 @@ from daf_core import ActivationEngine, DAFConfig
 from daf_core.snapshots.measurement import measuring
 from daf_integrations.cli.main import main
 from daf_integrations.cli.options import PRECISIONS
+from daf_integrations.cli.plan import plan
 from daf_integrations.cli.profile.command import profile as command
 from daf_integrations.cli.profile.compute import Row, fold, pattern
 from daf_integrations.cli.workload import Workload, build
@@ -355,8 +356,8 @@ def test_options_for_other_models_are_refused() -> None:
 
 
 def test_profile_takes_the_options_of_plan() -> None:
-    plan = {option for parameter in main.commands["plan"].params for option in parameter.opts}
-    assert plan - {"--budget", "--save", "--device"} <= {
+    known = {option for parameter in plan.params for option in parameter.opts}
+    assert known - {"--budget", "--save", "--device"} <= {
         option for parameter in command.params for option in parameter.opts
     }
 

@@ -94,6 +94,11 @@ class TestOrder:
         assert "ACCELERATE_DAF_CONFIG" not in os.environ
         assert configured() == DAFConfig()
 
+    def test_an_empty_switch_is_none(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_DAF", "")
+        load(**FILE, daf_config={"precision": 4})
+        assert configured() == DAFConfig(precision=4)
+
     def test_together_they_must_make_sense(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_DAF_CONFIG", '{"max_gradient_error": 0.05}')
         with pytest.raises(ConfigError, match="daf_config with ACCELERATE_DAF_CONFIG over it: max_gradient_error"):
