@@ -12,12 +12,14 @@ from pathlib import Path
 
 import numba
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
 
 from daf_integrations.cli import doctor
 from daf_integrations.cli.doctor import PACKAGES, Diagnosis
 from daf_integrations.cli.main import main
+from daf_kernels.dispatch import load_backend
 
 ROOT = Path(__file__).resolve().parents[3]
 READY = Diagnosis(
@@ -63,6 +65,7 @@ def test_kernels_that_do_not_load_are_a_problem(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_kernels_that_numba_does_not_compile_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_backend(torch.device("cpu"))  # what is imported from here on is not compiled, for later tests neither
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     (problem,) = doctor.examine().problems
     assert problem == "the CPU kernels do not load: NUMBA_DISABLE_JIT is set, so numba compiles nothing. Unset it"
