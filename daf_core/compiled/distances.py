@@ -13,7 +13,7 @@ from torch import fx
 
 from daf_core.autograd.torch_compile import reached
 from daf_core.compiled.dimensions import viewed
-from daf_core.compiled.readers import is_square, is_view, multiple_of, name_of, tensors_of
+from daf_core.compiled.readers import is_view, multiple_of, name_of, squares, tensors_of
 from daf_core.compiled.sizes import elements_of, hint
 from daf_core.readers.patterns import MOST_NODES
 
@@ -92,8 +92,7 @@ def _squared(node: fx.Node) -> fx.Node | None:
     source = _unscaled(tensors_of(node)[0])
     if name_of(node) == "linalg_vector_norm":
         return source
-    is_product = name_of(source) == "mul" and source.args[0] is source.args[1]
-    return _unscaled(tensors_of(source)[0]) if is_product or is_square(source) else None
+    return _unscaled(tensors_of(source)[0]) if squares(source) else None
 
 
 def _normalized(node: fx.Node) -> fx.Node | None:

@@ -20,6 +20,7 @@ from daf_core.compiled.readers import (
     is_square,
     is_view,
     name_of,
+    squares,
     tensors_of,
 )
 from daf_core.compiled.sizes import elements_of, hint
@@ -129,7 +130,7 @@ def _weighed_errors(forward: fx.Graph, known: Set[fx.Node]) -> Iterator[fx.Node]
                 pending += [each for each in factors if each not in pending]
             elif is_square(node):
                 pending += [each for each in factors if name_of(each) == "mul" and each not in pending]
-            elif name == "mul" and any(_squares(user) for user in node.users) and any(map(_is_predicted, factors)):
+            elif name == "mul" and any(squares(user) for user in node.users) and any(map(_is_predicted, factors)):
                 yield node
 
 
@@ -165,17 +166,13 @@ def _is_squared_error(node: fx.Node, known: Set[fx.Node]) -> bool:
     for _ in range(MOST_NODES):
         node = viewed(node)
         sources = tensors_of(node)
-        if _squares(node):
+        if squares(node):
             made = reached(sources, lambda each: tensors_of(each) if name_of(each) in _LINEAR or is_view(each) else ())
             return not any(name_of(each) in _BOUNDED for each in made if each in known)
         if len(sources) != 1 or name_of(node) not in (*_SUMS, *_FACTORS):
             return False
         [node] = sources
     return False
-
-
-def _squares(node: fx.Node) -> bool:
-    return is_square(node) or (name_of(node) == "mul" and node.args[0] is node.args[1])
 
 
 def _stops(node: fx.Node) -> bool:

@@ -196,6 +196,11 @@ def is_square(node: fx.Node) -> bool:
     return name_of(node) == "square" or (name_of(node) == "pow" and bool(node.args[1] == 2))
 
 
+def squares(node: fx.Node) -> bool:
+    """Says whether a node squares what it reads, as a power or as a product with itself."""
+    return is_square(node) or (name_of(node) == "mul" and node.args[0] is node.args[1])
+
+
 def _is_minus_square(node: fx.Node) -> bool:
     """Says whether a node is a negative multiple of a square, whose exponential is a density: GELU's derivative."""
     square, factor = multiple_of(node)
